@@ -1,4 +1,4 @@
-"""A mixture of experts (arXiv:2101.03961): each token goes to one of them, a second loss spreads the tokens.
+"""A mixture of experts (arXiv:2101.03961): each token goes to one; a second loss spreads tokens.
 
 python -m jvpipe.train --model examples/experts.py:experts --stages 2
 """
@@ -15,16 +15,20 @@ def norm(x):
 
 
 def mixed(x, p):
-    """What the chosen expert makes of each token; how unevenly they are chosen, 1 if evenly; how often each is."""
+    """Returns the tokens after their experts, the unevenness of choices, and each expert's share.
+
+    The unevenness is 1 if all experts are chosen equally often.
+    """
     chances = jax.nn.softmax(norm(x) @ p["router"])  # [..., experts]
     experts = chances.shape[-1]
     chosen = jax.nn.one_hot(chances.argmax(-1), experts)
-    # Every expert computes every token, and one result is taken: simple, and good for a few small experts.
+    # Every expert computes every token, and the chosen expert's result is taken. This is simple,
+    # and fast enough for a few small experts.
     expanded = jnp.einsum("...d,edf->...ef", norm(x), p["up"])
     hidden = jax.nn.gelu(expanded)
     outputs = jnp.einsum("...ef,efd,...e->...d", hidden, p["down"], chosen * chances)
     axes = tuple(range(x.ndim - 1))
-    # Equation 4 of the paper: only the chances have a gradient, the choice has none.
+    # Equation 4 of the paper. The chances have a gradient, and the choice has none.
     products = chosen.mean(axes) * chances.mean(axes)
     uneven = experts * jnp.sum(products)
     return x + outputs, uneven, chosen.mean(axes)
@@ -56,11 +60,11 @@ class Experts:
         x = params["embed"][batch[:, :-1]]  # [batch, tokens, width]
         uneven, chosen = 0.0, []
         for p in params["blocks"]:
-            # Each token reads the one before it: that is all the attention that a sum needs.
+            # Each token only reads the one before it, which is enough to learn a sum.
             before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
             both = jnp.concatenate([norm(x), norm(before)], -1)
             x = x + jnp.tanh(both @ p["mix"])
-            # The second loss is a sum over blocks: it crosses cuts beside x, a number.
+            # The second loss is summed over blocks, so a cut sends this number together with x.
             x, unevenly, often = mixed(x, p)
             uneven = uneven + unevenly / self.blocks
             chosen.append(often)

@@ -1,4 +1,4 @@
-"""Fine-tunes a folder of transformers by LoRA on prompts and their answers, on two devices, and writes such a folder.
+"""Fine-tunes a model in a folder of transformers by LoRA on two devices, and writes such a folder.
 
 python examples/finetune_lora.py BASE LINES.jsonl TUNED [STEPS [LEARNING_RATE]]
 
@@ -22,7 +22,7 @@ TOKENS, BATCH = 64, 16
 
 
 def records(lines, tokenizer):
-    """Ids, with one more at the end than there are tokens, and which of them are of an answer."""
+    """Returns TOKENS + 1 ids for each line, and which of them belong to the answer."""
     ids = np.zeros((len(lines), TOKENS + 1), np.int32)
     learned = np.zeros((len(lines), TOKENS + 1), np.float32)
     for i, line in enumerate(map(json.loads, lines)):
@@ -30,12 +30,12 @@ def records(lines, tokenizer):
         answer = tokenizer.encode(line["answer"], add_special_tokens=False).ids
         both = (prompt + answer)[: TOKENS + 1]
         ids[i, : len(both)] = both
-        learned[i, len(prompt) : len(both)] = 1  # padding stays 0 and counts nothing
+        learned[i, len(prompt) : len(both)] = 1  # prompts and padding stay 0 and do not count
     return ids, learned
 
 
 def batches(ids, learned, seed):
-    """Endless batches, drawn again from all records."""
+    """Yields batches without end, each drawn from all records."""
     generator = np.random.default_rng(seed)
     while True:
         i = generator.integers(len(ids), size=BATCH)

@@ -1,4 +1,4 @@
-"""A Llama: rotary positions, grouped queries (arXiv:2305.13245), SwiGLU, its layers under one scan.
+"""A Llama: rotary positions, grouped queries (arXiv:2305.13245), SwiGLU, one scan over all layers.
 
 python -m jvpipe.train --model examples/llama.py:llama --stages 2
 python -m jvpipe.plan --model examples/llama.py:llama --size 8b --stages 4 --hardware h100 --compare all
@@ -17,7 +17,7 @@ def norm(x, scale):
 
 
 def rotated(x):
-    """Each pair of numbers turns with the position; x is [batch, tokens, heads, width of a head]."""
+    """Rotates pairs of numbers by their positions; x is [batch, tokens, heads, width of a head]."""
     positions = jnp.arange(x.shape[1])[:, None, None]
     rates = 1e4 ** -jnp.linspace(0, 1, x.shape[3] // 2, endpoint=False)
     angles = positions * rates  # [tokens, 1, pairs]
@@ -43,7 +43,7 @@ class Llama:
         shapes |= {"gate": (D, F), "up": (D, F), "down": (F, D)}
         keys = jax.random.split(key, len(shapes) + 2)
         drawn = lambda key, *shape: jax.random.normal(key, shape) * shape[-2] ** -0.5
-        # All layers in one array each, [layers, ...], for the scan.
+        # Each array has the parameters of all layers, [layers, ...], for the scan.
         layers = {name: drawn(key, L, *shapes[name]) for key, name in zip(keys, shapes)}
         layers["attention_norm"] = jnp.ones((L, D))
         layers["mlp_norm"] = jnp.ones((L, D))
@@ -64,7 +64,7 @@ class Llama:
 
     def loss_fn(self, params, batch, rng):
         x = params["embed"][batch[:, :-1]]
-        # One scan for all layers: jvpipe takes it apart where it cuts.
+        # One scan runs all layers. jvpipe divides it where it cuts the model.
         x, _ = jax.lax.scan(self.layer, x, params["layers"])
         x = norm(x, params["norm"])
         predicted = jax.nn.log_softmax(x @ params["head"])

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): the base is frozen, and small products of matrices beside it learn a new task.
+"""LoRA (arXiv:2106.09685): the base is frozen; products of small added matrices learn a new task.
 
 python -m jvpipe.train --model examples/lora.py:lora --stages 2
 """
@@ -35,11 +35,12 @@ class Lora:
         D, r = self.width, self.rank
         keys = jax.random.split(key, self.blocks)
         down = [jax.random.normal(k, (D, r)) * 0.1 for k in keys]
-        up = [jnp.zeros((r, D))] * self.blocks  # at first the base alone speaks
+        up = [jnp.zeros((r, D))] * self.blocks  # the product is 0, so training begins at the base
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
     def optimizer(self, steps):
-        # What is set to zero is frozen: jvpipe computes no gradients of it and keeps no moments.
+        # The updates of the base are set to zero. So jvpipe takes the base as frozen, computes no
+        # gradients for it and keeps no moments.
         rate = optax.cosine_decay_schedule(1e-2, steps)
         learning = {"base": optax.set_to_zero(), "lora": optax.adam(rate)}
         return optax.multi_transform(learning, {"base": "base", "lora": "lora"})

@@ -1,4 +1,4 @@
-"""Plain functions: parameters are a list of dictionaries, the loss is a loop over them.
+"""Plain functions: the parameters are a list of dictionaries, and the loss loops over the list.
 
 python -m jvpipe.train --model examples/plain.py:Spiral --stages 2
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def points(generator, count):
-    """Points on two spirals, and which of the two each is on."""
+    """Returns points on two spirals, and the spiral of each point."""
     label = generator.integers(2, size=count)
     turn = generator.uniform(0.5, 3, count)
     angle = np.pi * (turn + label)
@@ -33,7 +33,7 @@ class Spiral:
     def loss_fn(self, params, batch, rng):
         *hidden, last = params
         x = batch["x"]  # [batch, 2]
-        # Each turn is a layer that a cut can lie behind. A cut sends x, [batch, 64].
+        # Each iteration is a layer, after which the model may be cut. A cut sends x, [batch, 64].
         for p in hidden:
             y = x @ p["w"]
             x = jax.nn.relu(y + p["b"])

@@ -1,4 +1,4 @@
-"""A U-Net that learns to take noise from pictures, as diffusion models do; its long skips cross the whole pipeline.
+"""A U-Net that learns to remove noise from pictures, as in diffusion; its skips cross the pipeline.
 
 python -m jvpipe.train --model examples/unet.py:unet --stages 2
 """
@@ -17,19 +17,19 @@ def conv(x, w, stride=1):
 
 
 def block(x, p, time):
-    """Two convolutions; how much noise there is comes in between."""
+    """Applies two convolutions, and adds the amount of noise between them."""
     y = conv(x, p["first"])
     noise = (time @ p["time"])[:, None, None]  # [batch, 1, 1, channels]
     y = jax.nn.silu(y + noise)
     pixels = (1, 2, 3)
-    # Each picture is normed alone, because micro-batches must not see each other.
+    # Each picture is normalised by itself, so that results do not depend on the micro-batches.
     centred = y - y.mean(pixels, keepdims=True)
     y = centred * jax.lax.rsqrt(y.var(pixels, keepdims=True) + 1e-5)
     return jax.nn.silu(conv(y, p["second"]))
 
 
 def rings(generator, count, side):
-    """Pictures of rings."""
+    """Returns pictures of rings."""
     middle = generator.uniform(4, side - 4, (2, count, 1, 1))
     radius = generator.uniform(2, 5, (count, 1, 1))
     y, x = np.mgrid[:side, :side]
@@ -55,7 +55,7 @@ class UNet:
 
         widths = self.channels
         down = [block_weights(a, b) for a, b in zip((1, *widths), widths)]
-        # On the way up a block reads what comes from below, a channels, and a skip of b.
+        # On the way up, a block reads a channels from the block below, and b channels of a skip.
         upwards = zip(widths[:0:-1], widths[-2::-1])
         up = [block_weights(a + b, b) for a, b in upwards]
         return {"down": down, "up": up, "last": drawn(1, 1, widths[0], 1)}
@@ -65,7 +65,7 @@ class UNet:
         share = jax.random.uniform(keys[0], (len(clean),))
         noise = jax.random.normal(keys[1], clean.shape)
         time = jnp.cos(share[:, None] * np.pi * np.arange(8))  # [batch, 8]
-        # The shares of variance add up to 1: the picture alone at 0, noise alone at 1.
+        # The shares of the variance add up to 1: at 0 there is only the picture, at 1 only noise.
         picture_part = jnp.sqrt(1 - share)[:, None, None, None] * clean
         x = picture_part + jnp.sqrt(share)[:, None, None, None] * noise
         skips = []
@@ -76,7 +76,7 @@ class UNet:
         x = skips.pop()
         for p in params["up"]:
             x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)  # twice as high and as wide
-            # A skip crosses all cuts between its two ends.
+            # A skip crosses all cuts that lie between its two ends.
             x = jnp.concatenate([x, skips.pop()], -1)
             x = block(x, p, time)
         error = conv(x, params["last"]) - noise

@@ -1,4 +1,4 @@
-"""Equinox: a module is a pytree; its arrays are the parameters, the rest stays outside.
+"""Equinox: a module is a pytree, whose arrays are the parameters; all else is not trained.
 
 python -m jvpipe.train --model examples/with_equinox.py:Waves --stages 2
 """
@@ -48,7 +48,7 @@ class Net(eqx.Module):
 
 
 def waves(generator, count):
-    """Sines under noise, and how often each swings."""
+    """Returns noisy sine waves, and the frequency of each."""
     swings = generator.uniform(1, 8, (count, 1))
     phase = generator.uniform(0, 2 * np.pi, (count, 1))
     angles = swings * np.linspace(0, 2 * np.pi, POINTS) + phase
@@ -58,7 +58,7 @@ def waves(generator, count):
 
 class Waves:
     batch_size, steps = 64, 500
-    # All of a module that is not an array, such as activations: the same for any parameters.
+    # All of the module except arrays, such as activations. It is the same for all parameters.
     abstract = eqx.filter_eval_shape(Net, jax.random.key(0))
     _, static = eqx.partition(abstract, lambda x: hasattr(x, "shape"))
 
@@ -70,7 +70,7 @@ class Waves:
 
     def loss_fn(self, params, batch, rng):
         net = eqx.combine(params, self.static)
-        # An equinox module takes one example: each has a key of its own.
+        # An equinox module takes a single example. Each example gets a key of its own.
         keys = None if rng is None else jax.random.split(rng, len(batch["x"]))
         nets = jax.vmap(net, in_axes=(0, None if rng is None else 0))
         error = nets(batch["x"], keys) - batch["swings"]

@@ -1,4 +1,4 @@
-"""Haiku: the transformed function's `init` and `apply` are the model; here a mean over an uneven number of items.
+"""Haiku: a transformed function has `init` and `apply`; the loss is a mean over varying numbers.
 
 python -m jvpipe.train --model examples/with_haiku.py:Brackets --stages 2
 """
@@ -14,7 +14,10 @@ TOKENS, WIDTH = 32, 32
 
 
 def brackets(generator, count):
-    """Rows of opening (1) and closing (2) brackets, then padding (0); how deep one is after each."""
+    """Returns rows of brackets, and whether more are open than closed after each bracket.
+
+    Opening brackets are 1, closing ones 2, and padding is 0.
+    """
     length = generator.integers(4, TOKENS + 1, (count, 1))
     there = np.arange(TOKENS) < length  # [count, TOKENS]
     tokens = np.where(there, generator.integers(1, 3, (count, TOKENS)), 0)
@@ -29,7 +32,7 @@ def net(tokens):
     x = hk.Embed(3, WIDTH)(tokens)
     small = hk.initializers.RandomNormal(0.1)
     x = x + hk.get_parameter("places", [TOKENS, WIDTH], init=small)
-    # How deep one is depends on what came before: nobody looks ahead.
+    # The targets depend only on earlier brackets, so attention does not look ahead.
     mask = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS)))
     normed = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
     scaled = hk.initializers.VarianceScaling(1.0)
@@ -52,7 +55,7 @@ class Brackets:
         logits = jax.nn.log_softmax(net.apply(params, rng, batch["tokens"]))
         right = jnp.take_along_axis(logits, batch["depth"][..., None], -1)
         losses = -right[..., 0]  # [batch, TOKENS]
-        # Micro-batches have more or less padding: sums are added up before they are divided.
+        # Micro-batches differ in padding, so sums and counts are added up before the division.
         return jvpipe.Weighted(jnp.sum(losses * batch["there"]), jnp.sum(batch["there"]))
 
     def batches(self, seed, batch_size):

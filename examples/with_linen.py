@@ -1,4 +1,4 @@
-"""Flax Linen: a convolutional network with batch norm, whose running averages are the model's state.
+"""Flax Linen: a convolutional network with batch norms, whose running averages are its model state.
 
 python -m jvpipe.train --model examples/with_linen.py:Shapes --stages 2
 """
@@ -13,7 +13,7 @@ SIDE = 16
 
 
 def pictures(generator, count):
-    """Noisy pictures of rectangles and of their outlines."""
+    """Returns noisy pictures of squares, some of them only outlines, and which these are."""
     label = generator.integers(2, size=count)
     corner = generator.integers(1, 6, (2, count))
     size = generator.integers(5, 9, count)
@@ -26,7 +26,7 @@ def pictures(generator, count):
 
 
 def rectangles(corner, size):
-    """Which pixels lie in a square: [count, SIDE, SIDE]."""
+    """Returns which pixels lie in a square: [count, SIDE, SIDE]."""
     at = np.arange(SIDE)[:, None]
     rows, columns = [((at >= low) & (at < low + size)).T for low in corner]
     return rows[:, :, None] & columns[:, None]
@@ -61,7 +61,7 @@ class Shapes:
 
     def loss_fn(self, params, state, batch, rng):
         variables = {"params": params, "batch_stats": state}
-        # The averages go in and come out: each micro-batch reads those that the one before it left.
+        # The averages are an argument and a result: each micro-batch reads those of the one before.
         logits, new = self.net.apply(variables, batch["image"], mutable=["batch_stats"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return loss.mean(), new["batch_stats"]

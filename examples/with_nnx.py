@@ -1,4 +1,4 @@
-"""Flax NNX: a transformer that adds numbers, its data a Grain dataset that keeps its place in checkpoints.
+"""Flax NNX: a transformer that adds numbers; its Grain dataset keeps its place in checkpoints.
 
 python -m jvpipe.train --model examples/with_nnx.py:Adding --stages 2
 """
@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 DIGITS, WIDTH, BLOCKS = 3, 32, 2
-TOKENS = 4 * DIGITS + 3  # 123+456=0579, and one more digit
+TOKENS = 4 * DIGITS + 3  # more than enough: 123+456=0579 has 3 * DIGITS + 3
 
 
 class Block(nnx.Module):
@@ -43,7 +43,7 @@ class Adder(nnx.Module):
 
 
 def example(index, generator):
-    """The digits of a sum, + as 10 and = as 11."""
+    """Returns the digits of two numbers and their sum, with + as 10 and = as 11."""
     a, b = generator.integers(10**DIGITS, size=2)
     question, answer = f"{a:0{DIGITS}}+{b:0{DIGITS}}=", f"{a + b:0{DIGITS + 1}}"
     return np.array(["0123456789+=".index(c) for c in question + answer], np.int32)
@@ -56,12 +56,12 @@ class Adding:
         return nnx.state(Adder(nnx.Rngs(params=key)), nnx.Param)
 
     def loss_fn(self, params, tokens, rng):
-        # The module's structure, of shapes alone: the parameters are those that jvpipe gives.
+        # Only the module's structure and shapes are made here. jvpipe gives the parameters.
         abstract = nnx.eval_shape(lambda: Adder(nnx.Rngs(0)))
         graph, _, rest = nnx.split(abstract, nnx.Param, ...)
         adder = nnx.merge(graph, params, rest, copy=True)
         logits = jax.nn.log_softmax(adder(tokens[:, :-1]))
-        # Only digits behind the = can be known: the question is read and not learned.
+        # Only the digits after the = can be predicted, so the others do not count in the loss.
         answer = slice(2 * DIGITS + 1, None)
         predicted = logits[:, answer]
         targets = tokens[:, 1:][:, answer, None]

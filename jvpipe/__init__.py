@@ -1,6 +1,6 @@
 """Pipeline-parallel training for JAX: trace a loss, cut it, run it over several devices."""
 
-import jvpipe.exports.formats  # noqa: F401 - what Plan.export knows
+import jvpipe.exports.formats  # noqa: F401 - registers the formats of Plan.export
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.weighted import Weighted

@@ -1,4 +1,4 @@
-"""`python -m jvpipe`: the command, as `jvpipe` is."""
+"""`python -m jvpipe`: runs the same as the command `jvpipe`."""
 
 import sys
 

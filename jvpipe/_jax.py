@@ -1,4 +1,4 @@
-"""The one place that touches `jax.extend` and jaxlib, where their versions' differences end."""
+"""The only file that uses `jax.extend` and jaxlib directly, and handles differences of versions."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Several devices that do together what one does, in a mesh of named axes along which arrays may be cut.
+    """Several devices that act as one: a mesh with named axes, along which arrays may be cut.
 
-    It answers for its first device, because all of them are alike.
+    Its properties are those of its first device, because all devices of a group are alike.
     """
 
     mesh: Mesh
 
     @property
     def first(self) -> "Device":
-        """The first device."""
+        """The first device of the group."""
         return self.mesh.devices.flat[0]
 
     @property
@@ -40,17 +40,17 @@ class DeviceGroup:
 
     @property
     def platform(self) -> str:
-        """What all run on, such as `cpu`."""
+        """The platform of all devices, such as `cpu`."""
         return self.first.platform
 
     @property
     def device_kind(self) -> str:
-        """The kind of all."""
+        """The kind of all devices."""
         return self.first.device_kind
 
     @property
     def process_index(self) -> int:
-        """The process that has all of them."""
+        """The process that has all devices of the group."""
         return self.first.process_index
 
     def memory_stats(self) -> dict[str, int] | None:
@@ -72,7 +72,7 @@ class DeviceGroup:
 if TYPE_CHECKING:
 
     class Device(Protocol):
-        """What type checkers need to know of `jax.Device`, which is a variable to them."""
+        """The members of `jax.Device`, which to type checkers is only a variable."""
 
         @property
         def id(self) -> int: ...
@@ -93,24 +93,24 @@ else:
 
 
 def devices_in(device: Device) -> tuple[Device, ...]:
-    """Returns the devices of a group; one that is alone."""
+    """Returns the devices of a group, or a single device as a tuple of one."""
     return tuple(device.mesh.devices.flat) if isinstance(device, DeviceGroup) else (device,)
 
 
 def first_of(device: Device) -> Device:
-    """Returns the first device of a group; one that is alone."""
+    """Returns the first device of a group, or a single device itself."""
     return devices_in(device)[0]
 
 
 @cache
 def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | None = None) -> Any:
-    """Returns how an array lies on a device, or over those of a group.
+    """Returns the sharding of an array on a device, or over the devices of a group.
 
     Args:
-        device: or a group.
-        spec: the axes of the group that each dimension is cut along; without one each device has
-            the whole.
-        memory_kind: the memory; where arrays lie usually unless given.
+        device: a device or a group.
+        spec: for each dimension of the array, the axes of the group along which it is cut; if it is
+            empty, each device has the whole array.
+        memory_kind: the kind of memory; unless given, the device's default.
     """
     if isinstance(device, DeviceGroup):
         return NamedSharding(device.mesh, PartitionSpec(*spec), memory_kind=memory_kind)
@@ -118,7 +118,7 @@ def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | N
 
 
 def spec_of(array: jax.Array) -> tuple[Any, ...]:
-    """Returns the axes of a group that each dimension of an array is cut along."""
+    """Returns, for each dimension of an array, the axes of a group along which it is cut."""
     return tuple(array.sharding.spec) if isinstance(array.sharding, NamedSharding) else ()
 
 
@@ -138,17 +138,17 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def is_dropped(var: Atom) -> bool:
-    """Tells whether a result is bound to no name (printed as `_` in a jaxpr)."""
+    """Tells whether the result of an equation has no name (`_` in a printed jaxpr)."""
     return isinstance(var, _core.DropVar)
 
 
 def scope(eqn: JaxprEqn) -> str:
-    """Returns the name scope that an equation was traced in: the module path of a Linen model."""
+    """Returns the name scope of an equation, which is the module's path in a Linen model."""
     return "/".join(filter(None, str(eqn.source_info.name_stack).split("/")))
 
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
-    """Returns an equation's source inside of a call: that of the call, with both name scopes."""
+    """Returns the source of an equation inside a call: the call's source, with both name scopes."""
     source = eqn.source_info
     return (
         source if outer is None else outer.replace(name_stack=outer.name_stack + source.name_stack)
@@ -161,12 +161,12 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation calls the host in the order of the program."""
+    """Tells whether an equation calls code on the host in the order of the program."""
     return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
 def is_of_closed_over(error: Exception) -> bool:
-    """Tells whether an error is of a `custom_vjp` function that closes over what has a cotangent."""
+    """Tells whether an error is about a `custom_vjp` that closes over a differentiated value."""
     return type(error).__name__ == "CustomVJPException"
 
 
@@ -181,7 +181,7 @@ def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
 
 
 def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits what belongs to the operands of a `scan` into constants, initial carry and scanned arrays."""
+    """Splits values, one for each operand of a `scan`, into constants, carry and scanned arrays."""
     if "ft_in" in eqn.params:  # JAX 0.11
         consts, carry, xs = eqn.params["ft_in"].update(values).unpack()
         return list(consts), list(carry), list(xs)
@@ -201,10 +201,7 @@ def new_variable(aval: Any) -> Var:
 
 
 def reshaped_variable(var: Var, shape: Sequence[int]) -> Var:
-    """Returns a fresh variable like another except for its shape.
-
-    One that is bound to no name stays so.
-    """
+    """Returns a fresh variable like another one, named or dropped, except for its shape."""
     return type(var)(aval(var).update(shape=tuple(shape)))
 
 
@@ -212,11 +209,11 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 
 
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr as a function whose results the compiler makes alike in whatever program.
+    """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
-    It has no derivative. A CPU's compiler does not merge it into its caller. Others do: their
-    kernels differ by the layouts that the readers of a result would like, so there results lie as
-    they do between programs.
+    The function has no derivative. On CPUs, the compiler does not merge it into its caller. Other
+    compilers do merge it, and choose kernels by the layouts that readers of a result prefer. There,
+    results get the layout that arrays have between programs, so that the kernels are the same.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -237,7 +234,7 @@ def _outlined() -> Any:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
         return cast(
             list[Any], set_xla_metadata(results, inlineable="false")
-        )  # of what makes them, the call
+        )  # set on the results, it applies to the call that makes them
 
     primitive = _core.Primitive("outlined")
     primitive.multiple_results = True
@@ -249,18 +246,19 @@ def _outlined() -> Any:
 
 
 def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr such that its results are bitwise identical with those of a program of it alone.
+    """Calls a jaxpr with results bitwise identical to those of a program that has only this jaxpr.
 
-    On CPUs it is not merged into its caller; elsewhere what it takes and yields is behind barriers.
+    On CPUs it is not merged into its caller; elsewhere its arguments and results have barriers,
+    across which compilers do not fuse.
     """
     barrier = jax.lax.optimization_barrier
     return list(barrier(outlined(closed, barrier(list(values)))))
 
 
 def laid_out(x: Any) -> Any:
-    """Returns an input of a program as readers would find a value that was computed again.
+    """Returns a program's input in the layout that the same value has when it is recomputed.
 
-    A CPU's compiler needs not be told.
+    On CPUs this is not needed, and nothing is done.
     """
     return _laid_out().bind(x)
 
@@ -281,7 +279,7 @@ def _laid_out() -> Any:
 
 
 def _is_spread(context: Any) -> bool:
-    """Tells whether a program is for several devices: a layout would gather what lies over them."""
+    """Tells whether a program is for several devices; a fixed layout would gather their arrays."""
     return getattr(context.module_context.axis_context, "num_devices", None) not in (None, 1)
 
 
@@ -292,28 +290,28 @@ def _row_major(x: Any) -> Any:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice
-# per stage and micro-batch, so copies go straight to the functions beneath it; where a jaxlib lacks
-# them, `device_put` serves. Between CPU devices even those wake a thread for each copy (36
-# microseconds); for a few bytes that are there it pays to copy them at once.
+# `jax.device_put` spends 17 microseconds in Python on a copy that takes 3. A pipeline copies twice
+# for each stage and micro-batch, so it calls the functions below `device_put` directly, and uses
+# `device_put` only if a jaxlib lacks them. Between CPU devices, these functions also wake a thread
+# for each copy (36 microseconds), so a few bytes that have come are copied at once.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
 
 def is_ready(array: jax.Array) -> bool:
-    """Tells whether an array has been computed; asking does not wait."""
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # it only wraps one that knows
+    """Tells whether an array has been computed, without waiting."""
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # only the words inside can tell
         array = jax.random.key_data(array)
     return cast(Any, array).is_ready()
 
 
 @cache
 def exact(platform: str) -> dict[str, str | bool]:
-    """Returns compiler options under which a value is bitwise identical in all programs that compute it.
+    """Returns compiler options that make a value bitwise identical in all programs that compute it.
 
-    On CPUs XLA hands a product to a library together with the elementwise work and the sums before
-    it, if these have no other reader: then a normalised row differs from the same row computed
-    where it has. Products alone go there.
+    On CPUs, XLA gives a product to a library, together with the elementwise work and the sums
+    before it if nothing else reads these. A normalised row is then computed differently than in a
+    program where it has another reader. With these options only products go to the library.
     """
     options: dict[str, str | bool] = {
         "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
@@ -322,7 +320,7 @@ def exact(platform: str) -> dict[str, str | bool]:
         return {}
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=options)
-    except Exception:  # a version that knows no such libraries
+    except Exception:  # a version without this option
         return {}
     return options
 
@@ -332,7 +330,7 @@ _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 @cache
 def is_plain(dtype: Any) -> bool:
-    """Tells whether the host holds a type as devices do: not keys, nor what is below a byte."""
+    """Tells whether NumPy holds a type as devices do; not so for keys and types below a byte."""
     return isinstance(dtype, np.dtype) and dtype.name not in _PACKED
 
 
@@ -353,14 +351,14 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
         shardings = [sharding_on(device, spec_of(x))] if grouped else whole
         try:
             return copy([x], devices, shardings, always)[0]
-        except TypeError:  # an array of typed keys only wraps one that can be copied
+        except TypeError:  # an array of random keys, which this function cannot copy
             return jax.device_put(x, shardings[0])
 
     return run
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies a few bytes from `source` to `device`, at once if they are there."""
+    """Returns a function that copies a few bytes from `source` to `device`, at once if possible."""
     copy = copier(device)
     grouped = isinstance(device, DeviceGroup)
     if _put_host is None or grouped or not source.platform == device.platform == "cpu":
@@ -371,7 +369,7 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
         if is_plain(x.dtype) and cast(Any, x).is_ready():
             words = np.array(
                 x
-            )  # a copy: jaxlib keeps what it is handed for a moment longer, and x may have to go
+            )  # a copy, because jaxlib refers to it for a moment longer, and x may be freed
             return put(x.aval, sharding, [words], devices, force_copy=True)
         return copy(x)
 
@@ -379,7 +377,7 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
 
 
 def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies an array of a device to "pinned_host" or "device" memory."""
+    """Returns a function that copies a device's array to "pinned_host" or "device" memory."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = space if space in kinds else device.default_memory().kind
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
@@ -388,12 +386,12 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
 def feeder(
     device: Device, spec: tuple[Any, ...] = ()
 ) -> Callable[[np.ndarray | jax.Array], jax.Array]:
-    """Returns a function that copies an array, mostly of the host, to the device.
+    """Returns a function that copies an array, usually from the host, to a device.
 
-    The host may overwrite its own at once.
+    The array on the host may be overwritten as soon as the function returns.
 
     Args:
-        device: or a group.
+        device: a device or a group.
         spec: how the array lies over a group.
     """
     sharding, devices = sharding_on(device, spec), [device]
@@ -410,7 +408,7 @@ def feeder(
 
 
 def transfer_server(address: str) -> Any:
-    """Returns a server that other processes pull arrays from, at this host's address for them."""
+    """Returns a server from which other processes pull arrays, at this host's address."""
     client = cast(Any, jax.local_devices()[0]).client
     return transfer.start_transfer_server(
         client, f"{address}:0", [f"{address}:0"], max_num_parallel_copies=8, transfer_size=1 << 20
@@ -418,12 +416,12 @@ def transfer_server(address: str) -> Any:
 
 
 def is_own(device: Device) -> bool:
-    """Tells whether a device is of this process."""
+    """Tells whether a device belongs to this process."""
     return device.process_index == jax.process_index()
 
 
 def own_address() -> str:
-    """Returns the address of this host on the network over which it reaches the coordinator."""
+    """Returns the address of this host on the network that leads to the coordinator."""
     coordinator = cast(Any, multihost_utils).distributed.global_state.coordinator_address
     host, _, port = coordinator.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -435,18 +433,18 @@ def own_address() -> str:
 def placed(
     like: jax.ShapeDtypeStruct, device: Device, spec: tuple[Any, ...] = ()
 ) -> jax.ShapeDtypeStruct:
-    """Returns a shape and type on a device, or over a group.
+    """Returns a shape and type with a place on a device or over a group.
 
     Args:
         like: the shape and type.
-        device: or a group.
-        spec: how it lies over a group.
+        device: a device or a group.
+        spec: how the array lies over a group.
     """
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding_on(device, spec))
 
 
 def has_devices() -> bool:
-    """Tells whether JAX has made its devices; asking makes none."""
+    """Tells whether JAX has made its devices, without making any."""
     return cast(Any, multihost_utils).xla_bridge.backends_are_initialized()
 
 
@@ -456,20 +454,20 @@ def coordination() -> Any:
 
 
 def process_of() -> tuple[int, int]:
-    """Which process this is, and of how many; asking makes no devices."""
+    """Returns the number of this process and the count of all, without making devices."""
     state = cast(Any, multihost_utils).distributed.global_state
     return (0, 1) if state.client is None else (state.process_id, state.num_processes)
 
 
 def absent_device(platform: str, topology: str, config: str) -> Device:
-    """Returns a device that programs can be compiled for though it is not here.
+    """Returns a device for which programs can be compiled although it is not here.
 
-    It wakes the plugin of its platform.
+    This starts the plugin of its platform.
 
     Args:
-        platform: `cuda`, `tpu`, or `cpu` for the one that is here.
-        topology: what devices there are, in the platform's words, such as `v5e:2x2`.
-        config: of a GPU: its description.
+        platform: `cuda` or `tpu`; `cpu` returns the CPU device that is here.
+        topology: the devices there, in the platform's own words, such as `v5e:2x2`.
+        config: the description of a GPU.
     """
     if platform == "cpu":
         return jax.devices("cpu")[0]
@@ -480,20 +478,20 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
 
 
 _NO_TILES = "find output tile sizes"
-"""A GPU's compiler without the GPU tries one tiling of a product, and refuses the program where it does not fit."""
+"""A part of the refusal of a compiler for GPUs. Without the GPU, it tries one tiling of a product,
+and refuses the program if this tiling does not fit."""
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     """Returns the first line of a compiled program, and its bytes.
 
-    They are of arguments, results, both at once, temporaries and code.
-
-    With the GPU at hand the compiler would try more tilings, and then the library of products;
-    where the first one does not fit, the library is asked for at once.
+    The bytes are those of arguments, of results, of results that share memory with arguments, of
+    temporaries and of code. With the GPU at hand, the compiler would try more tilings of a product,
+    and then a library. If the first tiling does not fit, the library is used here.
 
     Args:
-        text: of the program, in StableHLO.
-        device: that it is compiled for, which may be an absent one.
+        text: the program in StableHLO.
+        device: the device to compile for, which may be absent.
     """
     flags = exact(device.platform)
     try:

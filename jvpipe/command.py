@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 
 def main() -> int:
-    """Runs it; the version is told without any extra."""
+    """Runs the command; `--version` works without optional packages."""
     if sys.argv[1:] == ["--version"]:
         print(f"jvpipe {version('jvpipe')}")
         return 0

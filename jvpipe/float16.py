@@ -1,14 +1,15 @@
-"""Losses that compute in float16: their gradients are scaled, so that small ones do not vanish.
+"""Losses that compute in float16, with scaled gradients, so that small gradients do not vanish.
 
-The scale lies beside the parameters, for the backward of the loss reads it and the update writes
-it:
+The scale is kept with the parameters, because the backward reads it and the update writes it:
 
-    forward    the loss as it is
+    forward    computes the loss as it is
     backward   begins with the scale in place of 1
-    update     gradients / scale; where one is not finite nothing is updated, and the scale is halved;
-               after `growth_updates` updates without such a gradient it is doubled
+    update     divides the gradients by the scale; if one is not finite, nothing is updated and the
+               scale is halved; after `growth_updates` updates without such a gradient the scale is
+               doubled
 
-A scale is a power of two, so that it changes no bit of what neither vanishes nor overflows.
+A scale is a power of two. Multiplying and dividing by it changes only exponents, so results that
+neither vanish nor overflow are bitwise identical to those without a scale.
 """
 
 from collections.abc import Callable
@@ -33,12 +34,12 @@ def scaled(
     scale: float = 2.0**15,
     growth_updates: int = 2000,
 ) -> "ScaledLoss":
-    """Scales the gradients of a loss, and lets its optimizer see them as they are.
+    """Returns a loss with scaled gradients, and an optimizer that divides them by the scale.
 
     Args:
-        loss_fn: as `Pipeline` takes it; it casts to float16 itself, and gives a loss of float32.
-        optimizer: of parameters of float32.
-        scale: the first one, a power of two.
+        loss_fn: a loss as `Pipeline` takes it, which casts to float16 itself and returns float32.
+        optimizer: the optimizer, for parameters in float32.
+        scale: the scale at the start, a power of two.
         growth_updates: after how many updates without an overflow the scale is doubled.
 
     Raises:
@@ -61,10 +62,11 @@ def scaled(
 
 @dataclass(frozen=True)
 class ScaledLoss:
-    """What a pipeline trains in place of a loss: `Pipeline(made, made.optimizer)`, `pipe.init(made.init(params), ...)`.
+    """A loss with scaled gradients, and its optimizer.
 
-    Parameters are `{"params": ..., "scale": ...}`: `pipe.params(state)["params"]` are those of the
-    loss.
+    It is used as `Pipeline(made, made.optimizer)`, and then `pipe.init(made.init(params), ...)`.
+    Its parameters are `{"params": ..., "scale": ...}`, so those of the original loss are
+    `pipe.params(state)["params"]`.
     """
 
     loss_fn: Callable[..., Any]
@@ -72,13 +74,13 @@ class ScaledLoss:
     scale: float
 
     def init(self, params: Tree) -> Tree:
-        """Puts the first scale beside parameters, or beside what a function makes of a key."""
+        """Returns parameters with the first scale; if they are a function of a key, a function."""
         if is_initialiser(params):
             return lambda key: self.init(params(key))
         return {"params": params, "scale": jnp.float32(self.scale)}
 
     def __call__(self, params: dict[str, Any], *others: Any) -> Any:
-        """Returns the loss, whose gradients are scaled; what is returned beside it stays as it is."""
+        """Returns the loss, whose gradients are scaled, and its other results as they are."""
         value, scale = self.loss_fn(params["params"], *others), params["scale"]
         if isinstance(value, tuple) and not isinstance(value, Weighted):
             loss, *beside = value
@@ -87,7 +89,7 @@ class ScaledLoss:
 
 
 def _with_scale(loss: Any, scale: Any) -> Any:
-    """Returns a loss, whose gradients are scaled."""
+    """Returns a loss whose gradients are scaled."""
     if isinstance(loss, Weighted):
         return loss._replace(total=_times(loss.total, scale))
     return _times(loss, scale)
@@ -95,7 +97,7 @@ def _with_scale(loss: Any, scale: Any) -> Any:
 
 @jax.custom_vjp
 def _times(loss: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns the loss; what comes back to it is multiplied."""
+    """Returns the loss; its derivative multiplies the cotangent by the scale."""
     return loss
 
 
@@ -111,14 +113,14 @@ _times.defvjp(_forward, _backward)
 
 
 class ScaledState(NamedTuple):
-    """How many updates there were since the scale has changed, and the optimizer's own state."""
+    """The number of updates since the scale last changed, and the optimizer's own state."""
 
     updates: Int32[Array, ""]
     inner: Any
 
 
 def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTransformation:
-    """Returns an optimizer of `{"params": ..., "scale": ...}`, whose gradients are scaled."""
+    """Returns an optimizer of `{"params": ..., "scale": ...}` that takes scaled gradients."""
 
     def init(params: Tree) -> ScaledState:
         return ScaledState(jnp.zeros((), jnp.int32), optimizer.init(params["params"]))

@@ -1,11 +1,13 @@
-"""Losses of Flax NNX modules: dropout draws again for each micro-batch, running statistics are kept.
+"""Losses of Flax NNX modules, with dropout for each micro-batch and carried running statistics.
 
-A module of NNX holds parameters, statistics and streams of random numbers in one object. A pipeline
-wants them apart:
+An NNX module holds its parameters, statistics and random streams in one object. A pipeline needs
+them separately. The columns are their names, what they hold, and where a pipeline gets them:
 
-    parameters    what is trained             `NnxLoss.init`
-    model state   statistics of batch norm    `NnxLoss.model_state`, carried from micro-batch to micro-batch
-    streams       keys of dropout             derived from the key of the micro-batch, so that a resumed run draws alike
+    parameters     the trained arrays            `NnxLoss.init`
+    model state    statistics of batch norm      `NnxLoss.model_state`, then the micro-batch before
+    streams        keys of dropout               the key of the micro-batch
+
+Because streams are derived from the key of the micro-batch, a resumed run draws the same numbers.
 """
 
 from collections.abc import Callable
@@ -28,13 +30,13 @@ Tree = Any
 def loss(
     model_fn: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, Any], Any]
 ) -> "NnxLoss":
-    """Makes what a pipeline trains of a module of NNX and a loss that calls it.
+    """Makes a loss for a pipeline from an NNX module and a function that calls the module.
 
     Args:
         model_fn: builds the module, `model_fn(rngs)`.
-        loss_fn: `loss_fn(module, batch)` gives the loss of a micro-batch, a number or a
-            `jvpipe.Weighted`. The module is in training mode, or as after `module.eval()` where the
-            pipeline evaluates.
+        loss_fn: `loss_fn(module, batch)` returns the loss of a micro-batch, as a number or a
+            `jvpipe.Weighted`. The module is in training mode; in evaluations of the pipeline, it is
+            as after `module.eval()`.
 
     >>> def build(rngs):
     ...     return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
@@ -53,9 +55,9 @@ def loss(
 
 @dataclass(frozen=True)
 class NnxLoss:
-    """A loss of parameters, a batch and a key; with `has_state` a model state stands after the parameters.
+    """A loss of (params, batch, rng), or of (params, model_state, batch, rng) with `has_state`.
 
-    It is what `Pipeline` takes: `Pipeline(made, optimizer, has_state=made.has_state)`, then
+    It is used as `Pipeline(made, optimizer, has_state=made.has_state)`, and then
     `pipe.init(made.init, batch, key, made.model_state(key))`.
     """
 
@@ -63,33 +65,33 @@ class NnxLoss:
     loss_fn: Callable[[Any, Any], Any]
 
     def init(self, key: jax.Array) -> dict[Any, Any]:
-        """Draws the parameters: nested dicts of arrays, by the paths of the module."""
+        """Returns new parameters: nested dicts of arrays, by the paths of the module."""
         _, params, _, _ = self._split(self.model_fn(nnx.Rngs(key)))
         return nnx.to_pure_dict(params)
 
     def model_state(self, key: jax.Array) -> dict[Any, Any] | None:
-        """Makes what is neither trained nor drawn, such as running statistics.
+        """Returns the arrays that are neither parameters nor streams; None if there are none.
 
-        Returns None if there is nothing.
+        They are, for example, running statistics.
         """
         _, _, _, state = self._split(self.model_fn(nnx.Rngs(key)))
         return nnx.to_pure_dict(state) if self.has_state else None
 
     @property
     def has_state(self) -> bool:
-        """Whether the module has a state beside its parameters."""
+        """Whether the module has a model state, such as running statistics."""
         _, _, _, state = self._structure
         return bool(jax.tree.leaves(state))
 
     def module(self, params: Tree, model_state: Tree = None, rng: jax.Array | None = None) -> Any:
-        """Builds the module with these parameters and this state, in training mode if there is a key."""
+        """Builds the module from parameters and model state; in training mode if a key is given."""
         graph, _, streams, _ = self._structure
         module = nnx.merge(graph, params, _streams(streams, rng), model_state or {}, copy=True)
         module.eval() if rng is None else module.train()
         return module
 
     def __call__(self, params: Tree, *others: Any) -> Any:
-        """Computes the loss; with a model state, which then stands behind `params`, also the new one."""
+        """Computes the loss; with `has_state`, returns it with the new model state."""
         *model_state, batch, rng = others
         module = self.module(params, model_state[0] if model_state else None, rng)
         value = self.loss_fn(module, batch)
@@ -100,23 +102,23 @@ class NnxLoss:
 
     @cached_property
     def _structure(self) -> Any:
-        """The module without arrays: its graph, and the shapes of parameters, streams and state."""
+        """The module's graph, and the shapes of its parameters, streams and model state."""
         return self._split(nnx.eval_shape(lambda: self.model_fn(nnx.Rngs(0))))
 
     @staticmethod
     def _split(module: nnx.Module) -> Any:
-        """Takes a module apart: its graph, parameters, streams of random numbers, and all else."""
+        """Splits a module into its graph, parameters, random streams, and model state."""
         return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _streams(shapes: Any, rng: jax.Array | None) -> Any:
-    """Returns the streams of random numbers, each at its beginning, with a key of its own."""
+    """Returns the random streams, each at its beginning and with a key of its own."""
     leaves, tree = jax.tree.flatten(shapes)
     key = jax.random.key(0) if rng is None else rng
 
     def leaf(i: int, shape: Any) -> jax.Array:
         if is_key(shape):
             return jax.random.fold_in(key, i)
-        return jnp.zeros(shape.shape, shape.dtype)  # how many were drawn
+        return jnp.zeros(shape.shape, shape.dtype)  # the count of numbers drawn so far
 
     return jax.tree.unflatten(tree, [leaf(i, shape) for i, shape in enumerate(leaves)])

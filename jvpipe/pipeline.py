@@ -1,4 +1,7 @@
-"""The facade: checks what the user gives. Pytrees end here; below are flat arrays per layer."""
+"""The class `Pipeline`, which checks its users' arguments and takes pytrees apart.
+
+All files below this one work with flat lists of arrays.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +18,12 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import reason_of
 from jvpipe.report.explain import explain, stage_lines
+from jvpipe.runtime.engine.beside_training import beside_training
 from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
 from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
-from jvpipe.session.adapt import beside_training
 from jvpipe.session.arguments import (
     check_arrays,
     check_key,
@@ -43,90 +46,95 @@ Tree = Any
 
 
 class Pipeline:
-    """Trains a plain JAX loss over a pipeline of devices.
+    """A pipeline of devices that trains a plain JAX loss.
 
     Args:
         loss_fn: `(params, batch, rng) -> loss`, a scalar or `jvpipe.Weighted`; `(loss, aux)` with
             `has_aux`; `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])` with
             `has_state`.
-        optimizer: any optax transformation that its jaxpr lets cut.
-        stages: their number, 2 unless given, or a `Plan`; with `replicas="auto"` as many as are
-            best unless given.
+        optimizer: an optax transformation whose jaxpr can be cut between layers.
+        stages: the number of stages, 2 unless given, or a `Plan`; with `replicas="auto"` the
+            planner chooses the number unless it is given.
         microbatches: how many a batch is split into, 4 unless given; it must divide the leading
-            axis of every batch leaf. A loss in which examples meet, such as a contrastive one, sees
-            those of a micro-batch alone, of which a warning tells unless the number is given.
-        schedule: by name: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half" or "auto";
+            axis of every batch leaf. If a loss couples examples, as a contrastive one does, it sees
+            only those of a micro-batch; a warning says so unless the number is given.
+        schedule: a name: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half" or "auto";
             without a flush "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe"; or
-            one with options, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
-        planner: "jvpipe" (cuts and fates chosen jointly, for the step's seconds under the memory
-            limit), or another by name, such as "even" or one after a paper: `python -m jvpipe`
-            lists them all.
-        memory_limit: bytes or a text such as "16GiB" for all devices, or a sequence with one for
-            each; by default what each reports, if they do.
-        host_memory_limit: for swapped values of all devices together, and what `update_model`
-            parks.
-        fates: of tensors by name, such as `{"*/attention/*": "swap"}`: "keep", "swap" or
-            "recompute".
-        checkpoint: torchgpipe's modes, which micro-batches are computed again from their stage's
-            input: "always", "except_last" or "never".
-        devices: one per stage, by default the first of `jax.devices()`; name one twice to share it.
-            Where the schedule runs several stages per device, `stages` and `devices` count the
-            devices that the pipeline passes. Unlike devices get stages in the order that is best
-            for planner "jvpipe".
-        speeds: how fast each device is beside the others, such as `[2.0, 1.0]`; layers are measured
-            on one device of each kind unless given.
-        replicas: devices per stage, such as (2, 1), which share the examples of each micro-batch;
-            by default one each, as results must not depend on how many devices a machine has. With
-            "auto" they are decided, with the number of stages, for all devices that there are; one
-            each where schedule or loss allow no more. Counts take `devices` in their order, those
-            of the first stage, of the second, and so on. Every replica computes its examples as one
-            device computes all: a loss that is a mean, or `jvpipe.Weighted`, keeps its value, and
-            dropout its masks. Each replica normalises its own examples with their own statistics,
-            and the means of these are kept. Gradients are added up once per update. Without a
-            flush, whole micro-batches take turns on the devices of a stage instead.
-        sharding: how parameters lie over the axes of meshes, where `devices` are such: a regular
-            expression for whole paths, and what lies so, as in `{".*/kernel": PartitionSpec(None,
-            "model")}`. What is not named is whole on each device of its mesh. Gradients and the
-            optimizer's state lie as their parameter does, what layers make as the compiler finds
-            best. All meshes have the same axes; limits and the ledger are of one device of each.
+            a schedule with options, such as `jvpipe.schedules.PipeMare(decay=0.5,
+            warmup_updates=100)`.
+        planner: "jvpipe", which chooses cuts and fates jointly for the fastest step under the
+            memory limit; or the name of another one, such as "even" or one after a paper: `python
+            -m jvpipe` lists all.
+        memory_limit: bytes or a text such as "16GiB" for all devices, or a sequence with one of
+            these for each; unless given, the memory that each device reports, if it does.
+        host_memory_limit: the limit for values of all devices that are swapped to the host, and
+            for arrays that `update_model` parks there.
+        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*": "swap"}`.
+        checkpoint: torchgpipe's modes: for which micro-batches a stage recomputes everything from
+            its input: "always", "except_last" or "never".
+        devices: one per stage, by default the first of `jax.devices()`; a device that is named
+            twice is shared by two stages. If the schedule runs several stages per device, `stages`
+            and `devices` count the devices that a micro-batch passes. If devices differ in speed or
+            memory, planner "jvpipe" chooses which stage each of them gets.
+        speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given, layers are
+            measured on one device of each kind.
+        replicas: how many devices each stage has, such as (2, 1). They share the examples of each
+            micro-batch. By default each stage has one, so that results do not depend on how many
+            devices a machine has. With "auto", the planner chooses the replicas and the number of
+            stages for all devices, or one device per stage if the schedule or the loss do not allow
+            more. Stages take `devices` in order: the first stage takes its count, then the second,
+            and so on. A replica computes its examples as a single device would compute all: a loss
+            that is a mean, or `jvpipe.Weighted`, keeps its value, and dropout its masks. But batch
+            norms normalise the examples of each replica by their own statistics, and the means of
+            these statistics are kept. Gradients are added up once per update. In a schedule without
+            a flush, the devices of a stage take turns with whole micro-batches instead.
+        sharding: if `devices` are meshes, how parameters lie over their axes: a `PartitionSpec` for
+            each regular expression of whole paths, as in `{".*/kernel": PartitionSpec(None,
+            "model")}`. A parameter that is not named is whole on each device of its mesh. Gradients
+            and the optimizer's state lie like their parameter; the compiler chooses how the results
+            of layers lie. All meshes have the same axes. Limits, and bytes in the ledger, are those
+            of one device of each mesh.
         batch_axis: the axis of the meshes along which the examples of each micro-batch are cut.
-            What couples examples, such as batch norm, sees all of them.
-        stacked: what the optimizer sees of parameters that the loss scans over, layer by layer: by
-            default the arrays as they are, as in plain optax, and an optimizer that cannot be cut
-            between such layers is refused; the slice of each layer, as a parameter of its own, with
-            "per_layer".
-        frozen: patterns of the paths of parameters that stay as they are, such as `["base/*"]`:
-            nothing is computed or held for their training, they may be of any type (int8, int4),
-            and the optimizer finds `optax.MaskedNode()` in their place. What the optimizer itself
-            leaves alone (`optax.set_to_zero`), and of which it reads no gradient, costs as little.
-        state_fates: of the optimizer's state by the paths of parameters, such as `{"*": "swap"}`:
-            "keep", or "swap", which leaves it on the host between updates. Unless given, the
-            planner decides under a limit.
-        has_aux: the loss returns something beside.
-        has_state: the loss carries a model state (batch norm).
-        deferred_batch_norm: what batch norms remember changes once a batch, by the statistics of
-            all its examples, whatever the micro-batches, as torchgpipe's do. The leaves of the
-            model state that follow them are found in the loss; each micro-batch is still normalised
-            by its own statistics. Not with replicas.
-        aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum",
-            "max" or "last" of leaves of aux by path, as in `{"largest": "max"}`; else
-            floating-point scalars are averaged, others stacked.
-        model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples,
-            "sum" of what each has added or "same" on all, of leaves of the model state by path.
-            Later patterns win.
+            Operations that couple examples, such as batch norm, see all of them.
+        stacked: how the optimizer sees parameters of layers over which the loss scans: by default
+            as the stacked arrays, like plain optax, and an optimizer that cannot be cut between
+            such layers is refused; with "per_layer" as one parameter for each layer.
+        frozen: patterns of the paths of parameters that are not trained, such as `["base/*"]`. No
+            gradient is computed, and no optimizer state held for them; they may be of any type
+            (int8, int4); and the optimizer gets `optax.MaskedNode()` in their place. A parameter
+            that the optimizer itself never changes (`optax.set_to_zero`), and whose gradient it
+            does not read, costs as little.
+        state_fates: the fates of the optimizer's state, by patterns of the paths of parameters, as
+            in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the host between
+            updates. Unless given, the planner decides under a limit.
+        has_aux: the loss also returns auxiliary values.
+        has_state: the loss takes and returns a model state, such as statistics of batch norms.
+        deferred_batch_norm: running statistics of batch norms change once per batch, by the
+            statistics of all its examples, as in torchgpipe. Their leaves of the model state are
+            found in the loss. Each micro-batch is still normalised by its own statistics. Not with
+            replicas.
+        aux_reduce: how leaves of aux, by path, are reduced over micro-batches, and over replicas if
+            the trace cannot tell: "mean", "sum", "max" or "last", as in `{"largest": "max"}`.
+            Unless given, floating-point scalars are averaged, and others are stacked.
+        model_state_reduce: how leaves of the model state, by path, are reduced over replicas if the
+            trace cannot tell: "mean" over examples, "sum" of the changes of each replica, or "same"
+            on all. If several patterns match, the last one counts.
         grad_norm: also report the global norm of the gradient.
-        group: consecutive layers of a stage run as one program in each direction, with the same
-            results bitwise as layers apart. It takes fewer dispatches, which is what limits small
-            layers and fast devices, and longer to compile. Layers that call the host run by
-            programs of their own, and so do those that have moved, until their groups are compiled
-            beside the run. If groups would not keep the limit, and under `sharding`, layers stay
-            apart.
-        remeasure: measure again what an earlier process has measured. Seconds are kept, and found
-            again, if JAX has a compilation cache on disk (`jax_compilation_cache_dir`), and nowhere
-            else.
+        group: consecutive layers of a stage run as one program in each direction, with results
+            bitwise identical to those of layers apart. Groups take longer to compile, but need
+            fewer dispatches, which are the bottleneck of small layers and fast devices. True
+            compiles groups before the first step; False keeps layers apart. If left out, layers
+            begin apart, and on CPUs groups are compiled beside the run once its steps have taken as
+            long as its programs took to compile. A layer that calls code on the host always runs as
+            a program of its own, and so does a layer that has moved until its group is compiled
+            beside the run. Layers stay apart if groups would exceed the limit, and under
+            `sharding`.
+        remeasure: measure layers again, although an earlier process has measured them. Measurements
+            are kept beside JAX's compilation cache, if that is on disk
+            (`jax_compilation_cache_dir`), and nowhere else.
 
     Raises:
-        ValueError: for anything that cannot be used, with the values and the cure.
+        ValueError: an argument cannot be used; the message has its value and the cure.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax
     >>> def loss_fn(params, batch, rng):
@@ -171,7 +179,7 @@ class Pipeline:
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
-        group: bool = False,
+        group: bool | None = None,
         remeasure: bool = False,
     ) -> None:
         options = checked(PIPELINE, locals())
@@ -187,18 +195,18 @@ class Pipeline:
 
     @property
     def ledger(self) -> Ledger:
-        """The weights that each forward and backward read (`versions`), and the bytes that devices held."""
+        """The ledger: the weights that tasks read (`versions`), and the bytes on devices."""
         return self.session.ledger
 
     @property
     def plan(self) -> Plan:
-        """The plan in use, with the layers and devices of each stage and the fates of its residuals."""
+        """The plan in use: each stage's layers and devices, and the fates of its residuals."""
         session = self.session
         outline = outline_of(session.graph, session.settings.microbatches)
         return replace(session.compiled.plan, outline=outline)
 
     def explain(self) -> str:
-        """Says what runs where, what it costs and why."""
+        """Returns a text that says which layers run where, what they cost and why."""
         session = self.session
         plan, devices = session.compiled.plan, session.settings.devices
         layer_s, reasons = session.compiled_plans.reasons()
@@ -211,15 +219,14 @@ class Pipeline:
     def init(
         self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree = None
     ) -> State:
-        """Traces, measures, plans, compiles and places; the caller's arrays stay theirs.
+        """Traces the loss, measures, plans, compiles, and places copies of the arrays on devices.
 
         Args:
-            params: a pytree of arrays, those that are a `jvpipe.LazyArray` read one by one; or a
-                function `key -> params`, which is then evaluated leaf by leaf on the devices that
-                own the leaves.
+            params: a pytree of arrays, in which `jvpipe.LazyArray`s are read one by one; or a
+                function `key -> params`, which makes each leaf on the device that owns it.
             batch: a batch, or its shapes.
             rng: the key of the run.
-            model_state: with `has_state`.
+            model_state: the model state, if the loss has one (`has_state`).
         """
         session = self.session
         if rng is not None:
@@ -245,17 +252,16 @@ class Pipeline:
         return session.begin(made_shapes(params, rng), batch, rng, model_state, make)
 
     def step(self, state: State, batch: Tree) -> tuple[State, Metrics]:
-        """Trains on one batch. Consumes `state`; returns at once, the devices work on.
+        """Trains on one batch; consumes `state`, and returns while the devices still work.
 
-        Under an asynchronous schedule nothing is in flight afterwards: `run` keeps the pipeline
-        full.
+        Under an asynchronous schedule, this drains the pipeline; `run` keeps it full.
 
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is
                 not consumed.
-            MemoryLimitExceeded: a batch of other shapes than that of `init` does not keep the
-                limit; the same field.
-            StageError: this step failed, or the one before it; `restore` makes the pipeline work
+            MemoryLimitExceeded: a batch with other shapes than that of `init` exceeds the limit;
+                the error has a `smallest_limit_bytes`, and `state` is not consumed.
+            StageError: this step or the one before it failed; `restore` makes the pipeline usable
                 again.
         """
         state, metrics = self.session.advance(state, batch)
@@ -268,19 +274,20 @@ class Pipeline:
         num_steps: int | None = None,
         on_step: Callable[[State, Metrics], Any] | None = None,
     ) -> Iterator[tuple[State, Metrics]]:
-        """Steps through a stream of batches; a state is valid until the next one is asked for.
+        """Yields the state and metrics of each step over a stream of batches.
 
-        Under an asynchronous schedule the pipeline stays full between the steps: the states are in
-        flight. Such a state can be saved, evaluated or drained; its parameters are each layer's
-        newest. A batch of other shapes than that of `init` flows alone: what is in flight is
-        finished before it, and it is within its step.
+        A state is valid until the next one is asked for. Under an asynchronous schedule, the
+        pipeline stays full between steps, and the states are in flight: they hold micro-batches
+        whose backwards have not run. Such a state can be saved, evaluated or drained; its
+        parameters are the newest of each layer. Before a batch with other shapes than that of
+        `init`, micro-batches in flight are finished; the batch itself is finished in its own step.
 
         Args:
-            state: consumed.
-            batches: any iterable of them.
-            num_steps: how many to take; all unless given.
-            on_step: called with the state and the metrics of each step, as soon as it is under way;
-                to read a metric waits for it.
+            state: the state to begin with, which is consumed.
+            batches: an iterable of batches.
+            num_steps: how many steps to make; unless given, one for each batch.
+            on_step: a function that is called with the state and the metrics of each step once it
+                is dispatched; reading a metric there waits for the step.
         """
         check_callback(on_step)
         for batch in checked_stream(batches, num_steps):
@@ -293,34 +300,31 @@ class Pipeline:
     def needs(self) -> list[str]:
         """Returns the names of the batch leaves that this process reads.
 
-        A `ShapeDtypeStruct` is enough for the others.
+        The other leaves of a batch may be `ShapeDtypeStruct`s.
         """
         return self.session.needs()
 
     def drain(self, state: State) -> State:
-        """Finishes what is in flight."""
+        """Finishes the micro-batches in flight."""
         return self.session.drain(state)
 
     def wait(self, state: State) -> State:
-        """Waits until a state is there.
-
-        If a stage failed on the way to it, or the loss is NaN, says which.
-        """
+        """Waits until a state has been computed; if a stage failed or a loss is NaN, says which."""
         return self.session.wait(state)
 
     def evaluate(self, state: State, batch: Tree, params: Tree | None = None) -> Metrics:
-        """Computes the metrics of a batch, forward only; nothing changes.
+        """Computes the metrics of a batch by forwards only, without changing the state.
 
         Args:
-            state: its newest parameters are evaluated, with its model state.
-            batch: of any size that the micro-batches divide.
-            params: others in their place, such as averaged ones that `optimizer_state` holds; they
-                lie beside the state's meanwhile.
+            state: its newest parameters and model state are used.
+            batch: a batch of any size that the micro-batches divide.
+            params: parameters to use in place of the state's, such as averaged ones from
+                `optimizer_state`; both are in memory during the evaluation.
 
         Raises:
             ValueError: `params` are not like those of the pipeline.
-            MemoryLimitExceeded: an evaluation does not keep the limit.
-            StageError: it failed; the state is whole.
+            MemoryLimitExceeded: the evaluation exceeds the limit.
+            StageError: the evaluation failed; the state is whole.
         """
         self.session.check_state(state)
         check_arrays(params, "parameter")
@@ -328,18 +332,18 @@ class Pipeline:
         return evaluate(self.session, state, batch, leaves)
 
     def predict(self, state: State, batch: Tree, function: Callable[..., Any]) -> Tree:
-        """Computes any function of the parameters and a batch, each part where its parameters lie; nothing changes.
+        """Computes any function of parameters and a batch, each part where its parameters lie.
 
         Args:
-            state: its newest parameters are read, with its model state.
-            batch: of any size; it need not be like that of `init`.
-            function: of `(params, batch)`, or with `has_state` of `(params, model_state, batch)`;
-                it gives a pytree of arrays, such as logits. What is compiled is kept while this
-                very object is asked for.
+            state: its newest parameters and model state are read, and not changed.
+            batch: a batch of any size; it need not be like that of `init`.
+            function: a function of `(params, batch)`, or of `(params, model_state, batch)` with
+                `has_state`, that returns a pytree of arrays, such as logits. It is compiled again
+                only if another function object, plan or batch shape came in between.
 
         Raises:
             ValueError: the function reads no parameter.
-            MemoryLimitExceeded: it does not keep the limit beside what the state holds.
+            MemoryLimitExceeded: the arrays of the state and of the function exceed the limit.
         """
         check_predicted(function, has_state=self.session.settings.has_state)
         return predict(self.session, state, batch, function)
@@ -347,27 +351,27 @@ class Pipeline:
     # What a state holds
 
     def params(self, state: State) -> Tree:
-        """Returns the parameters as the caller gave them, as numpy arrays.
+        """Returns the parameters in the caller's tree, as numpy arrays.
 
-        If there are several processes, the first alone gets them.
+        If there are several processes, all must call this; only the first gets the parameters.
         """
         leaves = self.session.host_values(state, ValueKind.PARAMETER)
         return None if leaves is None else self.session.trees.join_params(leaves)
 
     def model_state(self, state: State) -> Tree:
-        """Returns the model state as the caller gave it, as numpy arrays (keys as keys).
+        """Returns the model state in the caller's tree, as numpy arrays (keys as keys).
 
-        If there are several processes, the first alone gets it.
+        If there are several processes, all must call this; only the first gets the model state.
         """
         leaves = self.session.host_values(state, ValueKind.STATE)
         return None if leaves is None else self.session.trees.join_model_state(leaves)
 
     def optimizer_state(self, state: State) -> Tree:
-        """Returns the optimizer's state as `optimizer.init(params)` gives it, as numpy arrays (keys as keys).
+        """Returns the optimizer's state in the tree of `optimizer.init(params)`, as numpy arrays.
 
-        Where layers are stacked, so is what belongs to them. In place of what only the gradient of
-        a frozen parameter would fill there is `optax.MaskedNode()`. Averaged parameters or counts
-        are read from it; `evaluate(state, batch, params=...)` takes parameters that are made of it.
+        Keys stay keys. The state of stacked layers is stacked. A leaf that only the gradient of a
+        frozen parameter would fill is `optax.MaskedNode()`. It can be read for averaged parameters,
+        which `evaluate(state, batch, params=...)` takes, or for counts.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
         optimizer = self.session.compiled.optimizer
@@ -376,16 +380,14 @@ class Pipeline:
         )
 
     def with_optimizer_state(self, state: State, tree: Tree) -> State:
-        """Gives the state another state of its optimizer, such as an injected learning rate.
-
-        Consumes `state`.
+        """Returns the state with another optimizer state, such as one with a changed learning rate.
 
         Args:
-            state: the newest.
-            tree: as `optimizer_state` gives it, changed.
+            state: the newest state, which is consumed.
+            tree: the tree that `optimizer_state` returns, with changes.
 
         Raises:
-            ValueError: it is none of this optimizer.
+            ValueError: the tree is not one of this optimizer's.
         """
         check_arrays(tree, "leaf of the optimizer's state")
         leaves = self.session.trees.split_optimizer_state(self.session.compiled.optimizer, tree)
@@ -396,35 +398,35 @@ class Pipeline:
     def migrate(
         self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked"
     ) -> State:
-        """Moves layers while training runs: from a micro-batch on, this plan holds.
+        """Moves layers to the devices of another plan during training, without changing values.
 
-        Values do not change. If there are several processes, all ask for the same.
+        If there are several processes, all must ask for the same.
 
         Args:
-            state: the newest; consumed if the move is made at once.
-            plan: the new one: other cuts, other fates, another number of stages.
-            at: (step, micro-batch) of its first micro-batch; now unless given. Inside a step
-                devices do not wait for more than the layers' sums of gradients. A step that is not
-                there yet is waited for. Stages that are replicated, before or after, change between
-                two steps alone.
-            why: kept in `session.history`.
+            state: the newest state, which is consumed if the move is made at once.
+            plan: the new plan, with other cuts, fates or another number of stages.
+            at: (step, micro-batch) of the first micro-batch under the new plan; unless given, that
+                of the next step. A move at a later step is made when training comes to it. Inside
+                a step, devices wait only for the summed gradients of the moving layers. If a plan
+                has replicas, the move must be between two steps.
+            why: the reason, which `session.history` keeps.
 
         Raises:
-            ValueError: the plan does not fit the model or the devices, or the moment is over.
-            MemoryLimitExceeded: the plan does not keep the limit, or the way to it does not.
-            StageError: something failed on the way. If that was between two steps, nothing is lost:
-                the error's `state` is whole under the old plan.
+            ValueError: the plan does not fit the model or the devices, or the step is in the past.
+            MemoryLimitExceeded: the new plan, or the move to it, exceeds the limit.
+            StageError: a copy failed. If that was between two steps, nothing is lost: the error's
+                `state` is whole under the old plan.
         """
         self.session.check_state(state)
         self.session.migrations.request(state, checked_plan(plan), checked_moment(at), why)
         return self.session.migrations.run_due(state, self.drain)
 
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
-        """Lets layers move away from what became slow, and back, as `rule` says; or no longer.
+        """Switches adapting on or off: layers move away from devices that became slow, and back.
 
-        The planner that made the plan is asked again, under the same limits, if it is jvpipe's own.
-        `session.history` tells what moved and why. If there are several processes, all call it
-        before the same step.
+        `rule` says how much must be gained. If jvpipe's own planner made the plan, it is asked
+        again under the same limits. `session.history` has the moves and their reasons. If there are
+        several processes, all must call this before the same step.
         """
         checked_flag("on", on)
         self.session.adapter.switch(on, checked_rule(rule))
@@ -436,25 +438,24 @@ class Pipeline:
     ) -> State:
         """Goes on with another model, under a new plan, from the next step on.
 
-        Steps in flight are finished first. A parameter with the path, shape and type of one of the
-        present model keeps its value and its optimizer state, and so does a leaf of the model
-        state. Leaves that the new model lacks wait on the host until a later model has them again.
-        The rest begins as given, with fresh optimizer state. Layers that some model had are not
-        compiled again; a loss that was met before, the very object, is neither traced nor planned
-        again.
+        Micro-batches in flight are finished first. A parameter with the path, shape and type of one
+        of the present model keeps its value and its optimizer state; a leaf of the model state
+        keeps its value in the same way. Leaves that the new model lacks wait on the host until a
+        later model has them again. All others begin with the given values and fresh optimizer
+        state. A layer that an earlier model had is not compiled again. The same loss object is
+        neither traced nor planned again.
 
         Args:
-            state: the newest; consumed.
-            loss_fn: of the same kind as the present one.
-            params: those of the new model; of what is kept or comes back shapes are enough.
-            model_state: that of the new model; by default the present one.
+            state: the newest state, which is consumed.
+            loss_fn: the new loss, with the same arguments and kinds of results as the present one.
+            params: the new model's parameters; shapes are enough for those that are kept or return.
+            model_state: the new model's state; the present one unless given.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or one has another shape than
-                before.
-            MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has
-                changed.
-            StageError: something failed on the way; its `state` is the present model's, drained and
+            ValueError: the loss reads a parameter that `params` lack, or a parameter has another
+                shape than before; nothing has changed.
+            MemoryLimitExceeded: the new model exceeds the limit; nothing has changed.
+            StageError: a copy failed; the error's `state` is the present model's, drained and
                 whole.
         """
         self.session.check_state(state)
@@ -464,15 +465,15 @@ class Pipeline:
     def precompile(
         self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None
     ) -> None:
-        """Traces, plans and compiles a model for all devices ahead of `update_model`; nothing changes.
+        """Traces, plans and compiles a model for all devices, ahead of `update_model`.
 
-        It may be called in another thread while this one trains; layers that no model had are timed
-        beside that. If there are several processes, all call it in the thread that trains.
+        It may be called in another thread during training; new layers are then timed while training
+        goes on. If there are several processes, all must call it in the thread that trains.
 
         Args:
-            loss_fn: that of the model to come.
+            loss_fn: the loss of the next model.
             params: arrays or shapes.
-            model_state: arrays or shapes too.
+            model_state: arrays or shapes.
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         with beside_training():
@@ -482,15 +483,15 @@ class Pipeline:
     # Checkpoints
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, keyed by parameter path: any cut can restore it.
+        """Writes a checkpoint, keyed by parameter path, which any cuts can restore.
 
-        If there are several processes, each writes a part. A state in flight is saved with all that
-        the same schedule, cuts and fates need to go on bitwise identically.
+        If there are several processes, each writes a part. A state in flight is saved with all its
+        arrays, so that the same schedule, cuts and fates can go on with bitwise identical results.
 
         Args:
-            path: a folder.
-            state: any valid one.
-            extra: kept with it (JSON); `jvpipe.checkpoint_extra` reads it.
+            path: the folder of the checkpoint.
+            state: any valid state.
+            extra: values that JSON can hold, to keep in it; `jvpipe.checkpoint_extra` reads them.
         """
         self.session.check_state(state)
         checkpoints.save_state(
@@ -499,5 +500,5 @@ class Pipeline:
 
     @telling()
     def restore(self, path: str | Path) -> State:
-        """Reads the state that `save` wrote, under this pipeline's own plan."""
+        """Returns the state that `save` wrote, under this pipeline's own plan."""
         return checkpoints.restore(self.session, checked_path(path))

@@ -1,4 +1,4 @@
-"""A pipeline's run, computed again on one device by its ledger of versions alone."""
+"""Replay of a pipeline's run on one device, from its ledger of versions."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -24,21 +24,22 @@ def replay(
     rng: jax.Array | None,
     model_state: Tree = None,
 ) -> tuple[Tree, list[float]]:
-    """Computes once more what an asynchronous run computed; the results are bitwise identical.
+    """Computes an asynchronous run again, one task after another, with bitwise identical results.
 
     Args:
-        ledger: that of the run, `pipe.ledger`: which weights every forward and backward read.
-        pipe: whose layers, optimizer and fates.
-        params: what the run began with, its optimizer fresh.
-        batches: what it saw since.
+        ledger: the ledger of the run, `pipe.ledger`, which says which version of the weights each
+            forward and backward read.
+        pipe: the pipeline, whose layers, optimizer and fates are used.
+        params: the parameters at the start of the run; the optimizer's state began fresh.
+        batches: all batches of the run.
         rng: the key of the run.
-        model_state: with `has_state`.
+        model_state: the model state at the start, if the loss has one (`has_state`).
 
     Raises:
         ValueError: the run was resumed in flight.
 
     Returns:
-        each layer's newest parameters, as numpy arrays, and the loss of every micro-batch.
+        The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.
 
     >>> import jax.numpy as jnp, optax
     >>> def loss_fn(params, batch, rng):
@@ -81,7 +82,7 @@ def replay(
 
 
 def _begun(session: Session, versions: VersionLedger, params: Tree, model_state: Tree) -> Replay:
-    """A replay at the start of a run, the optimizer's state fresh."""
+    """Returns a replay at the start of a run, with a fresh optimizer state."""
     compiled = session.compiled
     stacks, cut, settings = session.trees.stacks, compiled.optimizer, session.settings
     split, init = stacks.split(params), settings.optimizer.init
@@ -105,7 +106,7 @@ def _begun(session: Session, versions: VersionLedger, params: Tree, model_state:
 
 
 def _seen(params: Tree, frozen: Collection[int]) -> Tree:
-    """Parameters as the optimizer sees them: in place of frozen ones it finds optax's own sign of nothing."""
+    """Returns parameters as the optimizer sees them: with `optax.MaskedNode()` for frozen ones."""
     import optax  # late, as in jvpipe/ir/optimizer.py
 
     leaves, tree = jax.tree.flatten(params)
@@ -115,7 +116,10 @@ def _seen(params: Tree, frozen: Collection[int]) -> Tree:
 
 
 def _kept(shapes: Tree, state: Tree) -> Tree:
-    """What the pipeline keeps of a state of the optimizer: where the shapes have nothing, nobody reads it."""
+    """Returns the part of an optimizer state that the pipeline keeps.
+
+    A leaf for which the pipeline's shapes have `optax.MaskedNode()` is never read, and left out.
+    """
     import optax
 
     def is_nothing(leaf: Any) -> bool:

@@ -2,17 +2,17 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Cells stand in a chain, but each reads the one before its predecessor too. Groups of normal cells, which keep the
-image, stand between reductions, which halve it and double the channels. An operation is a pooling or a chain of
-convolutions, each after a ReLU and before a batch norm. The cells are those of the TensorFlow implementation, whose
-normal cell returns other values than the paper's: with them GPipe's parameter counts are met.
+Cells stand in a chain, but each cell also reads the cell before its predecessor. Groups of normal cells, which keep the
+size of the image, stand between reductions, which halve the image and double the channels. An operation is a pooling
+or a chain of convolutions, each after a ReLU and before a batch norm. The cells are those of the TensorFlow
+implementation. Its normal cell returns other values than the paper's, and with them GPipe's parameter counts are met.
 
     stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads two images, `near` and `far`,
            └────────────┼────────────┘                     so a cut between cells carries two:
                         └──────────────── cell 3's far     the last cell's and the one before
 
-The loss takes and returns the running averages of batch norm (`has_state=True`); without a key they are used in place
-of the statistics of the batch, and stay.
+The loss takes and returns the running averages of batch norm (`has_state=True`). Without a key, the averages are used
+in place of the batch's statistics and are not changed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -81,14 +81,14 @@ SIZES = {
 
 
 def mean_pool(x: Image, stride: int) -> Image:
-    """Means of what is there of 3 x 3 pixels, taken in float32."""
+    """Means of 3 x 3 pixels, without those beyond the edge, taken in float32."""
     wide, strides = x.astype(jnp.float32), (stride, stride)
     wide = nnx.avg_pool(wide, (3, 3), strides, "SAME", count_include_pad=False)
     return wide.astype(x.dtype)
 
 
 def largest_pool(side: int, x: Image, stride: int) -> Image:
-    """The largest of what is there of `side` x `side` pixels."""
+    """The largest of `side` x `side` pixels, without those beyond the edge."""
     return nnx.max_pool(x, (side, side), (stride, stride), "SAME")
 
 
@@ -132,9 +132,10 @@ Choice = tuple[str, int]
 
 @dataclass(frozen=True)
 class Genotype:
-    """What a cell computes: value 0 is its predecessor's, 1 the one before; each pair adds one, the sum of its two.
+    """What a cell computes: value 0 is its predecessor's image, value 1 the image of the cell before that.
 
-    A pair holds two operations with the value that each reads; `outputs` are concatenated.
+    Each pair makes one more value, the sum of its two operations; an operation comes with the value that it reads. The
+    cell returns the values in `outputs`, concatenated.
     """
 
     pairs: tuple[tuple[Choice, Choice], ...]
@@ -175,9 +176,10 @@ REDUCTION = Genotype(
 
 @dataclass(frozen=True)
 class Cell:
-    """A genotype at its place: it works on `channels`, of `near` and `far` ones that its two inputs have.
+    """A genotype at its place: it works on `channels`; its two inputs have `near` and `far` channels.
 
-    `halve`: the cell halves the image. `far_is_large`: its predecessor did, so that the far input is twice as large.
+    `halve`: the cell halves the image. `far_is_large`: its predecessor halved the image, so that the far input is twice
+    as large as the near one.
     """
 
     genotype: Genotype
@@ -229,7 +231,7 @@ class Cell:
 
         def result(step: Step) -> Image:
             x = through(step.name, values[step.value])
-            # An operation is either a chain or a pooling: what it is not leaves the image as it is.
+            # An operation is either a chain or a pooling; the one that it lacks does not change the image.
             pool = POOLINGS.get(step.operation, unpooled)
             return pool(x, self._stride(step.value))
 

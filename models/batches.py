@@ -56,7 +56,7 @@ class ShuffledBatches:
         self._batches.set_state(state)
 
     def lazily(self) -> "LazyBatches":
-        """The same from the first one on, with the same positions: an example is made once something of it is read."""
+        """The same batches from the first on, with the same positions; an example is made when a part is read."""
         return LazyBatches(self._order, self._batch_size)
 
 

@@ -68,7 +68,7 @@ class BertConfig(MaskedConfig):
     tied: bool = True
 
     def bias(self, tokens: int) -> Float[Array, "H T T"] | None:
-        """Less, the farther away a token is."""
+        """What is added to scores: a number that falls with the distance of two tokens."""
         return None if self.published else distance_bias(self.heads, tokens)
 
 

@@ -26,7 +26,7 @@ from jvpipe.models.lora import with_adapters
 from jvpipe.util.names import did_you_mean
 
 Key = jax.Array | None
-"""What dropout is drawn by; nothing is dropped if it is None."""
+"""The key that draws the masks of dropout; if it is None, nothing is dropped."""
 Vectors = Float[Array, "B T D"]
 """The residual stream: a vector for each token of each record. This is what a cut between two blocks sends."""
 Logits = Callable[[Any, Any, Key], Float[Array, "*B V"]]
@@ -38,8 +38,8 @@ LossFunction = Callable[[Any, Any, Key], Weighted]
 class TextConfig:
     """The shape of a model of text; `tokens` is the length of a record.
 
-    `dtype` is that of the computation, float32 or bfloat16; parameters are float32. With `lora` the linear maps whose
-    path matches `lora_on` have adapters of that rank, which alone are trained (`lora.py`).
+    `dtype` is the type of the computation, float32 or bfloat16; parameters are float32. If `lora` is not 0, each linear
+    map whose path matches `lora_on` has an adapter of rank `lora`, and only adapters are trained (`lora.py`).
     """
 
     blocks: int
@@ -70,8 +70,8 @@ class TextConfig:
 class TransformerConfig(TextConfig, ABC):
     """The shape of a transformer.
 
-    For weights from elsewhere: a table of positions may have more rows than a record has `tokens`, the feed-forward
-    network other than 4 D units, and layer norm another `epsilon`.
+    The remaining fields are for published weights: their table of positions may have more rows than a record has
+    `tokens`, their feed-forward network may not have 4 D units, and their layer norm may have another `epsilon`.
     """
 
     heads: int
@@ -92,14 +92,14 @@ class TransformerConfig(TextConfig, ABC):
 
     @abstractmethod
     def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
-        """What is added to the scores of attention: who looks at whom; None for nothing."""
+        """What is added to the scores of attention, to say which token sees which; None: nothing is added."""
 
 
 def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
-    """What a head adds to its scores: less, the farther away a token is (ALiBi).
+    """What each head adds to its scores: a number that falls with the distance between two tokens (ALiBi).
 
-    The first half of the heads looks back, the other half ahead: on the other side distances count fourfold. In each
-    half slopes fall from 1 towards 2^-8.
+    The first half of the heads looks back, the other half looks ahead; in the direction in which a head does not look,
+    distances count fourfold. In each half the slopes fall from 1 towards 2^-8.
 
     >>> distance_bias(2, 3)[0].astype("int32").tolist()
     [[0, -4, -8], [-1, 0, -4], [-2, -1, 0]]
@@ -116,7 +116,7 @@ def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
 
 
 def looking_back(tokens: int) -> Float[Array, "1 T T"]:
-    """What keeps attention from tokens ahead."""
+    """What is added to scores to hide later tokens."""
     iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
     # A token always sees itself, so no row is all -inf and softmax stays finite.
     return jnp.where(iota(2) > iota(1), -jnp.inf, 0.0).astype(jnp.float32)
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
 
 
 Bias = Float[Array, "#H T S"] | Float[Array, "#B #H #T S"]
-"""What is added to scores: the same for all records, or another for each."""
+"""What is added to scores: either the same for all records or different for each record."""
 
 
 def mixture(
@@ -153,9 +153,9 @@ def mixture(
     drop: Callable[[jax.Array], jax.Array],
     scale: float | None = None,
 ) -> Vectors:
-    """Mixes values v for each query q, weighted by how well their keys k match it, head by head; `drop` drops weights.
+    """Mixes values v for each query q, weighted by how well their keys k match q, head by head; `drop` drops weights.
 
-    Scores are multiplied by `scale`, by the usual one unless it is given (arXiv:1706.03762, equation 1).
+    Scores are multiplied by `scale`, by default the usual one (arXiv:1706.03762, equation 1).
     """
     B, T, D = q.shape
     width = D // heads
@@ -186,7 +186,7 @@ class CrossAttention(nnx.Module):
         key: Key,
         bias: Float[Array, "#B #H #T S"] | None = None,
     ) -> Vectors:
-        """The mixture of the values of what was `read`; `bias` says who looks at whom."""
+        """The mixture of the values of the tokens in `read`; `bias` says which token sees which."""
         k, v = jnp.split(self.inputs(read), 2, axis=-1)  # [B, S, D] each
         drop = partial(dropped, self.dropout, key=key)
         return self.output(mixture(self.queries(x), k, v, self.config.heads, bias, drop))
@@ -254,7 +254,7 @@ def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, na
 class Parts:
     """A model taken apart: its kinds of modules in their order, each built and traced once for all.
 
-    Those called as in `stacked` occur `count` times, as often as the configuration has blocks unless it is given.
+    The kinds in `stacked` occur `count` times each; by default, as often as the configuration has blocks.
     """
 
     config: TextConfig
@@ -268,7 +268,7 @@ class Parts:
         for name, kind in self._kinds.items():
             stack = {}
             for i in range(self._count(name)):
-                # Keys follow from positions, so the same model in fewer stages draws the same numbers.
+                # A module's key depends only on its position in the model, so all cuts into stages draw alike.
                 module_key = jax.random.fold_in(key, self._first[name] + i)
                 stack[f"{i:03}"] = kind.init(module_key)
             layers[name] = stack if name in self.stacked else stack["000"]
@@ -360,7 +360,7 @@ def dropped(dropout: nnx.Dropout, x: jax.Array, key: Key) -> jax.Array:
 
 
 def keys_of(key: Key, count: int) -> Any:
-    """So many keys, each for one place of a module that drops; as many None without a key."""
+    """Keys for the places of a module that drop values, one each; without a key, as many None."""
     return (None,) * count if key is None else jax.random.split(key, count)
 
 
@@ -390,9 +390,9 @@ def predicting(logits: Logits, dropout: float, smoothing: float = 0.0) -> LossFu
     """Makes the loss of predictions, `loss_fn(params, batch, rng)`; see `prediction_loss`.
 
     Args:
-        logits: of the model.
-        dropout: its share; where it is 0, `logits` gets no key.
-        smoothing: of the targets.
+        logits: returns the logits of the model.
+        dropout: the share of values that is dropped; if it is 0, `logits` gets no key.
+        smoothing: the share of each target that is spread over all tokens.
     """
 
     def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:

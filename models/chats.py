@@ -25,9 +25,9 @@ from jvpipe.util.extras import extra
 
 Message = Mapping[str, Any]
 FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
-"""Beside a tokenizer, where its template is, and the tokens that the template names."""
+"""The file beside a tokenizer that has its template, and the tokens that the template names."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Around what the assistant says, while a conversation is written out; of a range that no script uses."""
+"""Marks around the assistant's words while a conversation is written out; no script uses these characters."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class ChatTemplate:
         ('<assistant>a', ((11, 12),))
         """
         _check(messages)
-        # Written out twice, once with marks around the assistant's words: where these are taken out again, they tell
-        # the places. A template that looks at contents could write something else for them, so both are compared.
+        # The conversation is written out twice, the second time with marks around the assistant's words, which give
+        # the places of these words. A template that looks at contents could write other text because of the marks, so
+        # the text without the marks is compared with the first one.
         text = self._text(messages)
         marked = self._text([_marked(m) if m["role"] == "assistant" else m for m in messages])
         spans, plain = [], ""
@@ -92,9 +93,9 @@ class ChatTemplate:
 
     @cached_property
     def _program(self) -> Any:
-        """The template as those of transformers run: in a sandbox, with the functions that they may call.
+        """The template as a program that runs as in transformers: in a sandbox, with the functions that it may call.
 
-        `strftime_now` is none of them: a record must not depend on the day, and templates have a date without it.
+        `strftime_now` is left out, because a record must not depend on the day; templates have a fixed date without it.
         """
         with extra("hf"):
             from jinja2 import TemplateSyntaxError, nodes
@@ -103,7 +104,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}`, with which some templates say what is learned: what is in it stays."""
+            """`{% generation %}`, by which some templates mark text that is learned; its content is kept as it is."""
 
             tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
@@ -160,10 +161,10 @@ def read_template(folder: Path) -> ChatTemplate | None:
 
 @dataclass(frozen=True)
 class Chats:
-    """A record for each conversation: ids, and under each whether it is learned; cut, or filled with 0.
+    """Records of conversations, one each: a row of ids, and a row that says which are learned; cut, or filled with 0.
 
-    Learned are the tokens of what the assistant says, and the special one that ends it. Where that is all cut off,
-    there is no record.
+    The tokens of the assistant's words are learned, and the special token that ends them. A conversation of which all
+    these are cut off makes no record.
     """
 
     template: ChatTemplate

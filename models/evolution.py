@@ -14,9 +14,10 @@ Member = tuple[Architecture, float]
 class RegularizedEvolution:
     """An endless iterator over architectures, to which the loss of each is reported.
 
-    The first `population` are drawn at random. From then on each is a mutation of the best of `sample` members drawn
-    from the population (with replacement); who is reported joins it, and the oldest member dies. The stream follows
-    from the seed and the reports alone, so a search is resumed by reporting again what was.
+    The first `population` architectures are drawn at random. From then on each is a mutation of the best of `sample`
+    members, which are drawn from the population with replacement. An architecture that is reported joins the
+    population, and the oldest member leaves it. The stream depends only on the seed and the reports, so a search is
+    resumed by making the same reports again.
 
     >>> space = SearchSpace(("glu", "ffn1_relu"), ("none", "glu"), slots=4, fewest=2)
     >>> search = RegularizedEvolution(space, seed=0, population=8, sample=4)

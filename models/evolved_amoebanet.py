@@ -2,12 +2,13 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-A block adds to its input what its left branch makes of it, and what its right branch makes of a projection of it:
-`none` is the projection itself, as in AmoebaNet's cells. Groups of equal length stand between reductions, which halve
-the image and double the channels; in a group all blocks have the same shapes. Unlike cells, blocks do not read their
-predecessor's input too: what skips a block would tie its layers to its neighbours', and they would not outlive a
-mutation next to them. For the same reason what stands between blocks begins with a convolution. Batch norm uses the
-statistics of the batch and keeps none.
+A block adds two values to its input: what its left branch makes of the input, and what its right branch makes of a
+projection of the input. `none` is the projection itself, as in AmoebaNet's cells. Groups of equal length stand between
+reductions, which halve the image and double the channels; in a group all blocks have the same shapes.
+
+Unlike a cell, a block does not read its predecessor's input: a value that skips a block would join the block's layers
+with its neighbours', and a mutation of a neighbour would change them. For the same reason the parts between blocks
+begin with a convolution. Batch norm uses the statistics of the batch and keeps none.
 """
 
 import zlib

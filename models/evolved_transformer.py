@@ -2,7 +2,7 @@
 
 Axes: B batch, T tokens, D model, K width of a convolution.
 
-A block adds to its input what its left and its right branch make of it; embeddings, head and data are GPT-2's. The
+A block adds to its input the results of its left and its right branch; embeddings, head and data are GPT-2's. The
 operations of a branch: `attention4` (heads), `glu` (a gated linear unit), `conv7_relu` (a separable convolution over
 the last 7 tokens, with its activation), `ffn4_swish` (a feed-forward network of 4 D units) and `none`.
 """
@@ -55,7 +55,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
 """An ordinary block of a transformer is two of ours."""
 LAST = Block("ffn1_relu", "none")
-"""Stands behind all others in any architecture: the head's norm joins its layer, not that of a block that may go."""
+"""The block that ends any architecture: the head's norm joins its layer, not that of a block that may be removed."""
 
 
 @dataclass(frozen=True)

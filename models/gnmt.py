@@ -2,11 +2,11 @@
 
 Axes: B batch, T tokens that are read, and as many that are written, D model, I inputs of a layer, V vocabulary.
 
-The first layer of the encoder reads both ways; from the third layer on, on each side, a layer's input is added to its
-output. The first layer of the decoder asks what was read, at each of its steps, and all layers above read what
-attention gives it: so attention needs no loop, and layers follow one another, as in the GNMT that PipeDream trains (in
-the paper the bottom layer reads the last step's attention too). Attention is a network with one hidden layer, whose
-output vector has a length of its own (arXiv:1602.07868).
+The first layer of the encoder reads both ways. In the encoder and in the decoder, from the third layer on, a layer's
+input is added to its output. At each of its steps, the first layer of the decoder looks at the sentence that was read,
+and all layers above read the result of that attention. So attention needs no loop and layers follow one another, as in
+the GNMT that PipeDream trains. (In the paper the bottom layer also reads the attention of the step before.) Attention
+is a network with one hidden layer, whose output vector has a learned length (arXiv:1602.07868).
 
     inputs ── source ── first (both ways) ── second ── encoder ... ──┐ read [B, T, D]
     tokens ── target ── first ───────────────────────────────── attention ──┬──────┬─── ...
@@ -85,7 +85,7 @@ State = Float[Array, "B D"]
 
 
 class Lstm(nnx.Module):
-    """A layer of LSTM cells, a scan over time; with `context` they read two things at each time."""
+    """A layer of LSTM cells, a scan over time; with `context` the cells read two vectors at each time."""
 
     def __init__(
         self, config: GnmtConfig, inputs: int, *, context: bool = False, rngs: nnx.Rngs
@@ -107,7 +107,7 @@ class Lstm(nnx.Module):
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
 
-        # All that does not depend on the step before is one product for all times: [B, T, 4 D].
+        # The part that does not depend on the step before is one product for all times: [B, T, 4 D].
         read = self.inputs(x)
         if self.context is not None and attended is not None:
             read = read + self.context(attended)
@@ -129,13 +129,13 @@ class BothWays(nnx.Module):
     def __call__(self, x: Vectors, lengths: Int[Array, "B"], key: Key) -> Float[Array, "B T 2*D"]:
         """Both results side by side."""
         x = dropped(self.dropout, x, key)
-        # Turned twice, so that the result of a token stands at that token again.
+        # The results are turned round again, so that the result for a token stands at that token.
         back = turned(self.backward(turned(x, lengths)), lengths)
         return jnp.concatenate([self.forward(x), back], -1)
 
 
 def turned(x: Vectors, lengths: Int[Array, "B"]) -> Vectors:
-    """Each sentence the other way round; what fills it up stays where it is."""
+    """Each sentence the other way round; its padding stays where it is."""
     at = jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
     ends = lengths[:, None]
     mirrored = jnp.where(at < ends, ends - 1 - at, at)  # [B, T]

@@ -38,9 +38,9 @@ def is_name(name: str | Path) -> bool:
 
 
 def model_folder(source: str | Path) -> Path:
-    """Gives the folder of a model: the one that is there, or the one that a hub has by this name.
+    """Returns the folder of a model: the folder at this path if it exists, or else the hub's model of this name.
 
-    What was fetched before is found in the hub's cache, without a network too.
+    A model that was fetched before is found in the hub's cache, even without a network.
 
     Args:
         source: a path, or `owner/name[@REVISION]`.
@@ -101,7 +101,7 @@ def _parts(name: str | Path) -> tuple[str, str | None, str | None]:
 
 @contextmanager
 def _telling(subject: str, cure: str) -> Iterator[None]:
-    """Makes one line of whatever libraries, network and hub raise."""
+    """Turns any error of libraries, network or hub into a message of one line."""
     try:
         yield
     except Exception as problem:  # each of them has classes of its own

@@ -4,10 +4,10 @@ Axes: B batch, T and S tokens, D model, H heads, G groups of them, R heads of a 
 
 Root mean square norm stands before each sublayer and after the last block; queries and keys turn with their position
 (`rotary.py`); the heads of a group share keys and values (arXiv:2305.13245); the feed-forward network is gated
-(arXiv:2002.05202). Nothing has a bias. Blocks are one scan over parameters that are stacked, [blocks, ...]. What Qwen 3
-and Gemma do differently are fields of the configuration.
+(arXiv:2002.05202). Nothing has a bias. The blocks run as one scan over stacked parameters, [blocks, ...]. Fields of the
+configuration cover the differences of Qwen 3 and Gemma.
 
-R = H / G heads of a block, side by side, ask the same keys:
+R = H / G neighbouring heads of a block share the keys of one group:
 
     queries   q0 q1 │ q2 q3      [B, T, G, R, K]
               ──┬── │ ──┬──
@@ -55,16 +55,19 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class LlamaConfig(TextConfig):
     """The shape of a Llama: `hidden` units in the feed-forward networks; there are no more `groups` than `heads`.
 
-    `theta` is the base of the angles by which queries and keys turn, `stretch` and what follows it how these angles
-    are stretched for longer texts (`rotary.Rotation`). `tied`: the output projection is the token embedding transposed.
+    `theta` is the base of the angles by which queries and keys turn; `stretch` and the fields after it say how these
+    angles are stretched for longer texts (`rotary.Rotation`). `tied`: the output projection is the token embedding
+    transposed.
 
-    What others of the family have: heads of `head_width` (0: D / H); queries and keys that are normed head by head
-    (`normed_heads`); a feed-forward network gated by `activation`, "silu" or "gelu"; norms that multiply by one plus
-    their scale (`offset_norms`); embeddings that are multiplied by the root of D (`scaled_embedding`); norms after
-    sublayers too (`after_norms`); scores divided by the root of `score_width` (0: K) and, like logits, kept within
-    a cap by a tanh (0: none); blocks whose tokens see `window` tokens alone: `spans` has a letter for each, L for
-    such a local one and G for one that sees all, and begins again where it ends; local ones turn by `local_theta`,
-    unstretched, unless it is 0.
+    Fields that other models of the family need: `head_width` is the width of a head (0: D / H); `normed_heads`: queries
+    and keys are normed head by head; `activation`, "silu" or "gelu", gates the feed-forward network; `offset_norms`:
+    norms multiply by one plus their scale; `scaled_embedding`: embeddings are multiplied by the root of D;
+    `after_norms`: norms stand after sublayers, too; scores are divided by the root of `score_width` (0: K), and scores
+    and logits are each kept within a cap by a tanh (0: no cap).
+
+    `spans` has a letter for each block and is repeated if there are more blocks: L is a local block, whose tokens see
+    only `window` tokens, and G a global one, whose tokens see all. Local blocks turn by the base `local_theta`,
+    unstretched, unless that is 0.
     """
 
     heads: int
@@ -125,14 +128,14 @@ class LlamaConfig(TextConfig):
 
     @property
     def rotation(self) -> Rotation:
-        """How queries and keys turn where all is seen."""
+        """How queries and keys turn in global blocks."""
         return Rotation(
             self.theta, self.stretch, self.stretch_low, self.stretch_high, self.stretch_from
         )
 
     @property
     def local_rotation(self) -> Rotation:
-        """How they turn in local blocks."""
+        """How queries and keys turn in local blocks."""
         return Rotation(self.local_theta) if self.local_theta else self.rotation
 
     @property
@@ -221,14 +224,14 @@ class GroupedAttention(nnx.Module):
             self.key_norm = Norm(config, config.head, rngs=rngs)
 
     def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
-        """The mixture of the values of tokens up to each; `local`: whether of those in its window alone."""
+        """For each token, the mixture of values up to it; `local`: only of the values in its window."""
         config, (B, T, _) = self.config, x.shape
         split = (B, T, -1, config.head)
         q = self.queries(x).reshape(split)  # [B, T, H, K]
         k = self.keys(x).reshape(split)  # [B, T, G, K]
         v = self.values(x).reshape(split)  # [B, T, G, K]
         if config.normed_heads:
-            # Before they turn: a turn keeps lengths, and so what was normed.
+            # The norm may come before the turn, because a turn keeps lengths.
             q, k = self.query_norm(q), self.key_norm(k)
         rates = config.rotation.rates(config.head)
         if local is not None:

@@ -48,11 +48,11 @@ def translate(
     """What a model writes for some sentences if each token is its likeliest.
 
     Args:
-        logits: maps (params, batch, None) to those of every position; they must not look ahead.
-        params: of the model.
-        tokenizer: that of its training.
-        sentences: what is read; longer ones than `tokens` are cut off.
-        tokens: how many are read, and how many are written at most.
+        logits: maps (params, batch, None) to the logits of every position, which must not look ahead.
+        params: the parameters of the model.
+        tokenizer: the tokenizer of its training.
+        sentences: the sentences to translate, each cut off after `tokens` tokens.
+        tokens: how many tokens of a sentence are read, and how many are written at most.
         batch_size: how many sentences are translated together.
     """
     marks, texts = marks_of(tokenizer), []
@@ -80,7 +80,7 @@ def _until(end: int, ids: np.ndarray) -> list[int]:
 
 
 def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "B T"]:
-    """The model runs over all positions for each token: slower than need be, and with no code but its own."""
+    """Writes token after token; for each the model runs over all positions, which is slow but needs no other code."""
     size, tokens = batch["inputs"].shape
 
     def write(i: Any, written: Int[Array, "B W"]) -> Int[Array, "B W"]:

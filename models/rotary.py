@@ -17,9 +17,10 @@ Heads = Float[Array, "B T H K"]
 class Rotation:
     """By which angles pairs of numbers turn from one position to the next: they fall from 1 towards 1 / `theta`.
 
-    For texts that are longer than those of training, angles are divided by `stretch`: all of them (arXiv:2306.15595);
-    or, with `original`, the length of training, those that make less than `low` turns in it, whereas those that make
-    more than `high` stay, and those between lie between (Llama 3.1's rule, arXiv:2407.21783).
+    For texts that are longer than those of training, angles are divided by `stretch`. Without `original`, all angles
+    are (arXiv:2306.15595). If `original` gives the length of training, Llama 3.1's rule holds (arXiv:2407.21783):
+    angles that make less than `low` turns in that length are divided, angles that make more than `high` turns stay,
+    and the others change by something in between.
 
     >>> Rotation(1e4).rates(4).round(6).tolist()
     [1.0, 0.009999999776482582]
@@ -55,7 +56,7 @@ def turned(x: Heads, rates: Float[Array, "P"]) -> Heads:
     positions = jax.lax.iota(jnp.float32, x.shape[1])[None, :, None, None]
     angles = positions * rates[None, None, None]  # [1, T, 1, P]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    # Float32: bfloat16 has no odd integers above 256, so far positions would fall together.
+    # Positions are float32: bfloat16 has no odd integers above 256, so neighbouring positions would become equal.
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=3)
     both = [a * cos - b * sin, a * sin + b * cos]
     return jnp.concatenate(both, axis=3).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Texts that are streamed: never all at hand, and their place is known, so that a run goes on where it was."""
+"""Texts that are streamed: never in memory as a whole, and with a place from which a run can go on."""
 
 import copy
 import hashlib
@@ -37,13 +37,13 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
     """Reads the beginning of a stream.
 
     Args:
-        rows: begins it.
-        name: for the message.
-        characters: how many are read before training.
-        one_in: of so many characters one is held out.
+        rows: an iterator at the beginning of the stream.
+        name: the name of the stream, for the message.
+        characters: how many characters are read before training.
+        one_in: n, if one of n characters is held out.
 
     Raises:
-        ValueError: it has less than two rows.
+        ValueError: the stream has less than two rows.
     """
     head: list[Row] = []
     ends: list[int] = [0]
@@ -90,7 +90,7 @@ class _RowsIterator(grain.DatasetIterator):
     def __next__(self) -> Row:
         for row in self._iterator:
             return row
-        # There is a row behind those that are held out, so the stream never ends twice in a row.
+        # There is at least one row behind the held-out ones, so the stream never ends twice without a row in between.
         self._epoch += 1
         self._rows = self._begin()
         self._iterator = iter(self._rows)
@@ -134,7 +134,7 @@ class _PackedIterator(grain.DatasetIterator):
 
     def __next__(self) -> Int32[np.ndarray, "T"]:
         parts, room = [np.array([self._marks.start], np.int32)], self._room
-        # Each turn fills the record or uses a text up, and no text is empty: it has its end mark.
+        # The loop ends: each round fills the record or uses a text up, and no text is empty: it has an end mark.
         while room:
             if self._ids is None:
                 self._read()

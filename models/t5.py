@@ -66,13 +66,13 @@ class T5Config(TransformerConfig):
     scaled: bool | None = None
 
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
-        """Less, the farther away a token is."""
+        """What is added to scores: a number that falls with the distance of two tokens."""
         return distance_bias(self.heads, tokens)
 
 
 class _DecoderConfig(T5Config):
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
-        """The same, and nobody looks ahead."""
+        """The encoder's bias, and tokens ahead are hidden."""
         return looking_back(tokens) + distance_bias(self.heads, tokens)
 
 

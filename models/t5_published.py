@@ -2,8 +2,8 @@
 
 Axes: B batch, T tokens, S tokens that are looked at, D model, H heads, F feed-forward, V vocabulary.
 
-Layer norm neither centres nor shifts, products have no biases, scores are not divided; tokens know where others are by
-learned distances, one table for all blocks of the encoder and one for those of the decoder.
+Layer norm neither centres nor shifts, products have no biases, scores are not divided. Tokens know where others are by
+a learned bias for each kind of distance: one table serves all blocks of the encoder, another all blocks of the decoder.
 """
 
 import math
@@ -43,10 +43,10 @@ def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[
     """The kind of each distance from a token (row) to another: near ones exactly, far ones by their logarithm.
 
     Args:
-        tokens: how many there are.
-        buckets: how many kinds.
-        distance: all from here on are of one kind.
-        ahead: half of the kinds are for tokens ahead.
+        tokens: the number of tokens.
+        buckets: the number of kinds.
+        distance: all distances from this one on are of one kind.
+        ahead: whether half of the kinds are for tokens ahead.
 
     >>> buckets_of(3, 8, 16, ahead=True).tolist()
     [[0, 5, 6], [1, 0, 5], [2, 1, 0]]
@@ -267,8 +267,8 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `T5Config` that a folder tells.
 
-    Newer config.json say of every head that it is tied: what it is, its tensor tells. Older ones do not say whether
-    logits are `scaled`: they are unless the embedding is told not to be tied.
+    A newer config.json calls every head tied, so the presence of its tensor decides. An older one does not say whether
+    logits are `scaled`: they are, unless the file says that the embedding is not tied.
     """
     gated = settings.get("feed_forward_proj", "relu") == "gated-gelu"
     tied = settings.get("tie_word_embeddings", True)

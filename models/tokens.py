@@ -18,7 +18,7 @@ PAD, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
 _STARTS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>", "<pad>")
 _ENDS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 _MASKS = ("[MASK]", "<mask>")
-"""What marks the start of a record, the end of a document and a hidden token; the first that a tokenizer knows."""
+"""Texts of the tokens that mark a record's start, a document's end and a hidden token, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Marks:
 
     @property
     def first(self) -> int:
-        """The least id from which on there are no others."""
+        """The id behind the special ids if these come first; else 0, because text may have any id."""
         alone = self.special == tuple(range(len(self.special)))
         return len(self.special) if alone else 0
 

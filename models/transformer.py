@@ -113,7 +113,7 @@ class Block(nnx.Module):
 
 
 class EncoderBlock(Block):
-    """One after the other."""
+    """A block of the encoder: attention, then the feed-forward network."""
 
     def __call__(self, x: Vectors, mask: Mask, key: Key) -> Vectors:
         """The tokens after one block."""
@@ -122,7 +122,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """Its tokens look back, and between the two at what was read."""
+    """A block of the decoder: attention that looks back, attention to what was read, the feed-forward network."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
@@ -142,7 +142,8 @@ class DecoderBlock(Block):
 def sinusoids(tokens: int, width: int, first: int = 0) -> Float[Array, "T D"]:
     """The vectors of positions from `first` on: half sines, half cosines, of wave lengths from 2 pi to 20,000 pi."""
     half = width // 2
-    # As in tensor2tensor: sines and cosines lie in halves and not by turns (section 3.5), which maps after them mix.
+    # As in tensor2tensor, sines and cosines lie in two halves and do not alternate as in section 3.5. The order does
+    # not matter, because the maps that follow mix them.
     step = -np.log(1e4) / max(1, half - 1)
     rates = jnp.exp(jax.lax.iota(jnp.float32, half) * step)
     positions = jax.lax.broadcasted_iota(jnp.float32, (tokens, half), 0) + first

@@ -1,4 +1,4 @@
-"""Translations as training data: two texts of which each line of one translates that of the other."""
+"""Translations as training data: two texts, in which lines with the same number translate each other."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jvpipe.models.tokens import SEP, cached, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
 
 _NONE = -1
-"""Fills records up: no token has this id, whatever the tokenizer."""
+"""The id that fills records up; no tokenizer has a token with this id."""
 Pairs = Sequence[Pair]
 Records = Int32[np.ndarray, "N T"]
 
@@ -181,6 +181,6 @@ def _split(pairs: Pairs, one_in: int = 10, limit: int = 2000) -> Parallel:
     train: list[Pair] = []
     held_out: list[Pair] = []
     for key, pair in zip(hashes, pairs, strict=True):
-        # Equal sentences have equal hashes: none is trained on with one translation and held out with another.
+        # Equal sentences have equal hashes: no sentence is in training with one translation and held out with another.
         (held_out if key <= bound else train).append(pair)
     return Parallel(tuple(train), tuple(held_out))

@@ -1,4 +1,4 @@
-"""The tables between the tensors of a folder of weights and a model's parameters, and what is read by them."""
+"""Tables that map the tensors of a folder of weights to a model's parameters; reading and writing by them."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -28,13 +28,14 @@ _OTHER_WEIGHTS = (
     ".gguf",
     ".ot",
 )
-"""Files that are not copied: they hold what the weights were before."""
+"""Files that are not copied, because they hold the weights from before the training."""
 
 
 class Source(NamedTuple):
-    """The tensors of a folder that are a parameter, side by side along its last axis; `turned`: each transposed.
+    """The tensors of a folder that make a parameter, side by side along the parameter's last axis.
 
-    With `layers` so many of each are stacked along the first axis, and `names` have {} in place of their number.
+    If they are `turned`, each tensor is transposed. If `layers` is given, the parameter stacks that
+    many layers along its first axis, and each of the `names` has {} in place of a layer's number.
     """
 
     names: tuple[str, ...]
@@ -42,18 +43,21 @@ class Source(NamedTuple):
     layers: int | None = None
 
     def of(self, layer: int) -> "Source":
-        """The parameters of one of the layers."""
+        """The source of one of the stacked layers."""
         return Source(tuple(name.format(layer) for name in self.names), self.turned)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of model lies in folders.
+    """The format of a kind of model in folders.
 
-    `fields` maps the settings of a folder to fields of our configuration; settings that it does not ask for and that
-    are not `harmless` are refused. `sources` maps a configuration to the source of each parameter, by its path joined
-    by dots. `copies` maps tensors that repeat a source to it, and patterns of `ignored` match tensors that our model
-    has no use for.
+    Attributes:
+        fields: maps the settings of a folder to fields of our configuration. A setting that it does
+            not read, and that is not `harmless`, is refused.
+        sources: maps a configuration to the source of each parameter, by the parameter's path with
+            dots.
+        copies: for each tensor that repeats another one, the name of that other tensor.
+        ignored: patterns of tensors for which our model has no use.
     """
 
     fields: Callable[[Settings, Folder], dict[str, Any]]
@@ -64,8 +68,10 @@ class Format:
 
 
 class Piece(NamedTuple):
-    """Where a tensor lies in a parameter: at `path`, in a `layer` if these are stacked, the `part`-th of so many
-    `parts` along the last axis, and transposed if it is `turned`.
+    """The place of a tensor in the parameter at `path`.
+
+    The tensor is in `layer` if layers are stacked, is number `part` of `parts` along the last axis,
+    and is transposed if it is `turned`.
     """
 
     path: str
@@ -75,13 +81,13 @@ class Piece(NamedTuple):
     turned: bool
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The tensor's, if the parameter has such a one."""
+        """The shape of the tensor if the parameter has the given shape."""
         *before, last = whole if self.layer is None else whole[1:]
         piece = (*before, last // self.parts)
         return piece[::-1] if self.turned else piece
 
     def cut(self, whole: Any) -> np.ndarray:
-        """The tensor, of a parameter; of a `LazyArray` of stacked layers only the one is read."""
+        """The tensor, cut out of a parameter; of a `LazyArray` only the tensor's layer is read."""
         array = np.asarray(whole if self.layer is None else whole[self.layer])
         width = array.shape[-1] // self.parts
         begin = self.part * width
@@ -90,7 +96,7 @@ class Piece(NamedTuple):
 
 
 def pieces(sources: Mapping[str, Source]) -> dict[str, Piece]:
-    """Where each tensor of a table lies, by its usual name.
+    """The place of each tensor of a table of sources, by the tensor's name.
 
     >>> pieces({"blocks.kernel": Source(("h.{}.w",), True, 2)})["h.1.w"]
     Piece(path='blocks.kernel', layer=1, part=0, parts=1, turned=True)
@@ -130,18 +136,19 @@ def read_params(
     """The parameters of a model in a folder, nested dicts of `LazyArray`: each is read when it is needed.
 
     Args:
-        folder: of its kind.
-        form: how that kind lies in folders.
-        config: the model's.
-        shapes: nested dicts of what has the shape of each parameter.
-        dtype: that of the parameters; None: as the files have them.
+        folder: a folder of the model's kind.
+        form: how that kind of model lies in folders.
+        config: the configuration of the model.
+        shapes: nested dicts of objects that have the shape of each parameter.
+        dtype: the type of the parameters; None: the type that the files have.
 
     Raises:
         ValueError: the folder is of another architecture; the message names the first tensor that differs.
     """
     sources, leaves = form.sources(config), dict(flat(shapes))
     assert sources.keys() == leaves.keys(), sorted(sources.keys() ^ leaves.keys())
-    # All that can be wrong is found from headers, before a number is read: names, shapes, types, and what is left.
+    # All errors (in names, shapes, types and unread tensors) are found from headers, before numbers
+    # are read.
     piece_of = pieces(sources)
     for name, piece in piece_of.items():
         shape = piece.shape(leaves[piece.path].shape)
@@ -165,7 +172,7 @@ def read_params(
 
 
 def _check_unread(folder: Folder, form: Format, name: str) -> None:
-    """Checks that nothing is lost with a tensor that no parameter is read from."""
+    """Checks that every tensor from which no parameter is read may be left out."""
     if name in form.copies:
         if not folder.repeats(name, form.copies[name]):
             raise ValueError(
@@ -182,9 +189,9 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
 
 
 def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.ndarray:
-    """A parameter, or the part of it `at` indices of its first axes."""
+    """A parameter, or its part at some indices of its first axes."""
     if source.layers is not None:
-        # Only those of the stacked layers are read that are asked for, so each stage reads its own.
+        # If layers are stacked, only those that are asked for are read, so each stage reads only its own.
         if not at:
             return np.stack([_read(folder, source, dtype, i) for i in range(source.layers)])
         source, at = source.of(at[0]), at[1:]
@@ -198,15 +205,15 @@ def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.
 def write_params(
     folder: Folder, form: Format, config: Any, params: Mapping[str, Any], into: Path
 ) -> None:
-    """Writes parameters as the folder lies that they were once read from: its files, its names, its types of numbers.
+    """Writes parameters in the form of the folder that they were read from: its files, names and types of numbers.
 
     Tensors that no parameter is read from are written as they were; files of other kinds, such as config.json and the
     tokenizer's, are copied.
 
     Args:
-        folder: the one to be like.
-        form: how its kind lies in folders.
-        config: the model's.
+        folder: the folder whose form is taken.
+        form: how its kind of model lies in folders.
+        config: the configuration of the model.
         params: nested dicts of arrays, without adapters.
         into: a new folder, or an empty one.
 
@@ -216,7 +223,7 @@ def write_params(
     piece_of, leaves = pieces(form.sources(config)), dict(flat(params))
 
     def tensor(name: str) -> np.ndarray:
-        # A tensor that repeats another is written as that one is trained, or the two would differ.
+        # A tensor that repeats another gets the trained numbers of that one, or the two would differ.
         piece = piece_of.get(name) or piece_of.get(form.copies.get(name, ""))
         if piece is None:
             return folder.array(name)

@@ -1,4 +1,4 @@
-"""A workload: what a command line needs to know of a model in order to plan and train it."""
+"""A workload: what a command line needs to know about a model in order to plan and train it."""
 
 import dataclasses
 import importlib
@@ -47,7 +47,7 @@ OF_FOLDERS = {
     "gemma2": "gemma",
     "gemma3_text": "gemma",
 }
-"""Which of them is in a folder of weights, by the `model_type` of its config.json."""
+"""The model of a folder of weights, by the `model_type` of the folder's config.json."""
 _MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in NAMES}
 
 
@@ -66,11 +66,15 @@ class Batches(Iterator[Batch], Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """What a model is trained on.
+    """The data of a training.
 
-    `train` never ends; `example` is a batch, or its shapes; `held_out` are a few batches that training never sees, the
-    same for every seed; `digest` is the SHA-256 of the text, or of the first batch; `baseline_loss` is the held-out
-    loss (in nats) of a predictor that knows only how often each token occurs in training; NaN if there is none.
+    Attributes:
+        train: batches without end.
+        example: a batch, or its shapes.
+        held_out: a few batches that training never sees, the same for every seed.
+        digest: the SHA-256 of the text, or of the first batch.
+        baseline_loss: the held-out loss (in nats) of a predictor that knows only how often each
+            token occurs in training; NaN if there is none.
     """
 
     train: Batches
@@ -82,18 +86,27 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model of some size with its loss, its data and its recipe: a `Model` with all that one may have.
+    """A model of some size with its loss, its data and its recipe: a `Model` with all members.
 
-    `config` has the fields that tell it from others of its name. `init` maps a key to parameters, nested dicts of
-    arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
-    `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data. `open_data`
-    takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a
-    tokenizer), a seed and a batch size. `optimizer` maps the total number of updates to a gradient transformation
-    (`local=True`: one that looks at one parameter at a time), `learning_rates` to the rate of each update; both are
-    those of the `recipe`, if there is one. `batch_size` and `steps` are the defaults. With `model_state` the loss
-    carries a state (batch norm): it maps (parameters, state, batch, key) to the loss and the new state, and
-    `model_state` makes the first one. With a `supernet` the architecture can be searched for; `init` and `loss_fn` are
-    those of its default one.
+    Attributes:
+        config: the fields that distinguish models of one name.
+        init: maps a key to parameters, nested dicts of arrays.
+        loss_fn: maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is
+            None.
+        abstract_batch: maps a batch size to the shapes of a batch, so that a model can be planned
+            without data.
+        open_data: opens the data, given a file or folder (None for the default text), the folder of
+            the run, which keeps files such as a tokenizer, a seed and a batch size.
+        optimizer: maps the total number of updates to a gradient transformation; with `local=True`,
+            to one that needs only one parameter at a time. It is the recipe's, if there is one.
+        learning_rates: maps the total number of updates to the rate of each; also the recipe's.
+        recipe: the optimizer and its rates, if they can be changed on the command line.
+        batch_size: the default batch size.
+        steps: the default number of steps.
+        model_state: makes the first model state, if the loss has one, such as statistics of batch
+            norms. The loss then maps (parameters, state, batch, key) to the loss and a new state.
+        supernet: a space of architectures that can be searched; `init` and `loss_fn` are then those
+            of its default architecture.
     """
 
     name: str
@@ -119,7 +132,7 @@ class Workload:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is plain data of the configuration, by name."""
+        """The fields of the configuration that are plain data, by name."""
         fields = dataclasses.fields(self.config) if dataclasses.is_dataclass(self.config) else ()
         values = {field.name: getattr(self.config, field.name) for field in fields}
         if not values:
@@ -138,7 +151,7 @@ class Workload:
         return None if self.model_state is None else self.model_state()
 
     def to_plan(self, batch_size: int | None = None) -> dict[str, Any]:
-        """What `jvpipe.plan_for` takes of a model, by name; a batch has the usual size unless one is given."""
+        """The arguments of `plan_for` for this model, with a given or the usual batch size."""
         return {
             "loss_fn": self.loss_fn,
             "params": self.init,
@@ -194,7 +207,7 @@ def sizes(name: str) -> list[str]:
 
 
 def format_of(name: str) -> Any:
-    """How published weights of a model lie in folders, a `jvpipe.models.weights.Format`."""
+    """The format of a model's published weights in folders, a `jvpipe.models.weights.Format`."""
     return _module(name).FORMAT
 
 
@@ -216,13 +229,13 @@ def _trained(config: Any, init: Callable[[jax.Array], Tree]) -> str:
     """The pattern of the parameters that are trained: adapters, if the configuration has them.
 
     Raises:
-        ValueError: it asks for them where there is nothing to be adapted.
+        ValueError: the configuration asks for adapters of layers that do not exist.
     """
     if not getattr(config, "lora", 0):
         return "*"
     from jvpipe.models import lora  # needs an extra
 
-    # Shapes alone: the paths of the parameters are looked at, not their numbers.
+    # Only shapes are made, because only the paths of the parameters are needed.
     lora.check_adapted(jax.eval_shape(init, jax.random.key(0)), config.lora_on)
     return lora.TRAINED
 
@@ -249,9 +262,11 @@ def sized(
     supernet: Callable[[Config], Supernet] | None = None,
     has_aux: bool = False,
 ) -> Workload:
-    """A model of one of its sizes with fields replaced by `options`: each function takes the configuration first.
+    """A model of one of its sizes, with fields replaced by `options`.
 
-    The size `mini`, the default, is trained within minutes by a recipe of its own; rate and batch are the others'.
+    Each given function takes the configuration as its first argument. The default size `mini` has
+    a recipe with which it is trained within minutes; the given rate and batch size are for the
+    other sizes.
     """
     size = size or "mini"
     config = configured(name, sizes, size, options)

@@ -2,10 +2,11 @@
 
 Axes: B batch, T tokens, K predicted ones, Q = T + K rows of both streams, D model, H heads, P distances, V vocabulary.
 
-A row of the first stream knows its token; it sees the tokens that are not predicted, and the predicted ones up to its
-own in their order. A row of the second knows only its position; it sees those before it in that order. Both run
-through the same blocks, one below the other. Tokens know where others are by learned maps of the sinusoids of their
-distance (arXiv:1901.02860). Records are of one segment, and nothing is remembered of the record before.
+A row of the first stream knows its token. It sees the tokens that are not predicted and, in the order of prediction,
+the predicted tokens up to its own. A row of the second stream knows only its position. It sees the tokens that are not
+predicted, and the predicted tokens before its own. Both streams run through the same blocks, one below the other.
+Tokens know where others are by learned maps of the sinusoids of their distance (arXiv:1901.02860). A record is one
+segment, and nothing of the record before is remembered.
 
 The mask if the tokens c and a of the record a b c are predicted, first c and then a (section 2.3, figure 1):
 
@@ -107,7 +108,7 @@ class Attention(nnx.Module):
         """The mixture of values; `at` are the rows' positions, `bias` says who sees whom."""
         T, D = bias.shape[3], self.config.width
         q = self.queries(x)
-        # Only the first stream is looked at: the second has no tokens to tell.
+        # Keys and values come only from the first stream, because rows of the second do not know their tokens.
         k, v = jnp.split(self.inputs(x[:, :T]), 2, axis=2)  # [B, T, D] each
         # All P = 2 T - 1 distances, from 1 - T to T - 1, are mapped once and looked up afterwards.
         waves = sinusoids(2 * T - 1, D, first=1 - T).astype(x.dtype)
@@ -168,7 +169,7 @@ class Head(nnx.Module):
 
 
 def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
-    """The position of each row, and what keeps it from what comes later in the order of prediction."""
+    """The position of each row, and the bias that hides from it what comes later in the order of prediction."""
     positions = batch["positions"]
     (B, T), K = batch["tokens"].shape, positions.shape[1]
     place = jax.lax.broadcasted_iota(jnp.int32, (B, T), 1)
@@ -182,7 +183,7 @@ def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
     limits = jnp.concatenate([ranks + 1, turns], 1)  # [B, Q]
     sees = ranks_seen < limits[:, :, None]  # [B, Q, T]
     at = jnp.concatenate([place, positions], 1)
-    # Finite: a record whose first prediction sees nothing would have a row of -inf.
+    # The bias is finite: if the first prediction of a record sees nothing, -inf would fill its whole row.
     return at, jnp.where(sees, 0.0, -1e9)[:, None]
 
 

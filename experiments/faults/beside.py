@@ -46,7 +46,9 @@ class Steps:
                 for k in jax.random.split(key, LAYERS)
             ]
 
-        self.pipe = jvpipe.Pipeline(loss_fn, optax.adam(1e-3), stages=2, planner="even")
+        self.pipe = jvpipe.Pipeline(
+            loss_fn, optax.adam(1e-3), stages=2, planner="even", group=False
+        )
         self.batch = np.ones((64, width), np.float32)
         self.state = self.pipe.init(init, self.batch, jax.random.key(0))
 

@@ -29,14 +29,14 @@ class Way:
 
     Attributes:
         plain: no pipeline runs them, but a jit per micro-batch on one device.
-        group: layers run in groups.
+        group: layers run in groups; None as a user has it who does not say, once that pays.
         waits: the dispatching thread runs each program itself, so that no other has to wake.
         whole: a step is one micro-batch, so that no gradients are summed over several.
         kept: memory that is freed is kept for the next buffer, as a pipeline has it.
     """
 
     plain: bool = False
-    group: bool = False
+    group: bool | None = False
     waits: bool = False
     whole: bool = False
     kept: bool = True
@@ -48,6 +48,7 @@ WAYS = {
     "apart": Way(),
     "apart, memory given back": Way(kept=False),
     "in groups": Way(group=True),
+    "left out": Way(group=None),
     "on one thread": Way(waits=True),
     "in groups on one thread": Way(group=True, waits=True),
     "one micro-batch": Way(whole=True),

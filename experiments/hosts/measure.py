@@ -43,7 +43,9 @@ def step_s(stages: int, width: int) -> dict[str, Any]:
         for _ in range(stages * LAYERS_PER_STAGE)
     ]
     batch = {name: rng.normal(size=(examples, width)).astype(np.float32) for name in ("x", "y")}
-    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages, MICROBATCHES, planner="even")
+    pipe = jvpipe.Pipeline(
+        loss_fn, optax.sgd(0.1), stages, MICROBATCHES, planner="even", group=False
+    )
     state = pipe.init(params, batch, None)
     taken, metrics = [], {}
     for _ in range(WARM + STEPS):

@@ -50,7 +50,12 @@ def trained(steps: int, factor: float, *, adapt: bool) -> tuple[list[float], lis
     naps.set_noise(NOISE, OUTLIERS)
     plan = jvpipe.Plan.from_cuts([LAYERS // 2] * 2)
     pipe = jvpipe.Pipeline(
-        naps.loss_fn(FORWARD_S, BACKWARD_S), optax.sgd(0.1), plan, MICRO, planner="even"
+        naps.loss_fn(FORWARD_S, BACKWARD_S),
+        optax.sgd(0.1),
+        plan,
+        MICRO,
+        planner="even",
+        group=False,
     )
     batch = naps.batch(4 * MICRO, WIDTH)
     state = pipe.init(naps.params(LAYERS, WIDTH), batch, None)

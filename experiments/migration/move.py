@@ -45,7 +45,7 @@ def main() -> None:
     loss_fn = naps.loss_fn(FORWARD_S, BACKWARD_S)
 
     def pipeline(plan: jvpipe.Plan) -> jvpipe.Pipeline:
-        return jvpipe.Pipeline(loss_fn, optax.adam(1e-3), plan, MICRO, planner="even")
+        return jvpipe.Pipeline(loss_fn, optax.adam(1e-3), plan, MICRO, planner="even", group=False)
 
     pipe = pipeline(old)
     state = pipe.init(naps.params(LAYERS, WIDTH), batch, None)

@@ -176,7 +176,7 @@ def homes_of(subject: Subject, schedule: str, architecture: Architecture) -> lis
         subject.workload.optimizer(1000, local=True),
     )
     pipe = jvpipe.Pipeline(
-        loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, planner=schedule
+        loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, planner=schedule, group=False
     )
     pipe.init(
         subject.supernet.params_of(architecture, jax.random.key(0)),

@@ -121,7 +121,7 @@ def run(case: Case) -> tuple[float, float]:
     batch = draw.normal(size=(4 * case.microbatches, case.width)).astype(np.float32)
     optimizer = sleeping(sleep, case.update_s)
     pipe = jvpipe.Pipeline(
-        loss_of(sleep), optimizer, microbatches=case.microbatches, **case.options
+        loss_of(sleep), optimizer, microbatches=case.microbatches, group=False, **case.options
     )
     state = pipe.init(params, batch, jax.random.key(0))
     assert len(pipe.session.compiled.graph.layers) == case.layers, (

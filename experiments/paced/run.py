@@ -39,6 +39,7 @@ def main() -> None:
                     microbatches=micro,
                     schedule=schedule,
                     planner="even",
+                    group=False,
                 )
                 batch = layers.batch(2 * micro)
                 state = pipe.init(params, batch, None)

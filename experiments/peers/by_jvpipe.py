@@ -22,7 +22,9 @@ RATE = (
 
 
 def pipeline(schedule: str, plan: int | jvpipe.Plan, rate: float) -> jvpipe.Pipeline:
-    return jvpipe.Pipeline(transformer_loss, optax.sgd(rate), plan, MICRO_BATCHES, schedule)
+    return jvpipe.Pipeline(
+        transformer_loss, optax.sgd(rate), plan, MICRO_BATCHES, schedule, group=True
+    )
 
 
 def ready(schedule: str, stages: int, sizes: Sizes) -> tuple[work.Ready, list[int]]:

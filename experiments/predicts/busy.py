@@ -60,6 +60,7 @@ def measured(model: str, schedule: str) -> Measured:
         devices=jax.devices()[:STAGES],
         has_aux=workload.has_aux,
         has_state=workload.has_state,
+        group=False,
     )
     state = pipe.init(workload.init, batch, jax.random.key(0), workload.initial_state())
     assert pipe.session.planned is not None, "a planner was asked"

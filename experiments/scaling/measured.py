@@ -43,7 +43,12 @@ def bert(stages: int, micro: int = MICRO_BATCHES, steps: int = STEPS) -> float:
 
 def _pipe(loss_fn: Any, optimizer: Any, stages: int, micro: int) -> jvpipe.Pipeline:
     return jvpipe.Pipeline(
-        loss_fn, optimizer, stages=stages, microbatches=micro, devices=jax.devices()[:stages]
+        loss_fn,
+        optimizer,
+        stages=stages,
+        microbatches=micro,
+        devices=jax.devices()[:stages],
+        group=False,
     )
 
 

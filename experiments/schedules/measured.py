@@ -80,6 +80,7 @@ def measured(devices: int, name: str) -> Measured:
         MICRO,
         schedule_of(name),
         planner="jvpipe" if name == "auto" else "even",
+        group=False,
     )
     batch = naps.batch(2 * MICRO, WIDTH)
     state = pipe.init(naps.params(count, WIDTH), batch, None)

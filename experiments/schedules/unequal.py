@@ -74,6 +74,7 @@ def one(schedule: str, speeds: tuple[float, ...], *, told: bool = True, limit: A
         schedule=schedule,
         memory_limit=limit,
         speeds=speeds if told else None,
+        group=False,
     )
     batch = naps.batch(EXAMPLES * MICRO, WIDTH)
     state = pipe.init(naps.params(LAYERS, WIDTH), batch, None)

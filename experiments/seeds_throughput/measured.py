@@ -42,6 +42,7 @@ def measured(
         planner=planner,
         memory_limit=limit,
         devices=jax.devices()[:DEVICES],
+        group=False,
     )
     batch = naps.batch(EXAMPLES * MICRO, WIDTH)
     state, taken, start_s = (

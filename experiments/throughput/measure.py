@@ -72,7 +72,9 @@ def pipeline(schedule: str, stages: int, replicas: tuple[int, ...] | None = None
 
     start = time.perf_counter()
     loss_fn, micro = model.transformer_loss, data.MICRO_BATCHES
-    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages, micro, schedule, replicas=replicas)
+    pipe = jvpipe.Pipeline(
+        loss_fn, optax.sgd(0.1), stages, micro, schedule, replicas=replicas, group=True
+    )
     batch = data.transformer_batch()
     state = pipe.init(data.transformer_params(), batch, None)
 
@@ -100,7 +102,12 @@ def dispatch() -> dict[str, Any]:
     batch, steps = model.chain_batch(), {}
     for arrays in (2, 4, 6):
         pipe = jvpipe.Pipeline(
-            model.chain_loss, optax.adam(1e-3), stages=4, microbatches=8, planner="even"
+            model.chain_loss,
+            optax.adam(1e-3),
+            stages=4,
+            microbatches=8,
+            planner="even",
+            group=False,
         )
         steps[arrays] = stepper(pipe, pipe.init(model.chain_params(arrays), batch, None), batch)
     rounds, jit_us = [], []

@@ -1,12 +1,15 @@
 """Times the start of BERT-48 on 4 stages, from the import of JAX to the end of the first step; prints one JSON object.
 
-Usage: python -m experiments.throughput.start CACHE_FOLDER [group]. Run twice with one folder: the second start finds
-what the first one compiled.
+Usage: python -m experiments.throughput.start CACHE_FOLDER [group | apart]. Run twice with one folder: the second
+start finds what the first one compiled.
 """
 
 import json
 import sys
 import time
+
+GROUP = {"": None, "group": True, "apart": False}
+"""What is said of groups."""
 
 
 def main() -> None:
@@ -31,7 +34,7 @@ def main() -> None:
         optax.adamw(1e-3),
         stages=4,
         microbatches=4,
-        group="group" in sys.argv[2:],
+        group=GROUP[" ".join(sys.argv[2:])],
     )
     state = pipe.init(workload.init, batch, jax.random.key(0))
     initialised_s = time.perf_counter() - start_s

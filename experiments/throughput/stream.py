@@ -41,6 +41,7 @@ def started(schedule: str, plan: int | jvpipe.Plan) -> tuple[jvpipe.Pipeline, An
         schedule,
         planner="torchgpipe",
         devices=jax.devices()[:count] * (2 // count),
+        group=False,
     )
     return pipe, pipe.init(data.transformer_params(), data.transformer_batch(), None)
 

@@ -12,8 +12,8 @@ import numpy as np
 from jvpipe.models.architecture import Architecture, Supernet
 from jvpipe.models.evolution import RegularizedEvolution
 from jvpipe.pipeline import Metrics, Pipeline
+from jvpipe.runtime.engine.beside_training import beside_training
 from jvpipe.runtime.engine.training_state import State
-from jvpipe.session.adapt import beside_training
 
 Tree = Any
 
@@ -28,17 +28,18 @@ class Candidate:
 
 
 class ArchitectureSearch:
-    """Regularised evolution whose members share the parameters of the blocks that they share.
+    """Regularised evolution of architectures; equal blocks of different ones share parameters.
 
-    The fitness of an architecture is the mean loss of its steps. Each is drawn while the one before
-    it trains, and made ready in the background meanwhile; so it knows of the reports up to the last
-    but one. The stream follows from the seed and the losses alone.
+    The fitness of an architecture is the mean loss of its steps. While one architecture trains, the
+    next one is drawn and prepared in the background. The draw therefore knows the losses of all
+    architectures except the one in training. The sequence of architectures depends only on the seed
+    and the losses.
 
     Args:
-        supernet: what is to be chosen.
-        seed: of the stream and of the parameters.
-        steps: for how many each architecture is trained at a time.
-        evolution: gives architectures and is told their losses; a new one of the seed unless given.
+        supernet: the space of architectures, with their losses and parameters.
+        seed: the seed of the sequence and of the parameters.
+        steps: how many steps each architecture is trained for before the next one.
+        evolution: draws architectures and gets their losses; unless given, one with this seed.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ArchitectureSearch:
         self._key = jax.random.key(seed)
         self._loss_of = cache(
             supernet.loss_of
-        )  # the same object, so that a pipeline knows it again
+        )  # a pipeline recognises a model by the identity of its loss function
         self.first = self._candidate(next(self.evolution))
 
     def run(
@@ -63,9 +64,9 @@ class ArchitectureSearch:
 
         Args:
             pipe: trains them.
-            state: that of `first`, as `Pipeline.init` made it.
-            batches: a stream of them.
-            num_steps: of all architectures together.
+            state: the state that `Pipeline.init` made for the architecture `first`.
+            batches: an iterable of batches.
+            num_steps: the number of steps of all architectures together.
         """
         batches, candidate = iter(batches), self.first
         with ThreadPoolExecutor(1) as background:
@@ -75,7 +76,8 @@ class ArchitectureSearch:
                     ahead = background.submit(self._prepared, pipe, next(self.evolution))
                 for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest is given on
                     losses.append(metrics["loss"])
-                    if len(losses) == count:  # whoever takes the last step may not ask for another
+                    # The report comes before the yield: the caller may stop after the last step.
+                    if len(losses) == count:
                         self.evolution.report(candidate.architecture, float(np.mean(losses)))
                     yield state, metrics, candidate.architecture
                 if ahead is not None:

@@ -1,4 +1,4 @@
-"""What a command line reads: its options, files of options, and with `--help` all names that there are."""
+"""Reading of command lines: options, files of options, and the names that `--help` lists."""
 
 import argparse
 import json
@@ -37,31 +37,31 @@ _WORDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, as everything here does."""
+    """A parser that raises ValueError for a mistake, which is then shown in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises it, in place of ending the process with a page."""
+        """Raises ValueError; argparse itself would print the usage and end the process."""
         raise ValueError(message)
 
 
 def read_options(
     holder: type[PipelineOptions], arguments: Sequence[str] | None, command: str
 ) -> dict[str, Any]:
-    """Reads the options that a command line gives, by name; ends the process for `--help` and `--version`.
+    """Returns the options that a command line gives, by name; `--help` and `--version` exit.
 
     Args:
-        holder: the dataclass of its options.
-        arguments: those of this process unless given.
-        command: what comes after `python -m`.
+        holder: the dataclass of the command's options.
+        arguments: the command line; that of this process unless given.
+        command: the name of the command after `python -m`.
 
     Raises:
-        ValueError: one is unknown, or not of its type.
+        ValueError: an option is unknown, or its value is of another type.
     """
     options = options_of(holder)
     said = sys.argv[1:] if arguments is None else arguments
-    # Names are those of today before argparse sees them.
+    # Old names of options are replaced before argparse sees them.
     words = [_word(holder, word) for word in said if not _is_needless(options, word)]
-    # The names of all models are looked up for the help alone: packages may have many.
+    # The names of models are looked up only for the help, because packages may have many.
     asked = {"-h", "--help"} & {*words}
     parser = _Parser(
         prog=f"python -m {command}",
@@ -82,13 +82,11 @@ def read_options(
 def add_options(
     parser: argparse.ArgumentParser, options: Mapping[str, Option]
 ) -> list[argparse.Action]:
-    """Adds options to a parser, each in its group, and `--version`.
-
-    Returns what argparse makes of the options.
+    """Adds options to a parser, each in its group, and `--version`; returns argparse's actions.
 
     Args:
-        parser: of a command.
-        options: its options, by name.
+        parser: the parser of a command.
+        options: the options of the command, by name.
     """
     version = f"jvpipe {jvpipe.__version__}"
     parser.add_argument("--version", action="version", version=version, help="Says which it is.")
@@ -96,27 +94,30 @@ def add_options(
     actions = []
     for name, option in options.items():
         kind: dict[str, Any] = {"action": "store_true"}
-        if bool not in option.kinds:
+        if bool in option.kinds and NoneType in option.kinds:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif bool not in option.kinds:
             repeated = tuple in option.kinds
             kind = {
                 "action": "append" if repeated else "store",
                 "metavar": (option.unit or "name").upper(),
             }
         add = groups[option.group].add_argument
-        # Nothing by default: what is not given is told from what is given as the default.
+        # argparse gets no defaults: an option that is not given must differ from one that is given
+        # with its default, because only the former may come from a file.
         settings = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
         actions.append(add(option.flag, **settings, **kind))
     return actions
 
 
 def _help(option: Option) -> str:
-    """Writes a line of `--help`, with the default if the text does not say it."""
+    """Writes a line of `--help`, with the default in brackets if there is one."""
     line = option.help if not option.default else f"{option.help} ({option.default})"
     return line.replace("%", "%%")
 
 
 def _word(holder: type[PipelineOptions], word: str) -> str:
-    """Rewrites an option's name on a command line: with hyphens, and as it is called today."""
+    """Rewrites a word that is an option: with hyphens, and with the option's present name."""
     flag, equals, value = word.partition("=")
     if not flag.startswith("--") or flag == "--":
         return word
@@ -125,7 +126,7 @@ def _word(holder: type[PipelineOptions], word: str) -> str:
 
 
 def _is_needless(options: Mapping[str, Option], word: str) -> bool:
-    """Tells whether a word, once an option, says what holds anyway; warns of it for one release."""
+    """Tells whether a word is a former option that is now always on; warns of it if so."""
     if word != "--no-lossy" or "lossy" not in options:
         return False
     warning = f"warning: {word} holds anyway, and is refused from the next release on"
@@ -134,7 +135,7 @@ def _is_needless(options: Mapping[str, Option], word: str) -> bool:
 
 
 def present(holder: type[PipelineOptions], name: str) -> str:
-    """Returns the name that an option has today; warns of one that it had before."""
+    """Returns the present name of an option, and warns if `name` is one that it had before."""
     name = name.replace("-", "_")
     for option in options_of(holder).values():
         if name in option.was:
@@ -145,7 +146,7 @@ def present(holder: type[PipelineOptions], name: str) -> str:
 
 
 def _of_text(option: Option, text: Any) -> Any:
-    """Reads the value of an option in its type."""
+    """Converts the value of an option to the option's type."""
     if isinstance(text, list):
         return tuple(text)
     if text == "None" and NoneType in option.kinds:
@@ -158,7 +159,7 @@ def _of_text(option: Option, text: Any) -> Any:
 
 
 def names() -> str:
-    """Lists models with their sizes, planners, schedules and hardware, a line each.
+    """Lists models with their sizes, planners, schedules and hardware, one line for each kind.
 
     >>> print(names())  # doctest: +ELLIPSIS
     Models: bert (tiny, mini, ...), ...; your own as file.py:NAME or package.module:NAME.
@@ -180,7 +181,7 @@ def names() -> str:
 
 
 def names_by_option() -> dict[str, list[str]]:
-    """Lists the names that jvpipe itself knows, by the option that takes them."""
+    """Returns the names that jvpipe itself has, by the option that takes them."""
     return {
         "model": list(models.NAMES),
         "planner": [planner.name for planner in PLANNERS],
@@ -190,18 +191,21 @@ def names_by_option() -> dict[str, list[str]]:
 
 
 def _sizes(name: str) -> str:
-    """Lists the sizes of a model, as far as what it is made with is installed."""
+    """Lists the sizes of a model; if a package that it needs is not installed, says which."""
     try:
         return ", ".join(models.sizes(name))
     except MissingExtraError as missing:
         return str(missing)
 
 
-# Options that are given, else those of a file, else those of a run that is resumed.
+# Options of the command line come before those of --config, and these before a resumed run's.
 
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:
-    """Reads the options of a command line, others as --config has them, or as they are by default."""
+    """Returns the options of the command line, or else of --config, or else the defaults.
+
+    Only those about processes are checked, because processes meet before the rest is checked.
+    """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     options = _over(of_line, _of_config(of_line))
     check_each(options, "processes")
@@ -209,11 +213,13 @@ def given(arguments: Sequence[str] | None) -> TrainOptions:
 
 
 def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptions:
-    """Returns options that are given, else those of --config, else of the resumed run, else the defaults.
+    """Returns the options of the command line, of --config, or of the resumed run, in this order.
+
+    Options that none of the three has get their defaults.
 
     Args:
-        arguments: of the command line.
-        writes: this process is the one that writes files.
+        arguments: the command line; that of this process unless given.
+        writes: whether this process writes the files of the run.
     """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     of_file = _of_config(of_line)
@@ -237,13 +243,13 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
 def _resumed(
     options: TrainOptions, of_line: Mapping[str, Any], of_file: Mapping[str, Any], writes: bool
 ) -> TrainOptions:
-    """Returns the options of a run that goes on.
+    """Returns the options of a resumed run.
 
     Args:
-        options: those that are given, the others as by default.
-        of_line: those of the command line.
-        of_file: those of --config.
-        writes: this process is the one that writes files.
+        options: the options of the command line and of --config, the others by default.
+        of_line: the options of the command line.
+        of_file: the options of --config.
+        writes: whether this process writes the files of the run.
     """
     if options.run_dir is None:
         raise ValueError("--resume needs --run-dir, the folder of the run to continue")
@@ -261,7 +267,7 @@ def _resumed(
         )
     trusted, named = options.trust, "model" in {**of_line, **of_file}
     options = _over(of_line, {**saved, **of_file})
-    # Only who writes the folder need ask whether its code is to be trusted.
+    # One process asks whether the folder's code may be run, and the others follow its answer.
     if writes and not named and not trusted:
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
@@ -274,7 +280,7 @@ def _resumed(
 
 
 def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
-    """Puts options over those that held before; what may be given again is added."""
+    """Returns options in which `later` replaces `earlier`, or adds to it if it may be repeated."""
     added = {
         name: (*earlier.get(name, ()), *value)
         for name, value in later.items()
@@ -287,13 +293,13 @@ def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
 
 
 def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the options in the file of --config: TOML, YAML or JSON.
+    """Returns the options in the file of --config, which is TOML, YAML or JSON.
 
-    Names may have hyphens as on the command line. A run's config.json also holds what is not an
-    option, or held for one start alone: that is passed over.
+    Names may have hyphens as on the command line. The config.json of a run may be used as well. Its
+    entries that are not options, and options that were for one start only, are passed over.
 
     Raises:
-        ValueError: it is not such a file, names an unknown option, or a value is of another type.
+        ValueError: the file cannot be read, has an unknown option, or a value of another type.
     """
     if options.get("config") is None:
         return {}
@@ -312,9 +318,9 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
         raise ValueError(f"{where} holds no options by name, but {type(content_by_name).__name__}")
-    # A run writes more into its config.json than options.
+    # A run's config.json has entries that are not options. It is recognised by its "data_digest".
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
-    if "data_digest" not in content_by_name:  # no run wrote it
+    if "data_digest" not in content_by_name:
         passed_over = ()
     named = {present(TrainOptions, name): value for name, value in content_by_name.items()}
     at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
@@ -329,16 +335,16 @@ def _typed(
     passed_over: Collection[str],
     at: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Reads options of a file in their types, for which JSON and TOML have lists in place of tuples.
+    """Returns the options of a file, with lists as tuples, and whole numbers as floats if needed.
 
     Args:
         named: values by the names of options.
-        where: they stand, for messages.
-        passed_over: names that are not options there.
-        at: the line of each, for messages.
+        where: names the file in messages.
+        passed_over: names that may be in the file and are not options.
+        at: the line of each name, for messages.
 
     Raises:
-        ValueError: there is no such option, or its value is of another type.
+        ValueError: there is no option of that name, or its value is of another type.
     """
     options, values = options_of(TrainOptions), {}
     for name, value in named.items():
@@ -349,7 +355,7 @@ def _typed(
             raise ValueError(f"{where}{at.get(name, '')}: {unknown}")
         kinds = options[name].kinds
         value = tuple(value) if isinstance(value, list) and tuple in kinds else value
-        # A rate of 1 is a number with a point, whatever the file writes.
+        # A file may have 1 as a rate, which is then meant as 1.0.
         value = float(value) if type(value) is int and float in kinds else value
         texts = type(value) is not tuple or all(type(text) is str for text in value)
         if type(value) not in kinds or not texts:
@@ -370,12 +376,10 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
-    r"""Reads a document in which no mapping has a name twice.
-
-    Also tells the line of each name at its top.
+    r"""Reads a YAML document; returns its value, and the line of each name at the top level.
 
     Raises:
-        ValueError: it is not YAML, or a name is there twice; the message has the line.
+        ValueError: it is not YAML, or a mapping has a name twice; the message has the line.
 
     >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
     ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})
@@ -395,7 +399,7 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
                 first[name.value] = line
             return super().construct_mapping(node, deep)
 
-    # The safe loader makes plain data alone: nothing of a file is run.
+    # The safe loader makes only plain data and runs no code from the file.
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
     loader = Loader(content)
     try:

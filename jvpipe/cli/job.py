@@ -1,4 +1,4 @@
-"""A run of the command line, made ready: its folder, its data, its pipeline and its state."""
+"""The preparation of a command line's run: its folder, its data, its pipeline and its state."""
 
 import dataclasses
 import os
@@ -42,15 +42,15 @@ from jvpipe.util.extras import extra
 
 
 def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Path) -> None:
-    """Puts the tokenizer of `--tokenizer`, if one is given, where a new run looks for its own; and its chat template.
+    """Copies the tokenizer of `--tokenizer`, with its chat template, to the run's files.
 
     Args:
-        options: of the command line.
-        workload: whose text is read.
-        folder: of the files that belong to the run.
+        options: the options of the command line.
+        workload: the model whose text the tokenizer reads.
+        folder: the folder of files that belong to the run.
 
     Raises:
-        ValueError: it is none, or nothing would read it.
+        ValueError: the file holds no tokenizer, or the run would not use it.
     """
     if options.tokenizer is None:
         return
@@ -77,15 +77,15 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
 
 
 def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
-    """Returns the model under the optimizer, the rate and the warm-up that were asked for.
+    """Returns the model with the optimizer, learning rate and warm-up of the command line.
 
     Args:
-        workload: as it would be trained.
-        options: of the command line.
-        updates: of the whole run.
+        workload: the model with its own optimizer.
+        options: the options of the command line.
+        updates: how many updates the whole run makes.
 
     Raises:
-        ValueError: the model has an optimizer of its own.
+        ValueError: a rate is given, but the model's own optimizer has none that can be changed.
     """
     assert options.steps is not None
     rates = {"--learning-rate": options.learning_rate, "--warmup": options.warmup}
@@ -109,8 +109,8 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
     )
 
 
-# `--init-from`, `--export-weights`: a run that begins with weights of transformers, or gives them
-# back to it.
+# `--init-from` begins a run with weights of the package transformers, and `--export-weights` writes
+# weights for it.
 
 Tree = Any
 _DIMENSIONS = (
@@ -125,11 +125,12 @@ _DIMENSIONS = (
     "spans",
     "window",
 )
-"""What a size decides, if one is given."""
+"""The fields of a model that --size decides if it is given, so that they are not taken from a
+folder."""
 
 
 def as_in_folder(options: TrainOptions) -> TrainOptions:
-    """Adds the fields of the model that the folder of `--init-from` tells; those that are given win.
+    """Adds the fields of the model that the folder of `--init-from` has and the user does not give.
 
     Raises:
         ValueError: the folder does not fit the model.
@@ -158,7 +159,7 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
         fields = read_fields(folder, format_of(options.model))
     except ValueError as problem:
         raise ValueError(f"{flag}: {problem}") from problem
-    # A size that is given decides the dimensions, and the folder all else.
+    # If a size is given, it decides the dimensions, and the folder all other fields.
     if options.size is not None:
         fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
     assigned = (f"{name}={value}" for name, value in fields.items())
@@ -173,7 +174,7 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
 
 
 def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
-    """Returns what a run begins with: the arrays of the folder, or the function that makes them.
+    """Returns the parameters of `--init-from`'s folder, or the function that makes the first ones.
 
     Raises:
         ValueError: the folder is of another architecture; the first tensor that differs is named.
@@ -189,7 +190,7 @@ def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
         return in_folder(folder, workload, jax.random.key(options.seed))
 
 
-# A run of the command line, made ready: its folder, its data, its pipeline and its state.
+# The parts of a run are opened or made, checked, and written to the folder of the run.
 
 
 @dataclass(frozen=True)
@@ -210,14 +211,14 @@ class Job:
     def stream(
         self, state: Any, steps: int
     ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
-        """Yields the steps of the run: state, metrics, and the names of an architecture's blocks if it is searched."""
+        """Returns the steps of the run: state, metrics, and in a search the blocks' names."""
         if self.search is None:
             return ((*after, ()) for after in self.pipe.run(state, self.data.train, steps))
         searched = self.search.run(self.pipe, state, self.data.train, steps)
         return ((state, metrics, architecture.names()) for state, metrics, architecture in searched)
 
     def pauses(self, step: int) -> bool:
-        """Tells whether a step is waited for: it is evaluated or saved, or another architecture follows."""
+        """Tells whether the run waits for a step: to evaluate, save or change the architecture."""
         ends_architecture = self.search is not None and step % self.search.steps == 0
         return self.evaluates(step) or self.saves(step) or ends_architecture
 
@@ -227,12 +228,12 @@ class Job:
         return period is not None and step % period == 0
 
     def saves(self, step: int) -> bool:
-        """Tells whether there is a checkpoint of a step, whatever follows."""
+        """Tells whether a step has a checkpoint because of its number."""
         return step % self.options.checkpoint_every == 0
 
 
 class Start(NamedTuple):
-    """What a run starts from: its options, its folder and model, what was kept of a run before, and its plan."""
+    """The options, folder and model of a run, the config.json of a resumed one, and the plan."""
 
     options: TrainOptions
     run: RunDir
@@ -244,14 +245,14 @@ class Start(NamedTuple):
 def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job, Any]:
     """Opens the data, builds the pipeline and makes or restores the state.
 
-    Nothing is written before it is checked.
+    The folder is written only after all else has succeeded, so a run that cannot begin leaves none.
 
     Args:
-        options: those of the run.
-        hosts: the processes that run it.
-        stack: what keeps its folder from others, while it is open.
+        options: the options of the run.
+        hosts: the processes of the run.
+        stack: until it is closed, other runs are kept out of the folder.
     """
-    # First of all: processes with other options would wait for different things.
+    # Options are compared first: processes with different options would wait for different things.
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
     options, run, workload, before, plan = _start(options, hosts, stack)
     assert options.steps is not None
@@ -264,21 +265,21 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     updates = options.steps * in_step
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
-    pipe.session.controller.first_step = 1  # as metrics.jsonl counts
+    pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
     files = before.get("files", {})
     with phase("opening the data"):
         data, new_files = hosts.together(
             "data", lambda: _open_data(options, workload, run, files, hosts)
         )
     hosts.agree("the data of the processes", [("their digest", data.digest)])
-    # They are evaluated at the end, and a mistake is better told at the start.
+    # Held-out batches are checked now, because they are evaluated only at the end of the run.
     for batch in data.held_out:
-        micro_batch_shapes(batch, options.microbatches)  # else a run would fail at its end
+        micro_batch_shapes(batch, options.microbatches)
     rates = workload.learning_rates(updates)
     job = Job(
         options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search
     )
-    # Planned before anything is written: a run that cannot begin leaves no folder.
+    # Planning happens here, before anything is written.
     state = _state(job)
     hosts.first(
         "run's files", lambda: _write(job, files if options.resume else run.adopt(new_files))
@@ -287,7 +288,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
 
 
 def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
-    """Looks into the folder of the run, which the first process keeps, and makes the devices."""
+    """Reads and locks the folder of the run, finds the model, and sets the number of devices."""
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 
     def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
@@ -306,9 +307,9 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
 
     options, before, plan, from_file = hosts.together("run", kept)
     devices = plan.device_count if plan else options.devices_asked
-    with suppress(RuntimeError):  # JAX has its devices already: there may be enough
+    with suppress(RuntimeError):  # JAX has made its devices already, perhaps enough of them
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
-    hosts.connect()  # from here on it is seen at once if one is gone
+    hosts.connect()  # from here on, a lost process is noticed at once
     keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))
     workload = hosts.together(
@@ -328,7 +329,8 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
         run.check(config, {"model_config": usual})
         with run.advising():
             run.check_last()
-        if plan and not from_file and run.checkpoints():  # layers may have moved since it was made
+        # Layers may have moved since plan.json was written: the last checkpoint has the last plan.
+        if plan and not from_file and run.checkpoints():
             with run.advising():
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
         return plan
@@ -339,7 +341,7 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
 def _held_folder(
     options: TrainOptions, workload: models.Workload, hosts: Hosts, stack: ExitStack
 ) -> RunDir:
-    """Opens the folder of the run: all processes see it, and the first one keeps others out."""
+    """Opens the folder of the run, which all processes must see and the first one locks."""
 
     def hold() -> str:
         if options.run_dir is None:
@@ -355,12 +357,13 @@ def _held_folder(
 
 
 def _write(job: Job, files: Mapping[str, str]) -> None:
-    """Writes what a run is resumed with; `files` are digests of what belongs to it."""
+    """Writes the files with which a run is resumed; `files` are digests of its further files."""
     options, run = job.options, job.run
-    # Before the options that it was made for: they say whether it may be used again.
+    # The plan comes before the options that it was made for: a resumed run with the options in
+    # config.json uses the plan that it finds.
     run.write_plan(job.pipe.plan)
     config = _config(options, job.workload) | kept_options(options)
-    # A resumed run compares these.
+    # A resumed run compares these entries with its own.
     about_run = {
         "data_digest": job.data.digest,
         "files": files,
@@ -397,21 +400,21 @@ def _open_data(
     files: Mapping[str, str],
     hosts: Hosts,
 ) -> tuple[models.Data, dict[str, bytes]]:
-    """Opens the data.
+    """Opens the data, and returns it with the files that opening it made for a new run.
 
-    Also returns the files that it made, for a new run. `files` are digests of the old ones.
+    `files` has the digests of the files that a resumed run already has.
     """
     run.check_files(files)
     assert options.batch_size is not None
     data_path = None if options.data is None else Path(options.data)
-    # A new run makes its files aside, and adopts them once all else is well.
+    # A new run makes its files in another folder, and adopts them once all else has succeeded.
     with TemporaryDirectory() as scratch:
         kept = run.path if options.resume else Path(scratch)
         keep_tokenizer(options, workload, kept)
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
         new_files = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
     lazily = getattr(data.train, "lazily", None)
-    if hosts.count > 1 and lazily is not None:  # each reads what its devices need
+    if hosts.count > 1 and lazily is not None:  # each process reads what its own devices need
         data = replace(data, train=lazily())
     if options.eval_every and not data.held_out:
         raise ValueError(
@@ -424,7 +427,7 @@ def _open_data(
 
 
 def _state(job: Job) -> jvpipe.State:
-    """Makes the first state of the run, or restores that of its last checkpoint and goes there in the data."""
+    """Makes the first state of the run, or restores its last checkpoint and place in the data."""
     params = (
         job.search.first.params
         if job.search
@@ -441,13 +444,13 @@ def _state(job: Job) -> jvpipe.State:
 
 
 def _go_back(data: models.Data, last: Path) -> None:
-    """Takes the data up where they were; DamageError if a checkpoint tells no place to which they can go."""
+    """Sets the data to a checkpoint's place in them; DamageError if there is no such place."""
     extra = jvpipe.checkpoint_extra(last)
     if "data" not in extra:
         raise DamageError(f"{last} tells no place in the data")
     try:
         data.train.set_state(extra["data"])
-    except Exception as problem:  # of any kind: the data may be a user's
+    except Exception as problem:  # the data may be a user's, and raise any kind of error
         reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         raise DamageError(f"{last}: its place in the data is none, {reason}") from problem
 
@@ -457,13 +460,14 @@ def keep_compiled() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "jvpipe" / "compiled"))
-    # Layers compile fast one by one, and there are many.
+    # By default, JAX keeps only programs that took long to compile. Layers take little time each,
+    # but there are many.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def stay_on_cpus() -> None:
-    """Leaves the plugins of accelerators asleep, unless platforms are named: what plans runs on none."""
+    """Keeps JAX from starting accelerators, not needed to plan, unless platforms are named."""
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
 
@@ -471,7 +475,7 @@ def stay_on_cpus() -> None:
 def _search(
     options: TrainOptions, workload: models.Workload, hosts: Hosts
 ) -> ArchitectureSearch | None:
-    """Returns the search of architectures that --nas asks for."""
+    """Returns the architecture search of --nas; None if --nas is not given."""
     if not options.nas:
         return None
     if hosts.count > 1:
@@ -485,7 +489,7 @@ def _search(
 
 
 def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
-    """Returns what a resumed run must share: model, batch, seed, every parameter's shape."""
+    """Returns what a resumed run must share: fixed options, model fields, parameters' shapes."""
     shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
     parameters = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()}
     fixed = {name: getattr(options, name) for name in FIXED}
@@ -493,7 +497,7 @@ def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
 
 
 def resume_command(job: Job) -> str:
-    """Writes the command line that goes on with a run."""
+    """Returns the command line that resumes a run."""
     command = ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume"]
     for name in ("figure", "export", "export_weights"):
         if path := getattr(job.options, name):

@@ -1,4 +1,4 @@
-"""What is kept of a run while it trains: checkpoints beside the steps, by which evaluations, and when it ends early."""
+"""The checkpoints of a run, the evaluations that decide which is the best, and early stopping."""
 
 import json
 import math
@@ -28,7 +28,10 @@ _KEPT = {
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations of a run so far: the least loss, the step that it came after, and how many followed it.
+    """The evaluations of a run so far.
+
+    They are the least loss, the step after which it was measured, and the number of evaluations
+    since then.
 
     >>> seen = Evaluations().after(10, 2.0).after(20, 1.5).after(30, 1.75)
     >>> seen.best_step, seen.since, seen.over(2), seen.after(40, math.nan).over(2)
@@ -40,17 +43,17 @@ class Evaluations:
     since: int = 0
 
     def after(self, step: int, loss: float) -> "Evaluations":
-        """Adds an evaluation; a loss that is not a number is no better one."""
+        """Adds an evaluation; a loss that is not a number does not count as better."""
         if loss < (math.inf if self.best_loss is None else self.best_loss):
             return Evaluations(loss, step)
         return replace(self, since=self.since + 1)
 
     def over(self, patience: int | None) -> bool:
-        """Tells whether so many evaluations were no better than the best."""
+        """Tells whether `patience` evaluations or more have followed the best one."""
         return patience is not None and self.since >= patience
 
     def told(self, patience: int | None) -> str:
-        """Says at the end of a run which was the best; nothing if there was none."""
+        """Returns a run's last line, about the best evaluation; empty if there was none."""
         if self.best_loss is None:
             return ""
         stopped = (
@@ -61,7 +64,7 @@ class Evaluations:
         return f"best held-out loss {self.best_loss:.4f} after step {self.best_step}, which best.json names{stopped}\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what checkpoints keep; nothing if there was none."""
+        """Returns the values that checkpoints keep; empty if there was no evaluation."""
         return {} if self == Evaluations() else asdict(self)
 
 
@@ -77,12 +80,12 @@ def evaluations_before(job: Job) -> Evaluations:
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
-    """Computes the mean loss of the batches that are held out; None without any. The run does not change.
+    """Returns the mean loss of the held-out batches, without changing the run; None if none exist.
 
     Args:
         job: the run.
-        state: the newest.
-        watch: is told that it goes on.
+        state: the newest state.
+        watch: is told that the run goes on.
     """
     losses = []
     for batch in job.data.held_out:
@@ -91,15 +94,15 @@ def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-# What is kept of a run while it trains: checkpoints, written beside the steps, and which of them is
-# the best.
+# Checkpoints are written by a thread beside the training, and best.json names the best of them.
 
 
 class Keeper:
-    """Saves the states of a run. A step waits for the copy to the host alone; of several processes all save together.
+    """A writer of a run's states; all processes of the run save together.
 
-    What a write fails with is raised at the next step, of several processes at the next save, or at
-    the end.
+    A step waits only until its state has been copied to the host; a thread writes the copy. If the
+    write fails, its error is raised at the next step. If there are several processes, it is raised
+    at the next save or at the end, because only there do all processes meet.
     """
 
     def __init__(self, job: Job, opened: ExitStack) -> None:
@@ -107,32 +110,32 @@ class Keeper:
         self._place = job.run.place()
 
     def check(self) -> None:
-        """Raises what the last write failed with, if it is known by now."""
+        """Raises the error of the last write, if it has failed by now."""
         if self._job.hosts.count == 1:
             self._writer.check()
 
     def finish(self) -> None:
-        """Waits for the last checkpoint."""
+        """Waits until the last checkpoint is written."""
         self._job.hosts.together("the checkpoint", self._writer.wait)
 
     def save(self, state: Any, step: int, architecture: Sequence[str], seen: Evaluations) -> None:
-        """Saves the state and the place in the data, together and whole.
+        """Saves the state and the place in the data in one checkpoint.
 
-        Once they are, older checkpoints go.
+        Older checkpoints are deleted once it is whole.
 
         Args:
-            state: that after the step.
-            step: its number, from 1.
-            architecture: the names of its blocks, if the run searches.
+            state: the state after the step.
+            step: the number of the step, from 1.
+            architecture: the names of the architecture's blocks, in a search.
             seen: the evaluations so far.
 
         Raises:
-            ValueError: a parameter is NaN, or the folder of the run is gone; the older checkpoints
-                stay.
+            ValueError: a parameter is NaN, or the folder of the run is gone; no checkpoint is
+                written or deleted.
         """
-        self.finish()  # so that two copies of the state are never on the host
+        self.finish()  # so that the host never holds two copies of the state
         job = self._job
-        # With the state in one checkpoint, so that none is newer than the other.
+        # The place in the data is part of the checkpoint, so that it always fits the state.
         extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
         extra |= {"architecture": list(architecture)} if job.search else {}
         extra |= {"evaluations": kept} if (kept := seen.to_json()) else {}
@@ -163,13 +166,13 @@ class Keeper:
 
 
 def tidy(job: Job, seen: Evaluations) -> None:
-    """Says in best.json which checkpoint is the best, and lets older ones go, also those that a killed run had left.
+    """Writes best.json, and deletes older checkpoints, with those that a killed run has left.
 
     Args:
         job: the run.
         seen: the evaluations so far.
     """
-    # The file is replaced before older checkpoints go: it never names one that is gone.
+    # best.json is replaced before checkpoints are deleted, so it never names a deleted one.
     if seen.best_step:
         checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)
         saved = {
@@ -179,5 +182,5 @@ def tidy(job: Job, seen: Evaluations) -> None:
         }
         replace_text(job.run.best, json.dumps(saved, indent=1) + "\n")
     else:
-        job.run.best.unlink(missing_ok=True)  # of a checkpoint that was moved away
+        job.run.best.unlink(missing_ok=True)  # it may name a checkpoint that was moved away
     job.run.prune(job.options.keep, seen.best_step)

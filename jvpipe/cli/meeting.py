@@ -1,8 +1,9 @@
-"""The meeting of a command's processes before JAX brings them together, over lines that are signed with a secret.
+"""The meeting of a command's processes before JAX connects them, over lines signed with a secret.
 
-Their connections to process 0 stay open while the run lasts. JAX ends a process whose connection to
-its coordinator has ended, at once and without a word of ours; so a thread of the meeting, which
-waits for nothing else, says whose connection it was. Whoever ends in order says farewell before.
+The connections to process 0 stay open during the run. When JAX's own connection between a process
+and the coordinator breaks, JAX ends the process at once, without a message of jvpipe's. A thread of
+the meeting, which waits for nothing else, therefore reports which connection broke first. A process
+that ends in order says farewell before, and is not reported.
 """
 
 import asyncio
@@ -27,17 +28,17 @@ from jvpipe.runtime.engine.hosts import digest
 from jvpipe.util.pattern import compare, whole_in
 
 VARIABLE = "JVPIPE_SECRET_FILE"
-"""Names the file where `--secret-file` does not."""
+"""The environment variable that names the secret's file if `--secret-file` is not given."""
 
 
 def read_secret(path: str | None) -> bytes:
-    """Returns the secret that a file holds, without white space at its ends; empty if no file is named.
+    """Returns the secret in a file, without white space at its ends; empty if no file is named.
 
     Args:
-        path: as `--secret-file` names it; without one as the environment does.
+        path: the file of `--secret-file`; None: the file that the environment variable names.
 
     Raises:
-        ValueError: the file is empty, cannot be read, or is open to others than its owner.
+        ValueError: the file is empty, cannot be read, or may be used by others than its owner.
     """
     named, path = (
         ("--secret-file", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE))
@@ -46,7 +47,7 @@ def read_secret(path: str | None) -> bytes:
         return b""
     with ExitStack() as stack:
         try:
-            # a pipe without a writer would be waited for
+            # O_NONBLOCK: opening a pipe without a writer would wait forever.
             file = stack.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
             status = os.fstat(file.fileno())
             secret = file.read(LINE_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
@@ -67,31 +68,31 @@ def read_secret(path: str | None) -> bytes:
     return secret
 
 
-# A connection of two processes that prove with each line that they have the same secret.
+# A connection between two processes, which prove with each line that they have the same secret.
 
 _GREETING = "jvpipe-meeting-1"
 LINE_BYTES = 1 << 16
-"""The longest line that is read."""
+"""The longest line that is read, so that a stranger cannot fill the memory."""
 
 End = Literal["server", "client"]
 
 
 class AnotherSecretError(Exception):
-    """What the other end says is not proved with the secret of this one."""
+    """The other end's line is not signed with the secret of this end."""
 
 
 class SignedLines:
     """One end of a connection: lines of JSON, each with an HMAC that is keyed with the secret.
 
-    Both ends begin with a fresh nonce. An HMAC is over both nonces, the end that speaks, the line's
-    place and its text: a line cannot be changed, sent again, sent back or kept for another
-    connection, and the secret is never sent.
+    Both ends begin with a fresh nonce. An HMAC covers the text of the line; its number, so that it
+    cannot be sent again; the end that speaks, so that it cannot be sent back; and both nonces, so
+    that it cannot be used in another connection. The secret itself is never sent.
 
     Args:
-        reader: of the connection.
-        writer: of the connection.
-        secret: empty if the processes have none, and everybody is believed.
-        end: which one this is.
+        reader: reads from the connection.
+        writer: writes to the connection.
+        secret: the secret; if it is empty, lines prove nothing and anyone is believed.
+        end: which end of the connection this is.
     """
 
     def __init__(
@@ -106,19 +107,19 @@ class SignedLines:
 
         Raises:
             OSError: the connection has ended.
-            ValueError: the other end speaks of something else.
+            ValueError: the other end does not speak this protocol.
         """
         mine = f"{_GREETING} {secrets.token_hex(16)}"
         self._writer.write(f"{mine}\n".encode())
         theirs = (await self._line()).decode()
         if not theirs.startswith(f"{_GREETING} "):
             raise ValueError("what answers there is not this version of jvpipe")
-        # Both ends must order the nonces alike.
+        # Both ends put the nonces in the same order: first the server's, then the client's.
         ordered = (mine, theirs) if self._end == "server" else (theirs, mine)
         self._nonces = " ".join(ordered)
 
     async def say(self, **words: Any) -> None:
-        """Tells the other end something."""
+        """Sends the other end a JSON object with these entries."""
         text = json.dumps(words).encode()
         proof = self._proof(self._end, self._said, text)
         self._said += 1
@@ -126,16 +127,16 @@ class SignedLines:
         await self._writer.drain()
 
     async def hear(self) -> dict[str, Any]:
-        """Returns what the other end says next.
+        """Returns the JSON object that the other end sends next.
 
         Raises:
-            AnotherSecretError: it is not proved.
+            AnotherSecretError: the line is not signed with this end's secret.
             OSError: the connection has ended.
-            ValueError: it is not an object of JSON, or too long.
+            ValueError: the line holds no JSON object, or is too long.
         """
         proof, _, text = (await self._line()).partition(b" ")
         other: End = "client" if self._end == "server" else "server"
-        # In constant time: how much of a forged proof is right stays unknown.
+        # The comparison takes constant time, so that its time tells nothing about the right proof.
         if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
             raise AnotherSecretError
         self._heard += 1
@@ -148,7 +149,7 @@ class SignedLines:
         return words
 
     def close(self) -> None:
-        """Ends the connection after what was sent."""
+        """Ends the connection once all lines have been sent."""
         self._writer.close()
 
     def _proof(self, end: End, place: int, text: bytes) -> bytes:
@@ -162,23 +163,24 @@ class SignedLines:
         return line[:-1]
 
 
-# The meeting of a command's processes before JAX joins them: who each is, what it was given.
+# The meeting: each process says its number and what it was given, and learns JAX's port.
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long processes wait for one another, at their meeting and later, and how many strangers they bear.
+    """How long processes wait for each other, in the meeting and later, and for how many strangers.
 
     Attributes:
-        handshake_s: a connection may take to say who it is.
-        knock_s: between two tries to reach process 0.
-        say_s: between two lines of whoever waits, which say for whom.
-        farewell_s: process 0 takes at most to tell the others how the meeting ended, and anybody
-            that it leaves.
-        crowd: connections open at a time: strangers must not use up the process's files.
-        look_s: between two looks at whether a run goes on, while processes train.
-        grace_s: the thread that trains, which knows the task, has to say that a process is gone.
-        ending_s: a process that ends lets the others say why they do.
+        handshake_s: the most seconds from the connection of a process to its introduction.
+        knock_s: seconds between two tries to reach process 0.
+        say_s: seconds between two lines in which a waiting process says for whom it waits.
+        farewell_s: the most seconds for process 0 to tell the others how the meeting ended, and for
+            any process to send its farewells.
+        crowd: the most open connections, so that strangers cannot use up the process's files.
+        look_s: seconds between two checks whether a run goes on, while processes train.
+        grace_s: seconds that the training thread, which knows the task, has to report a lost
+            process before another thread does.
+        ending_s: seconds that a process that ends gives the others to say why they end.
     """
 
     handshake_s: float = 5.0
@@ -194,23 +196,23 @@ class Patience:
 PATIENCE = Patience()
 
 Parts = Mapping[str, Sequence[str]]
-"""By name the digest of a value and its beginning."""
+"""By name, the digest of a value and the first characters of its text."""
 
 
 class Given(NamedTuple):
-    """What a process was given: named values that all must have alike, and the secret, which may be empty."""
+    """The named values that a process was given, equal in all processes, and a secret or none."""
 
     values: Sequence[tuple[str, str]]
     secret: bytes
 
     @property
     def parts(self) -> Parts:
-        """The values as the processes tell them to one another."""
+        """The values in the form in which processes exchange them."""
         return {name: [digest(value), value[:SHOWN]] for name, value in self.values}
 
 
 class Bonds:
-    """The connections that stay open after a meeting, for as long as both ends are there."""
+    """The connections that stay open after a meeting until one of their ends leaves."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -221,12 +223,12 @@ class Bonds:
         return lines in self._held
 
     def hold(self, lines: SignedLines, left: Awaitable[object], whom: str) -> asyncio.Task[None]:
-        """Keeps a connection open; says so at once if the other end leaves without a farewell.
+        """Keeps a connection open; reports at once if the other end leaves without a farewell.
 
         Args:
-            lines: of the connection.
-            left: yields what it says next, which is its farewell.
-            whom: it is.
+            lines: this end of the connection.
+            left: waits for the other end's next line, which is its farewell.
+            whom: names the other end.
         """
         self._loop = asyncio.get_running_loop()
         self._held[lines] = self._loop.create_task(self._hear(lines, left, whom))
@@ -243,7 +245,7 @@ class Bonds:
             lines.close()
 
     def end(self) -> None:
-        """Says farewell to all that are still there, and no longer reports who leaves."""
+        """Says farewell to all connected processes, and no longer reports who leaves."""
         self._is_over = True
         if self._loop is None:
             return
@@ -255,14 +257,14 @@ class Bonds:
 
 
 class _Meeting:
-    """A side of a meeting, which is held in a thread of its own that stays for as long as the run lasts."""
+    """A side of a meeting, held in a thread of its own that stays during the whole run."""
 
     def __init__(self) -> None:
         self._met: Future[Any] = Future()
         self.bonds = Bonds()
 
     def _meet(self, meeting: Coroutine[Any, Any, None]) -> Any:
-        """Begins the meeting, and waits for what it comes to."""
+        """Begins the meeting, and waits for its result."""
 
         def run() -> None:
             try:
@@ -270,25 +272,24 @@ class _Meeting:
             except Exception as error:
                 if self._met.done():
                     raise
-                self._met.set_exception(error)  # else this process would wait for ever
+                self._met.set_exception(error)  # or this process would wait forever
 
         threading.Thread(target=run, name="jvpipe-meeting", daemon=True).start()
         return self._met.result()
 
 
 class MeetingServer(_Meeting):
-    """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
+    """Process 0's side: waits for the others, and during the run refuses processes that come late.
 
-    Connections are served beside one another in a thread of their own: who is slow, silent or talks
-    nonsense does not hold up the others. Only a process with the secret, and a number that is free,
-    can end the meeting by what it was given.
+    All connections are served at the same time, in one thread, so that a slow, silent or faulty one
+    does not delay the others. Only a process that has the secret, and a number not yet taken, can
+    end the meeting because its values differ.
 
     Args:
         listener: a socket that listens.
-        kept: a socket that keeps the port where JAX is to bring the processes together; the others
-            are told of it.
-        count: of the processes, this one included.
-        given: to this process.
+        kept: a socket that reserves the port where JAX will connect the processes.
+        count: the number of processes, including this one.
+        agreed: the values that this process was given, and the secret.
     """
 
     def __init__(
@@ -301,14 +302,14 @@ class MeetingServer(_Meeting):
         self._refusals: set[str] = set()
 
     def wait(self, timeout_s: float) -> Bonds:
-        """Returns the connections to all processes once they are there.
+        """Returns the connections to all processes once all have come.
 
         Args:
-            timeout_s: how long they may take.
+            timeout_s: the most seconds that they may take.
 
         Raises:
-            ValueError: one was given something else.
-            HostLost: some have not come in time.
+            ValueError: a process was given other values.
+            HostLost: some process has not come in time.
         """
         _port_in(self._meet(self._serve(timeout_s)))
         return self.bonds
@@ -316,7 +317,7 @@ class MeetingServer(_Meeting):
     async def _serve(self, timeout_s: float) -> None:
         self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._end_if_complete()
-        # From here on connections are served beside what follows.
+        # From here on, each connection is served by a task of its own.
         server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
         until_s = time.monotonic() + timeout_s
         while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
@@ -325,13 +326,13 @@ class MeetingServer(_Meeting):
                 _say(f"waiting for {self._missing()}")
         if not self._end.done():
             self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
-        if self._visits:  # this process may end as soon as it knows, so the others hear first
+        if self._visits:  # this process may end once it has the result, so the others get it first
             await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
         self._met.set_result(self._end.result())
         await server.serve_forever()
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection; one of a stranger ends without a word."""
+        """Serves a connection; that of a stranger is closed without an answer."""
         lines = SignedLines(reader, writer, self._given.secret, "server")
         visit = asyncio.current_task()
         assert visit is not None, "the server runs each in a task"
@@ -354,14 +355,14 @@ class MeetingServer(_Meeting):
                 process, parts = _introduced(await lines.hear())
         except AnotherSecretError:
             self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
-            await lines.say()  # the client sees by itself that this is not proved with its secret
+            await lines.say()  # its signature shows the client that the secrets differ
             return
         mine = self._given.parts
         if process in self._present:
             self._refuse(f"a second process {process}, on {host}")
             why = f"there is a process {process} already: the run goes on without another one"
             await lines.say(refused=why, again=True)
-        # Only who has the secret comes here, so its word may end the meeting.
+        # Only a process with the secret comes here, so its values may end the meeting.
         elif differing := _differing(mine, parts, 0, process):
             if self._end.done():
                 self._refuse(f"process {process} on {host}: {differing}")
@@ -372,14 +373,14 @@ class MeetingServer(_Meeting):
             await self._keep(lines, process)
 
     async def _keep(self, lines: SignedLines, process: int) -> None:
-        """Counts a process as present until the process leaves, or the meeting ends; then holds on to it."""
+        """Counts a process as present until it leaves; keeps its connection if the meeting ends."""
         self._present.add(process)
         self._end_if_complete()
-        left = asyncio.ensure_future(lines.hear())  # it has nothing more to say
+        left = asyncio.ensure_future(lines.hear())  # its next line can only be a farewell
         try:
             while not self._end.done() and not left.done():
                 await lines.say(missing=self._missing())
-                # Every few seconds it hears who is missing, which also shows that this side lives.
+                # The names of missing processes, sent now and then, show that process 0 is alive.
                 awaited = {self._end, left}
                 await asyncio.wait(
                     awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
@@ -404,20 +405,20 @@ class MeetingServer(_Meeting):
         return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
 
     def _refuse(self, whom: str) -> None:
-        """Says each refusal once, so that who knocks again and again does not fill the log."""
+        """Reports each refusal once, so that a process that tries again does not fill the log."""
         if whom not in self._refusals and len(self._refusals) < PATIENCE.crowd:
             self._refusals.add(whom)
             _say(f"refused {whom}")
 
 
 class Attendance(_Meeting):
-    """The side of the other processes: comes to process 0, and stays in touch while the run lasts.
+    """The side of every other process: connects to process 0, and stays connected during the run.
 
     Args:
-        host: of process 0.
-        port: where its server listens.
-        process: the number of this one.
-        given: to this process.
+        host: the host of process 0.
+        port: the port where process 0 listens.
+        process: the number of this process.
+        agreed: the values that this process was given, and the secret.
     """
 
     def __init__(self, host: str, port: int, process: int, agreed: Given) -> None:
@@ -425,14 +426,14 @@ class Attendance(_Meeting):
         self._host, self._port, self._process, self._given = host, port, process, agreed
 
     def wait(self, timeout_s: float) -> int:
-        """Returns the port where JAX brings the processes together, once all have come.
+        """Returns the port where JAX will connect the processes, once all have come.
 
         Args:
-            timeout_s: how long the others may take.
+            timeout_s: the most seconds that the others may take.
 
         Raises:
-            ValueError: process 0 has never answered, or was given something else.
-            HostLost: there is such a process already, or some have not come in time.
+            ValueError: process 0 has not answered, or was given other values.
+            HostLost: the number of this process is taken, or some process has not come in time.
         """
         return self._meet(self._attend(timeout_s))
 
@@ -442,7 +443,7 @@ class Attendance(_Meeting):
         lines = await _reached(self._host, self._port, self._process, self._given.secret, timeout_s)
         missing = ""
         try:
-            # process 0 may have come first: it is the one who says that the time is over
+            # Process 0 decides when the time is over. It may have begun to wait before this one.
             async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + PATIENCE.farewell_s):
                 await lines.say(process=self._process, parts=self._given.parts)
                 while "missing" in (words := await lines.hear()):
@@ -450,7 +451,7 @@ class Attendance(_Meeting):
                     _say(f"waiting for {missing}")
                 port = _port_in(words)
             bond = self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
-            self._met.set_result(port)  # after it is held: who hears this may say farewell at once
+            self._met.set_result(port)  # last, because the caller may say farewell at once
             await bond
         except AnotherSecretError as problem:
             raise ValueError(
@@ -468,7 +469,7 @@ class Attendance(_Meeting):
 async def _reached(
     host: str, port: int, process: int, secret: bytes, timeout_s: float
 ) -> SignedLines:
-    """Connects to process 0, which may come later."""
+    """Connects to process 0, trying again until it listens or the time is over."""
     start_s = said_s = time.monotonic()
     while True:
         lines = None
@@ -494,14 +495,14 @@ async def _reached(
 
 
 def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
-    """Returns a process's number and what it was given; raises ValueError for what is neither."""
+    """Returns a process's number and values; raises ValueError if its line has none."""
     pattern = {"process": whole_in(1, 2**31 - 1), "parts": {str: (str, str)}}
     compare("who comes", words, pattern)
     return words["process"], words["parts"]
 
 
 def _port_in(words: Mapping[str, Any]) -> int:
-    """Returns the port that a meeting ended with; raises what it says if it ended otherwise."""
+    """Returns the port in the last line of a meeting; raises an error if the line refuses one."""
     match words:
         case {"port": int(port)} if 0 < port < 2**16:
             return port
@@ -511,7 +512,7 @@ def _port_in(words: Mapping[str, Any]) -> int:
 
 
 def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
-    """Says which parts differ, as a process sees it; nothing if none does."""
+    """Says which values differ, as `process` sees it; empty if none does."""
     absent = ("", "")
     differences = [
         f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"

@@ -36,12 +36,12 @@ _COUNT = partial(whole_number, most=MOST)
 
 
 def file_option(flag: str, value: Any) -> Path:
-    """Checks that a text can be a path; nothing need exist there."""
+    """Checks that a text can be a path, whether or not there is a file."""
     return checked_path(value, flag)
 
 
 def name_option(flag: str, value: Any) -> str:
-    """Checks a name that is looked up later."""
+    """Checks that a value can be a name; what it names is looked up later."""
     return checked_name(flag, value, "tiny")
 
 
@@ -51,7 +51,7 @@ def _texts(flag: str, value: Any) -> list[str]:
 
 
 def fields_option(flag: str, value: Any) -> dict[str, str]:
-    """Reads fields of the model and their values, by name."""
+    """Returns values by the names of a model's fields, given as NAME=VALUE."""
     for text in value:
         if "=" not in text:
             raise ValueError(f"{flag} {text}: give a field of the model and its value, NAME=VALUE")
@@ -60,7 +60,7 @@ def fields_option(flag: str, value: Any) -> dict[str, str]:
 
 
 def address_option(flag: str, value: Any) -> tuple[str, int]:
-    """Reads a host and a port."""
+    """Returns the host and the port of HOST:PORT."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"{flag} must be HOST:PORT, such as host0:12345, not {value}")
@@ -400,31 +400,31 @@ class TrainOptions(ModelOptions):
 
     @property
     def shares(self) -> bool:
-        """Whether it is to be decided how many devices each stage has."""
+        """Whether the planner decides how many devices each stage has."""
         return self.replicas == "auto"
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """How many devices each stage has; empty if each has one, or that is to be decided."""
+        """How many devices each stage has; empty if each has one, or the planner decides."""
         counts = self.replicas
         return () if counts is None or self.shares else read_whole_numbers("--replicas", counts)
 
     @property
     def stages_asked(self) -> int | None:
-        """How many stages there are; None if that is to be decided."""
+        """How many stages there are; None if the planner decides."""
         return (
             self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
         )
 
     @property
     def devices_asked(self) -> int:
-        """How many devices there should be, if they can be made."""
+        """How many devices the run needs; CPU devices are made to this number."""
         if self.shares:
             return self.devices or max(self.stages or 1, os.cpu_count() or 1)
         return sum(self.replica_counts) or self.stages_asked or 1
 
     def check(self) -> None:
-        """Raises ValueError for an option with an impossible value, or at odds with another option."""
+        """Raises ValueError for an option with an impossible value, or that contradicts another."""
         check_each(self)
         if self.early_stop and not self.eval_every:
             raise ValueError(
@@ -453,26 +453,27 @@ class TrainOptions(ModelOptions):
 
 
 def check_each(options: PipelineOptions, group: Group | None = None) -> None:
-    """Raises ValueError for the first option that cannot be, of one group or of all."""
+    """Raises ValueError for the first option, of one group or of all, with an impossible value."""
     for name, one in options_of(type(options)).items():
         if group in (None, one.group):
             one.checked(one.flag, getattr(options, name))
 
 
-# What is kept of the options of a run, and what all of its processes must share.
+# Which options are kept for a resumed run, and which ones all processes must share.
 
 _OWN = resumed(TrainOptions, "own")
 OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
 FIXED = resumed(TrainOptions, "fixed")
-"""What a resumed run cannot change; all else is placement, or how long to go on."""
+"""The options that a resumed run cannot change, because they decide what is computed. Others decide
+about placement, or how long to go on."""
 DECIDES = resumed(TrainOptions, "plans")
-"""The options that a plan follows from: a run resumed with other values of them is planned again."""
+"""The options that decide a plan: a run that is resumed with other values is planned again."""
 NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:
     """Returns the options that a run is resumed with, by name."""
-    # Another start may have other processes.
+    # A resumed run may have other processes.
     names = (name for name in options_of(TrainOptions) if name not in OF_PROCESSES)
     return {name: getattr(options, name) for name in names}
 
@@ -488,7 +489,7 @@ def agreed_options(options: TrainOptions) -> list[tuple[str, str]]:
 
 
 def fields_of(options: ModelOptions) -> dict[str, Any]:
-    """Returns the fields of the model that options tell, by name.
+    """Returns the fields of the model that options set, by name.
 
     >>> fields_of(TrainOptions(set=("blocks=12", "dropout=0"), sequence_length=64))
     {'blocks': '12', 'dropout': '0', 'sequence_length': 64}

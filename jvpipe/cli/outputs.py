@@ -1,4 +1,4 @@
-"""What a command gives out: files, looked at before it begins; lines, and a display where stderr is a terminal."""
+"""The outputs of a command: files, whose paths are checked first, printed lines, and a display."""
 
 import logging
 import os
@@ -28,11 +28,11 @@ from jvpipe.util.paths import path_names
 def check_outputs(
     outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
 ) -> None:
-    """Raises ValueError unless a file can be written at each path, another one for each; leaves all as it is.
+    """Raises ValueError unless a different file can be written at each path; changes no file.
 
     Args:
-        outputs: paths by the option that names them; None is passed over.
-        inputs: files that are read, by their options: no output may take their place.
+        outputs: paths by the options that name them; None is passed over.
+        inputs: paths of files that are read, by their options; no output may overwrite them.
 
     >>> check_outputs({"--json": "nowhere/plan.json"})
     Traceback (most recent call last):
@@ -57,7 +57,7 @@ def check_outputs(
 
 
 def check_figure(path: str) -> None:
-    """Raises ValueError unless a picture can be drawn at the path of `--figure`, or MissingExtraError."""
+    """Raises ValueError or MissingExtraError unless `--figure` can be drawn at its path."""
     with extra("figures"):
         from jvpipe.report.figures import check_format
     check_outputs({"--figure": path})
@@ -66,7 +66,7 @@ def check_figure(path: str) -> None:
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[Path]:
-    """The path of an output while it is written; what goes wrong is an OSError that names it."""
+    """Yields the path of an output; an OSError inside gets a message that names the option."""
     try:
         yield Path(path)
     except OSError as error:
@@ -76,7 +76,7 @@ def writing(option: str, path: str) -> Iterator[Path]:
 
 
 def _reason(path: str) -> str | None:
-    """Says why no file can be written there."""
+    """Says why no file can be written at a path; None if one can."""
     file = Path(path)
     try:
         if file.is_dir():
@@ -84,9 +84,9 @@ def _reason(path: str) -> str | None:
         if not file.parent.is_dir():
             return f"there is no folder {file.parent}: make it, or give another path"
         if file.exists() and not file.is_file():
-            return None  # a pipe or a device: opening it would tell its other end
+            return None  # a pipe or a device: its other end would notice that it is opened
         there = file.exists()
-        # Tried, not asked: permissions alone do not show a full or read-only disk.
+        # The file is opened for writing, because permissions do not show a read-only disk.
         with file.open("ab"):
             pass
         if not there:
@@ -96,11 +96,11 @@ def _reason(path: str) -> str | None:
     return None
 
 
-# Parameters as a file that other programs read.
+# Parameters are written to files that other programs read.
 
 
 def parameter_names(params: PyTree) -> dict[str, Any]:
-    """Names the leaves of a pytree by their path, its parts joined by dots (`path_names` for those alike).
+    """Returns the leaves of a pytree by their paths with dots; `path_names` keeps names distinct.
 
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
@@ -111,7 +111,7 @@ def parameter_names(params: PyTree) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ValueError if no file can be written at a path, as far as can be seen."""
+    """Raises ValueError if it is clear that no safetensors file can be written at a path."""
     if not path.parent.is_dir():
         raise ValueError(f"--export {path}: there is no folder {path.parent}")
     if path.is_dir():
@@ -127,7 +127,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raises ValueError if no folder of weights can be made at a path, as far as can be seen."""
+    """Raises ValueError if it is clear that no folder of weights can be made at a path."""
     flag = f"--export-weights {path}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{flag} exists already: name a new folder, or an empty one")
@@ -140,13 +140,11 @@ def check_new_folder(path: Path) -> None:
 def write_safetensors(path: Path, params: PyTree) -> None:
     """Writes host arrays to a `.safetensors` file, keyed by parameter path.
 
-    The file appears whole or not at all.
-
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written; there is then no part of it.
     """
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in parameter_names(params).items()}
-    # Renaming is atomic, so nobody reads half a file.
+    # The file is written under another name and renamed, which is atomic: nobody reads half a file.
     draft = path.with_name(path.name + ".draft")
     try:
         array_file.save(draft, arrays)
@@ -156,23 +154,23 @@ def write_safetensors(path: Path, params: PyTree) -> None:
         raise OSError(f"cannot write {path}: {problem}") from problem
 
 
-# What a command says while it works: lines where stdout is not a terminal, a display where stderr
+# While it works, a command prints lines if stdout is not a terminal, and shows a display if stderr
 # is one.
 
 _log = logging.getLogger("jvpipe")
 
 
 class Speech:
-    """A context manager: inside it the log of jvpipe is heard, each phase with its seconds.
+    """A context manager that shows the log of jvpipe, the phases of the work, and the steps.
 
-    Where stderr is a terminal, the log and a display appear there, else warnings alone; where
-    stdout is none, lines do.
+    If stderr is a terminal, it shows the log and a display; otherwise only warnings. Stdout gets
+    lines, unless both are terminals: the display then shows all that the lines would.
     """
 
     def __init__(self) -> None:
         self._screen = Console(stderr=True)
         shown = self._screen.is_terminal
-        # Where both are terminals the display says it all.
+        # If both are terminals, the display shows everything.
         self._lines = None if shown and sys.stdout.isatty() else Lines(sys.stdout)
         self._display: TrainingDisplay | None = None
         self._total = 0
@@ -180,7 +178,7 @@ class Speech:
         self._handlers: list[logging.Handler] = [
             RichHandler(logging.INFO, self._screen, show_level=False, show_path=False)
             if shown
-            else _to_stderr(logging.WARNING)  # as Python does where nobody listens
+            else _to_stderr(logging.WARNING)  # Python's own default for logs without handlers
         ]
         if self._lines:
             self._handlers.append(_ToLines(self._lines))
@@ -195,27 +193,27 @@ class Speech:
         self._opened.close()
 
     def doing(self, what: str) -> None:
-        """Notes what goes on now."""
+        """Notes what the command does now."""
         if self._lines:
             self._lines.doing(what)
 
     def training(self, total: int, first: int) -> TrainingDisplay:
-        """Returns the display of a training, which is shown as long as it is open.
+        """Returns the display of a training, a context manager that shows it while it is open.
 
         Args:
-            total: the number of its last step.
-            first: the number of steps that are done.
+            total: the number of the last step.
+            first: how many steps are done.
         """
         self._total = total
         self._display = TrainingDisplay(total, first, self._screen)
         return self._display
 
     def step(self, metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> None:
-        """Tells of a step that has ended.
+        """Shows a step that has ended.
 
         Args:
-            metrics: of the step.
-            places: the devices of the run by name, in the order of their rows.
+            metrics: the metrics of the step.
+            places: the devices of the run by name, in the order of the display's rows.
         """
         if self._lines:
             self._lines.step(metrics, self._total)
@@ -224,7 +222,7 @@ class Speech:
 
 
 def places(pipe: Pipeline) -> dict[str, DeviceRow]:
-    """Returns what is on each device of a pipeline now, by its name."""
+    """Returns the layers and the limit of each device of a pipeline now, by the device's name."""
     session, layers = pipe.session, defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
         for device in stage.devices:
@@ -238,20 +236,20 @@ def places(pipe: Pipeline) -> dict[str, DeviceRow]:
 
 @contextmanager
 def progress() -> Iterator[None]:
-    """Inside it the log of jvpipe is heard on stderr, as it comes."""
+    """Shows the log of jvpipe on stderr while the context is open."""
     with _heard(logging.INFO, [_to_stderr(logging.INFO)]):
         yield
 
 
 @contextmanager
 def _heard(level: int, handlers: Sequence[logging.Handler]) -> Iterator[None]:
-    """Inside it handlers hear the log of jvpipe from a level on.
+    """Sends the log of jvpipe, from a level on, to handlers while the context is open.
 
-    Each may have a higher one of its own.
+    A handler may have a higher level of its own.
     """
     level_before, propagate = _log.level, _log.propagate
     _log.setLevel(level)
-    _log.propagate = False  # some library may have given the root a handler
+    _log.propagate = False  # a library may have added a handler to the root, which would repeat it
     for handler in handlers:
         _log.addHandler(handler)
     try:
@@ -270,7 +268,7 @@ def _to_stderr(level: int) -> logging.Handler:
 
 
 class _ToLines(logging.Handler):
-    """Lines of what is logged, and of phases which have begun."""
+    """A handler that prints log messages as lines, and the beginning and end of phases."""
 
     def __init__(self, lines: Lines) -> None:
         super().__init__(logging.DEBUG)

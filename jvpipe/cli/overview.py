@@ -1,4 +1,4 @@
-"""`python -m jvpipe`: the version, the commands and the names that they know; or one of the commands."""
+"""`python -m jvpipe`: prints the version, the commands and their names, or runs a command."""
 
 import argparse
 import sys
@@ -55,14 +55,14 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str:
-    """Writes the completion script of `jvpipe` for a shell.
+    """Returns the completion script of `jvpipe` for a shell.
 
     Args:
         shell: one of SHELLS.
-        commands: the options of each command.
+        commands: the dataclass of options of each command, by the command's name.
 
     Raises:
-        ValueError: the shell is not known.
+        ValueError: the shell is not one of SHELLS.
         MissingExtraError: shtab is not installed.
     """
     if shell not in SHELLS:
@@ -82,7 +82,7 @@ def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str
 
 
 def _complete(action: Any, file: Mapping[str, Any], folder: Mapping[str, Any]) -> None:
-    """Says what may follow an option: one of some names, a file or a folder."""
+    """Sets what the shell may complete after an option: some names, a file or a folder."""
     action.choices = names_by_option().get(action.dest)
     if action.metavar in ("FILE", "PATH"):
         action.complete = file

@@ -1,4 +1,4 @@
-"""What `--model` names, a model of jvpipe or of the user: found, looked at, completed, and given its data."""
+"""Models that `--model` names, of jvpipe or of the user: found, checked, completed, given data."""
 
 import dataclasses
 import hashlib
@@ -32,18 +32,18 @@ Tree = Any
 def own_data(
     where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> models.Data:
-    """Opens what a user's model is trained on.
+    """Opens the data of a user's model, which the model gives itself.
 
     Args:
         where: the value of `--model`, for messages.
-        model: whose `batches` and `held_out` are read.
-        data_path: of `--data`, which such a model does not read.
+        model: the model, with its `batches` and `held_out`.
+        data_path: the path of `--data`, which must be None, because such a model does not read it.
         run_dir: the folder of the run.
-        seed: of the batches.
-        batch_size: examples in each.
+        seed: the seed of the batches.
+        batch_size: how many examples a batch has.
 
     Raises:
-        ValueError: the batches are none.
+        ValueError: a path is given, or the model does not give batches of this size.
     """
     if data_path is not None:
         raise ValueError(
@@ -55,18 +55,18 @@ def own_data(
 
 
 def shapes(where: str, model: Any, batch_size: int) -> Tree:
-    """Returns the shapes of a batch of so many examples.
+    """Returns the shapes of a batch of a user's model.
 
     Args:
-        where: how the model was named, for messages.
-        model: whose batches they are.
-        batch_size: examples per batch.
+        where: the value of `--model`, for messages.
+        model: the model, which gives the batches.
+        batch_size: how many examples a batch has.
     """
     return abstract(_begun(where, model, 0, batch_size)[1], "batch leaf")
 
 
 def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches", Tree]:
-    """Begins a model's batches; returns the first one too, which is still to come."""
+    """Begins a model's batches; also returns the first batch, which the stream will still yield."""
     called = f"--model {where}: batches(seed={seed}, batch_size={batch_size})"
     batches = Batches(called, model.batches(seed, batch_size))
     first = batches.peek()
@@ -80,15 +80,15 @@ def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches
 
 
 class Batches:
-    """A user's stream of batches, whose place is saved and found again.
+    """A user's stream of batches, whose place can be saved and restored.
 
-    A stream that keeps its place itself, such as Grain's, is asked for it; where it tells that in
-    bytes, they are text here. For others the place is how many batches were taken: to go on, the
-    same stream is begun and advanced.
+    A stream with `get_state` and `set_state`, such as Grain's, keeps its place itself; a place in
+    bytes is saved as text. For other streams the place is the number of batches taken so far, and
+    restoring it begins the same stream again and passes over as many.
 
     Args:
         called: the call that gave the stream, for messages.
-        stream: what is iterated over.
+        stream: an iterable of batches.
 
     >>> batches = Batches("batches", iter("abc"))
     >>> batches.set_state({"batches": 1})
@@ -121,8 +121,8 @@ class Batches:
         return batch
 
     def peek(self) -> Tree:
-        """Returns the next batch, which stays the next."""
-        # A stream that keeps its place is put back; any other gets the batch again.
+        """Returns the next batch without taking it."""
+        # A stream that keeps its place is set back. For others the batch is put before the rest.
         before = self.get_state()
         batch = next(self)
         if self._keeps_place:
@@ -133,7 +133,7 @@ class Batches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place in the stream, as JSON has it."""
+        """Returns the place in the stream, in values that JSON can hold."""
         if not self._keeps_place:
             return {"batches": self._taken}
         place = self._iterator.get_state()
@@ -142,7 +142,7 @@ class Batches:
         return {"place": place}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place; of a stream that keeps none itself the batches before it are passed over."""
+        """Goes to a place; a stream that does not keep its place passes over earlier batches."""
         saved = "without" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:
             keeps = "a place" if self._keeps_place else "no place"
@@ -169,39 +169,40 @@ def digest_of(batch: Tree) -> str:
     return digest.hexdigest()
 
 
-# A user's model, checked and completed: what it lacks of what a model must have is named.
+# A user's model is checked, and completed by defaults. Members that it must have are named if they
+# are missing.
 
 _MUST = {
     "loss_fn": "a function of (params, batch, rng) that gives the loss",
     "init": "a function of a key that gives the parameters",
     "batches": "a function of (seed, batch_size) that gives an iterator of batches",
 }
-"""What a model must have."""
+"""The members that a model must have, with what they should be."""
 _MAY = {
     "optimizer": ("steps",),
     "learning_rates": ("steps",),
     "held_out": (),
     "initial_state": (),
 }
-"""The functions that it may have, and what they take."""
+"""The functions that a model may have, with the names of their arguments."""
 _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
-"""What holds where a model does not say: examples in a batch, steps of a run, the highest learning rate."""
+"""The defaults of a model: examples in a batch, steps of a run, and the highest learning rate."""
 
 
 def completed(
     where: str, name: str, value: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """Completes a user's model with defaults for what it lacks.
+    """Makes a workload of a user's model, with defaults for members that it lacks.
 
     Args:
         where: the value of `--model`, for messages.
-        name: what the model is called.
-        value: an object, or a class that is made without arguments.
-        size: one of its `sizes`.
-        options: fields that replace those of a dataclass.
+        name: the name of the model.
+        value: an object, or a class that can be called without arguments.
+        size: the name of one of the model's `sizes`.
+        options: values that replace fields of the model, if it is a dataclass.
 
     Raises:
-        ValueError: it is not a model: what is missing, and what it should be.
+        ValueError: the value is not a model; the message says which member is missing or wrong.
     """
     with _naming(where):
         model = _with_options(_sized(name, value, size), options or {})
@@ -230,7 +231,8 @@ def completed(
             loss_fn=model.loss_fn,
             abstract_batch=lambda batch_size: shapes(where, model, batch_size),
             open_data=partial(own_data, where, model),
-            # Whether it may stand under an asynchronous schedule (`local`) the pipeline sees.
+            # `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer is
+            # used as it is, and the pipeline checks whether it fits.
             optimizer=(lambda n, local=False: model.optimizer(n))
             if has_optimizer
             else recipe.optimizer,
@@ -245,7 +247,7 @@ def completed(
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Puts the value of `--model` before what is wrong with a model."""
+    """Adds the value of `--model` to the message of a ValueError."""
     try:
         yield
     except ValueError as problem:
@@ -253,7 +255,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _sized(name: str, named: Any, size: str | None) -> Any:
-    """Returns an object, or that of a class, or of one of its sizes."""
+    """Returns the model of an object or a class, in a size if one is given."""
     model = _made(named)
     if size is None:
         return model
@@ -266,7 +268,7 @@ def _sized(name: str, named: Any, size: str | None) -> Any:
 
 
 def _made(named: Any) -> Any:
-    """Returns an object as it is, and of a class one that is made without arguments."""
+    """Returns an object as it is, and calls a class without arguments."""
     if not isinstance(named, type):
         return named
     try:
@@ -279,7 +281,7 @@ def _made(named: Any) -> Any:
 
 
 def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
-    """Returns the model with fields replaced."""
+    """Returns the model with some of its fields replaced."""
     if not options:
         return model
     kind = type(model).__name__
@@ -292,7 +294,7 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _check(model: Any, *, has_state: bool) -> None:
-    """Raises ValueError for what a model has that is not as it should be."""
+    """Raises ValueError if a member of a model is not as it should be."""
     if has_state and not hasattr(model, "initial_state"):
         raise ValueError("has_state needs initial_state(), a function that gives the first state")
     check_loss(model.loss_fn, has_state=has_state)
@@ -308,7 +310,7 @@ def _check_call(name: str, function: Any, arguments: tuple[str, ...]) -> None:
         raise ValueError(f"{call} should be a function, it is {function!r}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # one that Python cannot look into
+    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
         return
     try:
         signature.bind(*arguments)
@@ -323,11 +325,11 @@ def _flag(model: Any, name: str) -> bool:
     return value
 
 
-# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module
-# of the user's.
+# `--model` names a model of jvpipe, a model of an installed package, or an object in a file or
+# module of the user's.
 
 ENTRY_POINTS = "jvpipe.models"
-"""The group in which packages announce their models."""
+"""The group of entry points in which packages announce their models."""
 
 
 def find_model(
@@ -336,14 +338,13 @@ def find_model(
     """Finds the model that a command line names.
 
     Args:
-        name: `bert`, or what an installed package announces in the group `jvpipe.models`, or
-            `file.py:name`, or `package.module:name`.
-        size: one of its sizes.
-        fields: what replaces those of its configuration, such as the `dtype` that it computes in;
-            texts are read.
+        name: a model of jvpipe such as `bert`, or a name that an installed package announces in the
+            group `jvpipe.models`, or `file.py:name`, or `package.module:name`.
+        size: one of the model's sizes.
+        fields: values that replace fields of the model, such as `dtype`; texts are converted.
 
     Raises:
-        ValueError: there is no such model, or it lacks something; the message says what.
+        ValueError: there is no such model, or a member of it is missing or wrong.
 
     >>> find_model("bert", "base").title
     'bert base'
@@ -375,17 +376,17 @@ def find_model(
 
 
 def is_installed(name: str) -> bool:
-    """Tells whether a model is jvpipe's or of an installed package, and not code of whoever names it."""
+    """Tells whether a model is jvpipe's or an installed package's, and not code in some file."""
     return name in models.NAMES or name in entry_points(group=ENTRY_POINTS).names
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Imports the module of a file, once; what lies beside it can be imported too."""
+    """Imports a file as a module, once; the module may import other files of its folder."""
     file = path.resolve()
     if not file.is_file():
         raise ValueError("there is no such file")
     name = f"{file.stem}_of_{file.parent.name}"
-    # Imported once: a second import would make other classes of the same names.
+    # A second import would make other classes with the same names.
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(file):
         return loaded
@@ -394,7 +395,8 @@ def _of_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    # The module is in `sys.modules` while it runs, because dataclasses look it up there.
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -404,7 +406,7 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _loaded(name: str, load: Any) -> Any:
-    """Runs a user's code; whatever that raises is a mistake that names `--model`."""
+    """Imports a user's code; makes any error of it a ValueError that names `--model`."""
     try:
         return load()
     except Exception as problem:
@@ -416,11 +418,11 @@ def _loaded(name: str, load: Any) -> Any:
 
 
 def _line_of(name: str, problem: Exception) -> str:
-    """Tells where in the user's file it went wrong, if it did there."""
+    """Returns the line of the user's file that raised an error; empty if none did."""
     at, trace = None, problem.__traceback__
     file = Path(name.rpartition(":")[0]).name
     while trace is not None:
-        # The last frame in the user's file is the line that went wrong.
+        # The last frame in the user's file is the one that is nearest to the error.
         code = trace.tb_frame.f_code
         at = trace.tb_lineno if Path(code.co_filename).name == file else at
         trace = trace.tb_next

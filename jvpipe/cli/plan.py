@@ -1,4 +1,4 @@
-"""`python -m jvpipe.plan`: plans a model at its real size, or a profiled graph, without running anything."""
+"""`python -m jvpipe.plan`: plans a model at its real size, or a profiled graph; runs no model."""
 
 import json
 import sys
@@ -100,12 +100,12 @@ class PlanOptions(ModelOptions):
 
     @property
     def shared(self) -> dict[str, int | str]:
-        """The options of stages that may have several devices; empty if each has one."""
+        """The given options that let stages have several devices; empty if each stage has one."""
         by_name = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
         return {name: value for name, value in by_name.items() if value is not None}
 
     def check(self) -> list[str]:
-        """Returns the planners to be asked; ValueError for what can be seen to be wrong before any work."""
+        """Returns the planners to ask; raises ValueError for mistakes that show before any work."""
         if (self.model is None) == (self.graph is None):
             raise ValueError("give one of --model and --graph")
         for name in _OF_MODELS if self.graph is not None else ():
@@ -128,7 +128,7 @@ class PlanOptions(ModelOptions):
             stages = self.stages or USUAL_STAGES
             schedule.check(stages, self.microbatches or USUAL_MICROBATCHES)
             limits_of_each(parse_limits(self.memory_limit), stages)
-        # A format alone writes to stdout, and needs no file.
+        # A format without a file writes to stdout.
         target = (self.export or "").partition(":")[2]
         source = (self.import_ or "").partition(":")[2]
         if self.lossy and not self.export:
@@ -160,11 +160,11 @@ _OF_MODELS = (
     "frozen",
     "state_fates",
 )
-"""Options that a graph file leaves no room for."""
+"""The options that cannot be given with a graph file, which decides them itself."""
 
 
 def read_import(flag: str, text: str) -> tuple[str, str]:
-    """Reads the format that --import names, and the text of its file."""
+    """Returns the format that --import names, and the text of the file."""
     format, _, file = text.partition(":")
     find_format(format)
     if not file:
@@ -185,9 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
-    # Text that goes to stdout must be alone there.
+    # If the exported plan goes to stdout, everything else goes to stderr.
     piped = options.export is not None and not options.export.partition(":")[2]
-    forecast.show(Console(width=160, stderr=piped))  # what is exported is alone on stdout
+    forecast.show(Console(width=160, stderr=piped))
     if not forecast.fits:
         print("no plan:", forecast.why_not(), file=sys.stderr)
     try:
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _planned(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners; while a compiler is asked too, says how far it is."""
+    """Asks planners; shows the progress if programs are compiled as well."""
     stay_on_cpus()
     if options.graph is not None:
         return of_graph(options, names)
@@ -226,7 +226,7 @@ def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners about a profile of a model, under its limit and over its links unless others are given."""
+    """Asks planners about a profile; its limit and links are used unless others are given."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
     stages, microbatches = (
@@ -235,7 +235,7 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
     )
     schedule.warn_of_idle(stages, microbatches)
     limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
-    # A profile has its own links and limit; a cluster's take their place.
+    # The profile's link is replaced below if a cluster is given.
     problem = Problem(
         file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link
     )
@@ -247,7 +247,7 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def _exchange(options: PlanOptions, forecast: Forecast) -> None:
-    """Writes the plan for another system, and puts the layout of another one beside it."""
+    """Writes the plan for another system, and compares it with another system's layout."""
     if options.import_ is not None:
         if forecast.problem.replicated or forecast.problem.costs.outline is None:
             raise ValueError(f"--import {options.import_} is for a --model with a device per stage")
@@ -269,7 +269,7 @@ def _exchange(options: PlanOptions, forecast: Forecast) -> None:
 
 
 def _write(options: PlanOptions, forecast: Forecast) -> None:
-    """Writes all answers as JSON, and pictures of the first."""
+    """Writes all answers as JSON, and the timeline and figure of the best one."""
     if options.json is not None:
         with writing("--json", options.json) as path:
             path.write_text(json.dumps(forecast.to_json(), indent=2) + "\n")

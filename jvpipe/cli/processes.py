@@ -1,4 +1,4 @@
-"""The processes of a run: how they come together, what they tell one another after each step, and how they leave."""
+"""The processes of a run: how they meet, exchange metrics after each step, are watched, and end."""
 
 import json
 import os
@@ -27,24 +27,25 @@ from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
 from jvpipe.session.settings import library_versions
 
 Own = tuple[StepMetrics, Busy]
-"""The metrics of a step as one process saw it, and how busy its devices were."""
+"""The metrics of a step as one process measured it, and how busy its devices were."""
 
 
 def shared(
     hosts: Hosts, signum: int | None, ours: Own | None
 ) -> tuple[int | None, StepMetrics | None]:
-    """Tells all processes of a step.
-
-    Returns the signal that any of them was sent, and the metrics of all.
+    """Exchanges the metrics and signals of a step; all processes must call this after each step.
 
     Args:
         hosts: this process and the others.
-        signum: the signal that this one was sent.
-        ours: what it saw of the step, if there was one.
+        signum: the signal that this process was sent, if any.
+        ours: what this process measured of the step; None if there is no step to report.
+
+    Returns:
+        The signal that some process was sent, and the joined metrics of all.
     """
     if hosts.count == 1:
         return signum, ours and ours[0]
-    # One exchange carries the signal and the metrics, so a step costs one round.
+    # One exchange carries both the signal and the metrics, so that a step costs one round only.
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
     answers = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((answer for answer, _ in answers if answer is not None), None)
@@ -70,11 +71,12 @@ _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "mfu": min,
 }
 _JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "recomputed_s"), sum)
-"""What a number of each process becomes for all: the slowest one's seconds and rates, the bytes and copies of all."""
+"""How numbers of all processes are joined: seconds and rates are the slowest process's; bytes, and
+seconds of copies and of recomputing, are summed."""
 
 
 def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """Joins the metrics of a step, as each process saw it."""
+    """Joins the metrics of a step that each process has measured."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
     numbers: dict[str, Any] = {}
     for name, join_numbers in _JOINED.items():
@@ -94,14 +96,11 @@ def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
 
 
 def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
-    """Joins the pictures of all processes.
-
-    Their clocks meet at an exchange, where all have heard of all.
-    """
+    """Joins the pictures of all processes; an exchange gives their clocks a common zero."""
     if hosts.count == 1:
         return picture
     hosts.exchange("clock", b"")
-    # All leave the exchange at nearly the same time, which is the common zero.
+    # All processes leave the exchange at nearly the same time.
     zero_s = time.perf_counter()
     spans = [
         [s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)]
@@ -126,17 +125,17 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     )
 
 
-# The processes of a run: how they come together, are watched while they train, and leave.
+# How the processes of a run meet, are watched while they train, and end.
 
 
 def join(options: TrainOptions) -> Hosts:
-    """Brings the processes together that the options name; to be called before JAX makes any device.
+    """Connects the processes that the options name; to be called before JAX makes any device.
 
     Raises:
-        ValueError: the options do not say where they meet, nobody is there, or one was given
-            something else.
-        HostLost: some do not come, or there is such a process already.
-        SystemExit: the user stops it before all have come.
+        ValueError: the options do not say where processes meet, process 0 does not answer, or a
+            process was given other options.
+        HostLost: some process does not come, or the number of this one is taken.
+        SystemExit: the user stops the command before all have come.
     """
     secret = read_secret(options.secret_file)
     try:
@@ -147,7 +146,7 @@ def join(options: TrainOptions) -> Hosts:
     if met is None:
         return ALONE
     where, bonds = met
-    # Named if JAX waits for nothing: they have met, so they were there a moment ago.
+    # All have met, so if JAX waits for a process without success, any of the others may be lost.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
     with _given_up_after(options.host_timeout, awaited):
@@ -155,7 +154,7 @@ def join(options: TrainOptions) -> Hosts:
             jax.distributed.initialize(
                 **where,
                 initialization_timeout=round(options.host_timeout)
-                + 60,  # what is above comes first, and says more
+                + 60,  # `_given_up_after` comes before JAX's timeout and has a clearer message
                 heartbeat_timeout_seconds=round(options.host_timeout) + 60,
                 shutdown_timeout_seconds=10,
             )
@@ -174,7 +173,7 @@ def join(options: TrainOptions) -> Hosts:
 
 
 def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
-    """Says that JAX finds the processes; they meet through it alone."""
+    """Returns the arguments for `--distributed`: JAX finds the processes, without a meeting."""
     if secret:
         raise ValueError(
             "with --distributed the processes meet through JAX, which knows no secret: give --coordinator HOST:PORT, "
@@ -185,9 +184,10 @@ def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
 
 
 def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bonds] | None:
-    """Meets the others; returns where JAX is to, and what holds them together; None for one alone.
+    """Holds the meeting of the processes; returns None if there is one process.
 
-    The former is as `jax.distributed.initialize` takes it.
+    Otherwise returns the arguments of `jax.distributed.initialize`, and the connections that stay
+    open.
     """
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
@@ -203,7 +203,7 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
         raise ValueError(
             f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
         )
-    # Compared before JAX is asked, which would hang on what differs.
+    # These values are compared before JAX connects, because JAX would hang if some differ.
     agreed = Given(
         [*library_versions(), *agreed_options(options), _model_file(options.model)], secret
     )
@@ -224,10 +224,10 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
 def _opened(
     host: str, port: int, count: int, agreed: Given, timeout_s: float
 ) -> tuple[dict[str, Any], Bonds]:
-    """Opens the meeting as process 0.
+    """Opens the meeting as process 0, and waits until all have come.
 
-    Returns the address for JAX once all have come, and what holds them. Nobody else can take that
-    address.
+    Returns JAX's address, which no other program can take before JAX does, and the connections that
+    stay open.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -252,11 +252,10 @@ def _opened(
             f"warning: whoever reaches {here} can join or end this run: give --secret-file",
             file=sys.stderr,
         )
-    # It stays bound, so no other program takes the port before JAX does.
+    # This socket stays bound, so that no other program can take the port. JAX's server can open it
+    # although it is bound, because both set SO_REUSEPORT.
     port_holder = socket.socket(family, socket.SOCK_STREAM)
-    port_holder.setsockopt(
-        socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
-    )  # JAX's server, which sets it too, can open the port
+    port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     port_holder.bind((here, 0))
     bonds = MeetingServer(listener, port_holder, count, agreed).wait(timeout_s)
     own_port = port_holder.getsockname()[1]
@@ -265,9 +264,11 @@ def _opened(
 
 
 def _model_file(model: str) -> tuple[str, str]:
-    """Digests the file of a user's model, for the processes to compare; empty for other models."""
+    """Returns the digest of a user's model file under a name, or an empty one for other models.
+
+    Processes compare it, because two hosts may have different versions of the file.
+    """
     file = Path(model.rpartition(":")[0])
-    # Two hosts may have two versions of a file of one name.
     is_own = file.suffix == ".py" and file.is_file()
     return "the digest of --model's file", digest(
         file.read_text(errors="replace")
@@ -276,7 +277,7 @@ def _model_file(model: str) -> tuple[str, str]:
 
 @contextmanager
 def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
-    """Ends the process if the block, which no signal can interrupt, takes longer."""
+    """Ends the process if the code inside, which no signal can interrupt, takes longer."""
     message = f"error: not all processes have come within {timeout_s:g} s: JAX waited for {awaited}"
 
     def give_up() -> None:
@@ -293,10 +294,11 @@ def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
 
 
 class Watch:
-    """A context manager: while several processes train, ends this one if another is gone or nothing goes on.
+    """A context manager that ends this process if another process is lost or no step goes on.
 
-    A thread that waits for a device cannot be interrupted, so a second one looks; what it says is
-    the last line. `told` hears what goes on too.
+    It acts only if there are several processes. The training thread cannot be interrupted while it
+    waits for a device, so a second thread checks; its message is the last line of the process.
+    `say` is also called with each piece of progress.
     """
 
     def __init__(self, hosts: Hosts, say: Callable[[str], None] = lambda doing: None) -> None:
@@ -304,7 +306,7 @@ class Watch:
         self._at_s, self._doing = time.monotonic(), "before the first step"
 
     def progress(self, doing: str) -> None:
-        """Notes that the run goes on, and what comes now."""
+        """Notes that the run goes on, and what it does next."""
         self._at_s, self._doing = time.monotonic(), doing
         self._told(doing)
 
@@ -319,7 +321,8 @@ class Watch:
     def _look(self) -> None:
         while not self._stopped.wait(PATIENCE.look_s):
             if lost := self._hosts.lost():
-                # without the first process JAX ends all others at once
+                # The training thread may report the loss itself, with the task. If process 0 is
+                # lost there is no time for that, because JAX then ends all others at once.
                 if 0 not in lost and self._stopped.wait(PATIENCE.grace_s):
                     return
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
@@ -328,7 +331,7 @@ class Watch:
                 self._end(f"nothing has gone on for {silent_s:.0f} s: {self._awaited(silent_s)}")
 
     def _awaited(self, silent_s: float) -> str:
-        """Says whom this process has waited for: who had no pulse, else whose turn it was."""
+        """Names the processes without a sign of life, or else the one that this one waits for."""
         if silent := self._hosts.silent(silent_s / 2):
             return silent
         awaited = self._hosts.awaited()
@@ -343,7 +346,7 @@ class Watch:
 
 
 def leave(hosts: Hosts, code: int) -> NoReturn:
-    """Ends one of several processes: not as Python does, for JAX would wait for those that are gone.
+    """Ends one of several processes at once; at Python's usual end, JAX would wait for lost ones.
 
     Args:
         hosts: this process and the others.
@@ -354,7 +357,7 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     hosts.farewell()
     if (
         code == ExitCode.TRY_AGAIN
-    ):  # the others see it by themselves; with the first process JAX would end them
+    ):  # JAX ends the others once process 0 has ended, so process 0 lets them report the loss first
         time.sleep(PATIENCE.ending_s if hosts.process == 0 and hosts.count > 2 else 0)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)

@@ -1,4 +1,4 @@
-"""The folder of a run: what it holds, what is last and whole in it, and whether it fits a resumed run."""
+"""The folder of a run: its files, its last whole checkpoint, and whether it fits a resumed run."""
 
 import fcntl
 import hashlib
@@ -35,22 +35,22 @@ from jvpipe.util.pattern import anything, compare
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes entries and their digest as JSON; a crash leaves the old file or the new one."""
     replace_text(path, json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n")
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Reads what `write_sealed` was given.
+    """Returns the entries of a file that `write_sealed` wrote.
 
     Raises:
-        OSError: there is no file.
-        DamageError: it is not what was written.
+        OSError: the file cannot be read.
+        DamageError: the file has changed since it was written.
     """
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        # The digest is of everything else in the file.
+        # The digest is that of all other entries.
         digest, expected = content.pop("digest", None), _digest(content)
     except (ValueError, RecursionError) as problem:
         raise DamageError(f"{path} is damaged: {problem}") from problem
@@ -66,8 +66,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-# The folder of a run: what it holds, what is last and whole in it, and whether it fits a request to
-# go on.
+# The folder of a run: its files and checkpoints, the lock, and the comparison with a resumed run.
 
 RECORDED = {
     "model_config": {str: anything},
@@ -75,60 +74,60 @@ RECORDED = {
     "data_digest": str,
     "files": {str: str},
 }
-"""What a configuration holds beside options."""
+"""The entries of config.json that are not options, with the types of their values."""
 
 
 class HeldError(ValueError):
-    """Another process is in a folder."""
+    """Another process holds the lock of a folder."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names the files of a run. Checkpoints are folders named by their step.
+    """The folder of a run, with the paths of its files.
 
-    Only a whole one bears such a name.
+    Checkpoints are folders named by their steps; `checkpoints` lists those that are whole.
     """
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The options of the run, and the digest of its data."""
+        """The file with the options of the run and the digest of its data."""
         return self.path / "config.json"
 
     @property
     def plan(self) -> Path:
-        """The plan, as `jvpipe.Plan.load` reads it."""
+        """The file with the plan, as `jvpipe.Plan.load` reads it."""
         return self.path / "plan.json"
 
     @property
     def explanation(self) -> Path:
-        """The reasons for the plan, in words."""
+        """The file with the reasons for the plan, in words."""
         return self.path / "plan.txt"
 
     @property
     def metrics(self) -> Path:
-        """One line of JSON per step."""
+        """The file with the metrics, one line of JSON per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def best(self) -> Path:
-        """Which checkpoint had the least held-out loss."""
+        """The file that names the checkpoint with the least held-out loss."""
         return self.path / "best.json"
 
     @property
     def timeline(self) -> Path:
-        """A Chrome trace of the last measured steps."""
+        """The file with a Chrome trace of the last measured steps."""
         return self.path / "timeline.json"
 
     @property
     def profile(self) -> Path:
-        """What jax.profiler has written of some steps."""
+        """The folder of the profile that jax.profiler writes."""
         return self.path / "profile"
 
     @property
     def holder(self) -> Path:
-        """Which process is at work in the folder, while one is."""
+        """The file that names the process at work in the folder; it exists only meanwhile."""
         return self.path / ".held-by"
 
     def checkpoint(self, step: int) -> Path:
@@ -140,13 +139,15 @@ class RunDir:
         return [path for path in self._folders(r"\d{8,}") if is_checkpoint(path)]
 
     def prune(self, keep: int, best_step: int = 0) -> None:
-        """Deletes all but the last checkpoints and the best, and what a killed process left of others; nothing else.
+        """Deletes all checkpoints except the last ones and the best one; deletes no other files.
+
+        Also deletes checkpoints that a killed process left incomplete or half deleted.
 
         Args:
-            keep: so many of the last.
-            best_step: that of the best; none is 0.
+            keep: how many of the last checkpoints are kept.
+            best_step: the step of the best checkpoint; 0 if there is none.
         """
-        # Folders that are not whole are not checkpoints, so they go with the old ones.
+        # Incomplete folders are not in `checkpoints()`, so they are deleted as well.
         kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
@@ -156,7 +157,7 @@ class RunDir:
                 shutil.rmtree(path)
 
     def _folders(self, pattern: str) -> list[Path]:
-        """Returns the folders of checkpoints whose name is of a pattern."""
+        """Returns the folders among the checkpoints whose names match a pattern."""
         folder = self.path / "checkpoints"
         names = folder.iterdir() if folder.is_dir() else ()
         return sorted(p for p in names if re.fullmatch(pattern, p.name) and p.is_dir())
@@ -178,24 +179,24 @@ class RunDir:
             ) from problem
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the configuration, whole or not at all."""
+        """Writes config.json; a crash leaves the old file or the whole new one."""
         write_sealed(self.config, config)
 
     def write_plan(self, plan: Plan) -> None:
-        """Writes the plan, whole or not at all."""
+        """Writes plan.json; a crash leaves the old file or the whole new one."""
         write_sealed(self.plan, plan.to_json())
 
     def adopt(self, files: Mapping[str, bytes]) -> dict[str, str]:
-        """Writes files that belong to the run, each whole or not at all; returns their digests."""
+        """Writes files that belong to the run, such as its tokenizer; returns their digests."""
         for name, content in files.items():
             replace_bytes(self.path / name, content)
         return {name: file_digest(self.path / name) for name in files}
 
     def check_files(self, digests: Mapping[str, str]) -> None:
-        """Compares what belongs to the run with the digests that `adopt` gave; what is gone is not missed.
+        """Compares the run's files with the digests of `adopt`; files may be missing.
 
         Raises:
-            DamageError: a file is another one.
+            DamageError: the content of a file has changed.
         """
         for name, digest in digests.items():
             path = self.path / name
@@ -205,10 +206,10 @@ class RunDir:
                 )
 
     def identity(self) -> str:
-        """Returns what tells this folder from all others, also on other hosts.
+        """Returns a text that differs for every folder and is the same on all hosts.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such folder.
         """
         try:
             seen = self.path.stat()
@@ -221,14 +222,15 @@ class RunDir:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other processes out of the folder, which is made if need be.
+        """Makes the folder if there is none, and keeps other processes out of it.
 
-        If it stays empty it goes again. The lock goes with the process, however that ends.
+        The system frees the lock when the process ends, in whatever way. A folder that was made
+        here and is still empty at the end is removed.
 
         Raises:
-            HeldError: another process is in the folder.
+            HeldError: another process holds the lock.
         """
-        # The inner ones first, as they are removed again.
+        # Folders are listed from the inside out, the order in which they can be removed.
         new_folders = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -241,32 +243,31 @@ class RunDir:
                 ) from None
             holder, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
             replace_bytes(self.holder, f"{holder}, on {gethostname()}".encode())
-            with suppress(OSError):  # other hosts see for a while when it was changed before
+            # Other hosts may see an old time of change for a while. `identity` compares this time,
+            # so it is set back to what it was before the holder's file was written.
+            with suppress(OSError):
                 os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
             place = self.place()
             try:
                 yield
             finally:
-                with suppress(OSError):  # it may have moved
+                with suppress(OSError):  # `descriptor` stays right if the folder was moved
                     os.unlink(self.holder.name, dir_fd=descriptor)
-                with suppress(OSError):  # where something is in it
+                with suppress(OSError):  # `rmdir` refuses a folder that is not empty
                     for path in new_folders if self.place() == place else ():
                         path.rmdir()
         finally:
             os.close(descriptor)
 
     def _holder(self) -> str:
-        """Says who is in the folder, in brackets; nothing if that is not known."""
+        """Returns the process that holds the folder, in brackets; empty if it is not known."""
         with suppress(OSError):
             text = self.holder.read_bytes()[:200].decode(errors="replace")
             return f" ({text})" if text.isprintable() else ""
         return ""
 
     def place(self) -> tuple[int, int] | None:
-        """Returns what tells the folder at this path from another one that takes its place.
-
-        Returns None if there is none.
-        """
+        """Returns numbers that change if another folder takes this path; None if there is none."""
         try:
             seen = self.path.stat()
         except OSError:
@@ -275,7 +276,7 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """To the damage of the newest checkpoint adds what to do: which older one is whole."""
+        """Adds to a DamageError of the newest checkpoint which older checkpoint is whole."""
         try:
             yield
         except DamageError as damage:
@@ -286,16 +287,12 @@ class RunDir:
             raise DamageError(f"{damage}; {advice}") from damage
 
     def check_last(self) -> None:
-        """Raises DamageError if the last checkpoint is of another step than its name says."""
+        """Raises DamageError if the last checkpoint has a step that differs from its name."""
         for path in self.checkpoints()[-1:]:
             _check_step(path)
 
     def refuse_if_used(self) -> None:
-        """Keeps a new run from overwriting another.
-
-        Raises:
-            ValueError: there is a checkpoint in the folder.
-        """
+        """Raises ValueError if the folder has a checkpoint, which a new run would overwrite."""
         if self.checkpoints():
             raise ValueError(
                 f"{self.path} holds a run already: continue it with --resume, or name another --run-dir"
@@ -304,17 +301,18 @@ class RunDir:
     def check(
         self, expected: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Checks that the run in this folder agrees with what is wanted, field by field.
+        """Checks that entries of this folder's config.json are as expected.
 
         Args:
-            expected: the fields.
-            usual: fields within fields, as they were in a run that began before there were such.
+            expected: the entries.
+            usual: for entries that are mappings, the values of fields that an older version of
+                jvpipe did not write.
 
         Raises:
-            ValueError: they differ; the message names the fields, and of fields within fields the
-                first.
+            ValueError: some entries differ; the message names them, and of an entry that is a
+                mapping the first field that differs.
         """
-        # Through JSON, as what is there has been: tuples are lists.
+        # JSON makes lists of tuples, so the expected values are passed through JSON as well.
         there, here = dict(self.read_config()), json.loads(json.dumps(expected))
         for key, fields in json.loads(json.dumps(usual or {})).items():
             there[key] = fields | there.get(key, {})
@@ -326,7 +324,7 @@ class RunDir:
 
 
 def hold_new(stack: ExitStack, name: str) -> RunDir:
-    """Makes a new folder of that name, or with a number behind it, and keeps other processes out of it."""
+    """Makes and locks a new folder with a name, to which a number is added if the name is taken."""
     for number in count(1):
         run = RunDir(Path(name if number == 1 else f"{name}-{number}"))
         with suppress(HeldError):
@@ -360,7 +358,7 @@ def _short(value: Any) -> str:
 def _differences(
     there: Mapping[str, Any], here: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the entries that differ: name, value there, value here; of an inner mapping the first alone."""
+    """Yields (name, value there, value here) of entries that differ, one for each inner mapping."""
     for key in dict.fromkeys([*here, *there]):
         old, new = there.get(key, "missing"), here.get(key, "missing")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -371,27 +369,25 @@ def _differences(
             yield key, old, new
 
 
-# The plan that a run of the command line follows: from a file, as it had it, or yet to be made.
+# The plan of a run: from the file of --plan, or from the folder of a resumed run.
 
 
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """Reads the plan of --plan.
-
-    Returns None if there is none, or if the run that is resumed had it already.
+    """Returns the plan of --plan; None if none is given, or the resumed run began with it.
 
     Args:
-        options: of this run.
-        before: those of the run that is resumed, else the defaults.
+        options: the options of this run.
+        before: the options of the run that is resumed, or else the defaults.
 
     Raises:
-        ValueError: it is not a plan, or --stages, --replicas or --schedule contradict it.
+        ValueError: the file holds no plan, or --stages, --replicas or --schedule contradict it.
     """
     path = options["plan"]
     if path is None or path == before.get("plan"):
         return None
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
-    # Users write 2,1 or 2:1.
+    # Users may write replicas as 2,1 or as 2:1.
     counts = [between.join(map(str, plan.replicas)) for between in ",:"]
     chosen = {
         "stages": [pipeline_length(plan, schedule)],
@@ -407,12 +403,15 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
 
 
 def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """Reads the plan that a resumed run left, if it is asked for nothing that the plan does not follow from.
+    """Returns the plan that a resumed run left; None if a new plan has to be made.
+
+    A new one is needed if an option that decides plans has changed, or layers are to be measured
+    again.
 
     Args:
-        path: of its plan.json.
-        options: of this run.
-        before: those of the run that is resumed.
+        path: the plan.json of the run.
+        options: the options of this run.
+        before: the options of the run that is resumed.
     """
     if (
         options["remeasure"]
@@ -420,8 +419,8 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
         or any(options[name] != before.get(name) for name in DECIDES)
     ):
         return None
-    # A plan that was changed by hand is refused, not followed.
-    read_sealed(path)  # whether it is what the run wrote
+    # Reading checks the digest, so a plan that was changed by hand is refused.
+    read_sealed(path)
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
     same = plan.schedule == schedule.name and options["stages"] in (
@@ -431,21 +430,24 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     return plan if same else None
 
 
-# Whether the code that the folder of a run names may be run again without being asked for: its user
-# made it there.
+# A folder's config.json may name code, which --resume would run. Folders that this user made at
+# this place bear a mark, and only their code is run without asking.
 
 MARK = "made_here"
-"""Its name in config.json."""
+"""The name of the mark in config.json."""
 _KEY_BYTES = 32
-"""The bytes of the secret: as many as the digest that is keyed with it has."""
+"""The size of the key: that of a SHA-256 digest. A file with another size is not used as a key."""
 
 
 def mark(folder: Path, model: str) -> str:
-    """Computes what marks this user's runs of a model in this folder; empty if no key can be kept.
+    """Computes the mark of this user's runs of a model in a folder; empty if there is no key.
+
+    The mark is a digest of user, folder and model, keyed with a secret in the user's home. So a
+    folder that comes from somewhere else, or was moved, has no valid mark.
 
     Args:
-        folder: of the run.
-        model: as `--model` names it.
+        folder: the folder of the run.
+        model: the model as `--model` names it.
     """
     key = _key()
     if key is None:
@@ -457,16 +459,16 @@ def mark(folder: Path, model: str) -> str:
 
 
 def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
-    """Keeps code from being run that a folder from elsewhere names.
+    """Refuses to run code that is named by a folder from somewhere else.
 
     Args:
-        folder: of the run.
-        config: what its config.json holds.
-        model: that it names.
+        folder: the folder of the run.
+        config: the entries of its config.json.
+        model: the model that config.json names.
 
     Raises:
-        ValueError: the model is somebody's code, and the mark is not that of this user and this
-            place.
+        ValueError: the model is code that is not installed, and the folder's mark is not that of
+            this user and this place.
     """
     found, ours = config.get(MARK), mark(folder, model)
     if is_installed(model) or (ours and isinstance(found, str) and found == ours):
@@ -478,14 +480,15 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
 
 
 def _key() -> bytes | None:
-    """Returns the user's secret, made when first asked for; None if others could read it."""
+    """Returns the user's key, made at the first call; None if others could read or change it."""
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = state / "jvpipe" / "key"
         if not path.exists():
-            # Linked when it is whole: two processes that begin at once agree on one key.
+            # The file is linked to its name only when it is whole. If two processes make a key at
+            # the same time, the second link fails and both use the first key.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent) as file:  # for its owner alone
+            with NamedTemporaryFile(dir=path.parent) as file:  # only its owner can read it
                 file.write(secrets.token_bytes(_KEY_BYTES))
                 file.flush()
                 with suppress(FileExistsError):  # another process was faster

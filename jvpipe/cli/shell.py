@@ -1,4 +1,4 @@
-"""A command line runs: its exit codes, what stops it, and in one line which extra it lacks."""
+"""The shell around a command: its exit codes, its signals, and one line about a missing package."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from jvpipe.util.extras import MissingExtraError, extra
 
 
 class ExitCode(IntEnum):
-    """How the command has ended; who is stopped by a signal leaves with 128 and its number.
+    """How the command has ended; one that a signal has stopped ends with 128 + the signal's number.
 
     >>> ExitCode.TRY_AGAIN, ExitCode.STOPPED + 2
     (<ExitCode.TRY_AGAIN: 75>, 130)
@@ -29,30 +29,30 @@ class ExitCode(IntEnum):
     STOPPED = 128
 
 
-# Ctrl-C and SIGTERM: the first one is a wish, heard between two steps where there are some; a
-# second one is an end.
+# Ctrl-C and SIGTERM: the first signal asks the command to stop, which a training does between two
+# steps. The second signal ends the process at once.
 
 _AGAIN_S = 0.001
-"""After how long an interrupt that Python could not raise is raised again."""
+"""Seconds after which an interrupt is raised again if Python could not raise it."""
 _ENDING = threading.Lock()
 
 
 def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
-    """Ends the process with one line, whatever it is doing."""
+    """Ends the process with one line, whatever it does."""
     if _ENDING.acquire(blocking=False):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
-    else:  # the main thread and the one that counts both hear a second signal: one of them says so
+    else:  # the other of the two threads that see a second signal is printing the line
         time.sleep(_AGAIN_S)
     os._exit(ExitCode.STOPPED + signum)
 
 
 def hear_interrupts() -> None:
-    """Has the first Ctrl-C raise KeyboardInterrupt from here on, and a second signal end the process at once.
+    """Makes the first Ctrl-C raise KeyboardInterrupt, and a second signal end the process at once.
 
-    The main thread hears a signal when it is back from where it waits for a device, so another one
-    counts them.
+    Python runs its handlers in the main thread, which may be waiting for a device and then runs
+    them only afterwards. So a second thread counts the signals.
     """
-    # Python's own handler runs in the main thread alone, which may wait for a device.
+    # Python writes the number of each signal to this pipe at once, before it runs a handler.
     heard, rings = os.pipe()
     os.set_blocking(rings, False)
     signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
@@ -76,7 +76,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _again(handler: Callable[[Any], object], lost: Any) -> None:
-    """Interrupts again where Python cannot raise, such as in what it calls while it collects garbage."""
+    """Interrupts again if Python could not raise, for example during a garbage collection."""
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
@@ -84,7 +84,7 @@ def _again(handler: Callable[[Any], object], lost: Any) -> None:
 
 
 def leave_stopped(code: int) -> NoReturn:
-    """Ends who was stopped and has said so, without what Python does at its end: a signal there has a traceback.
+    """Ends a stopped process without Python's own ending, where a signal would print a traceback.
 
     Args:
         code: the exit code.
@@ -95,7 +95,7 @@ def leave_stopped(code: int) -> NoReturn:
 
 
 class StopRequest:
-    """A context manager: inside it the first signal is noted in `signum`, a second one ends the process at once.
+    """A context manager that notes the first signal in `signum`; a second one ends the process.
 
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -124,14 +124,14 @@ class StopRequest:
         print("\nfinishing the step and saving; once more stops at once", file=sys.stderr)
 
 
-# Runs a command line, or says in one line which extra it lacks.
+# A command is imported and run. If a package that it needs is missing, one line says so.
 
 
 def run_module(module: str) -> int:
-    """Returns the exit code of a module's `main`; 2 where a package is not installed.
+    """Runs a module's `main` and returns its exit code, which is 2 if a package is missing.
 
     Args:
-        module: of `jvpipe.cli`, such as `train`.
+        module: the name of a module of `jvpipe.cli`, such as `train`.
     """
     hear_interrupts()
     try:
@@ -144,7 +144,7 @@ def run_module(module: str) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = ExitCode.STOPPED + signal.SIGINT
-    # What is left to do is Python's own ending, whose traceback would help nobody.
+    # An interrupt from here on could only hit Python's own ending, whose traceback helps nobody.
     signal.signal(signal.SIGINT, end_at_once)
     if code > ExitCode.STOPPED:
         leave_stopped(code)

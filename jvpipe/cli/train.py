@@ -1,7 +1,7 @@
-"""`python -m jvpipe.train`: trains a model, the user's or of `jvpipe.models`, as a pipeline, in a run directory.
+"""`python -m jvpipe.train`: trains a model of the user's or of `jvpipe.models` as a pipeline.
 
-From the top: what is read of a step, what a run keeps of how its steps went, the training itself,
-and the command.
+The file has, in this order: the metrics of a step, the recording of timelines and profiles, the
+training itself, and the command.
 """
 
 import errno
@@ -40,27 +40,27 @@ from jvpipe.trace.graph import Traced
 from jvpipe.util.paths import path_name
 
 Done = tuple[int, dict[str, Any], Sequence[str]]
-"""A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""
+"""A dispatched step: its number, its metrics, and the blocks of its architecture (in a search)."""
 
 
 _TOKENS = ("tokens", "input_ids", "inputs")
-"""The names under which batches have the tokens that a model reads."""
+"""The names of a batch's leaves that hold the tokens that a model reads."""
 
 
 class StepNumbers:
-    """Reads what the steps of a job yield, in the process that it is in."""
+    """A reader of the metrics of steps, in the process where it is."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._tokens = job, tokens_in(job.data.example)
         self._ideal: tuple[Traced | None, float | None] = None, None
 
     def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:
-        """Reads the metrics of a step; waits for its end.
+        """Returns the metrics of a step, after waiting for its end.
 
         Args:
             done: the step.
-            measured: what ran when in it.
-            seconds: that it took.
+            measured: the spans and seconds of its tasks.
+            seconds: how long the step took.
         """
         job, (step, metrics, architecture) = self._job, done
         ideal = self._ideal_s()
@@ -89,28 +89,28 @@ class StepNumbers:
         )
 
     def _ideal_s(self) -> float | None:
-        """Computes the least seconds of a step of the present model."""
+        """Returns the least seconds that a step of the present model can take on these devices."""
         pipe = self._job.pipe
         traced = pipe.session.compiled.traced
         if traced is not self._ideal[0]:
             settings = pipe.session.settings
             kinds = [device.device_kind for device in set(settings.devices)]
-            # Counted once per model: it looks at every equation.
+            # Computed once per model, because it goes through every equation.
             self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
         return self._ideal[1]
 
 
 def tokens_in(batch: Any) -> int | None:
-    """Counts the tokens of a batch that the model reads, in integer leaves called tokens, input_ids or inputs.
+    """Counts the tokens of a batch: the integers in leaves called tokens, input_ids or inputs.
 
-    Their first two axes are counted, examples and positions, padding included. None if there is no
-    such leaf.
+    The first two axes of a leaf, examples and positions, are counted, with padding. Returns None if
+    there is no such leaf.
 
     >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
     24
     >>> tokens_in(np.zeros((2, 8), int))
     """
-    # Integers alone: floating-point inputs are features, not tokens.
+    # Floating-point inputs are features, not tokens.
     counts = [
         math.prod(leaf.shape[:2])
         for path, leaf in jax.tree.leaves_with_path(batch)
@@ -122,12 +122,13 @@ def tokens_in(batch: Any) -> int | None:
 
 
 class Recording:
-    """A context manager around the steps of a run: writes the timeline of the last ones, or of those it profiles.
+    """A context manager around a run's steps that writes the timeline of the last or profiled ones.
 
-    With --profile so many steps are profiled, from the second on, for the first has much to do
-    once; where there are not as many, from the first on. A profiler sees each task twice by its
-    name, such as `1F2[layer 4]`: its dispatch, and until it has run, on a thread per device, from
-    when it was dispatched or the task before it there had ended.
+    With --profile N, N steps are profiled, beginning with the second, because the first one also
+    compiles. If there are not as many, the first one is profiled as well. A profile shows each task
+    twice by its name, such as `1F2[layer 4]`: once on the dispatching thread, and once on a thread
+    of its device. There, the task begins when it was dispatched, or when the task before it on the
+    device ended, whichever is later.
 
     Args:
         job: the run.
@@ -153,11 +154,11 @@ class Recording:
             self._stop_profile()
 
     def after(self, step: int, state: Any) -> None:
-        """Begins or ends the profile, if it is time to.
+        """Begins or ends the profile, if it is time.
 
         Args:
-            step: the number of steps that are done.
-            state: that after them.
+            step: how many steps are done.
+            state: the state after these steps.
         """
         if step == self._begin:
             self._job.pipe.wait(state)
@@ -166,13 +167,13 @@ class Recording:
             self._job.pipe.wait(state)
             self._write(
                 self._steps
-            )  # the profiler sees a task only once the thread that waits for it has
+            )  # before the profile ends: a task is in it once its thread has seen the task's end
             self._stop_profile()
             self._done = True
 
     def _start_profile(self, step: int) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # each call of Python is too much
+        options.python_tracer_level = 0  # calls of Python functions would swamp the profile
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
         self._begun = step
         self._job.pipe.session.controller.profiled = True
@@ -186,7 +187,7 @@ class Recording:
 
     @property
     def _folder(self) -> Path:
-        """Where this process writes its profile."""
+        """The folder where this process writes its profile."""
         hosts, folder = self._job.hosts, self._job.run.profile
         return folder if hosts.count == 1 else folder / f"process-{hosts.process}"
 
@@ -201,7 +202,7 @@ class Recording:
                 self._draw(self._job.options.figure, picture)
 
     def _draw(self, path: str, picture: Picture) -> None:
-        """Draws steps to a file, with the limits that the devices have."""
+        """Draws steps to a file, with the memory limits of the devices."""
         from jvpipe.report.figures import timeline_figure
 
         session = self._job.pipe.session
@@ -216,14 +217,17 @@ class Recording:
 def train(
     job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech
 ) -> tuple[Any, int | None]:
-    """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run.
+    """Runs the remaining steps of a run, logs each of them, and saves checkpoints.
+
+    Checkpoints are saved at regular steps, at the best step, and at the last step, whether the run
+    is complete, stops early or was stopped by a signal.
 
     Args:
         job: the run.
-        state: that to go on from.
-        stop: heard between two steps, of whichever process.
-        watch: told that steps are taken.
-        speech: told of each.
+        state: the state from which the run goes on.
+        stop: a signal to stop, which any process may get; it takes effect between two steps.
+        watch: is told that steps go on.
+        speech: prints each step.
 
     Returns:
         The state, and the signal that stopped the run, if one did.
@@ -253,7 +257,7 @@ def train(
                 keeper.check()
                 signum = log.tell(
                     done, before=True
-                )  # one step later, so that the pipeline never waits for a log
+                )  # the step before: its metrics are read while this step runs
                 state, done = advanced[0], (step, *advanced[1:])
                 last = step == job.steps or signum is not None
                 if last or job.pauses(step):
@@ -274,8 +278,8 @@ def train(
             keeper.finish()
             signum = log.tell(
                 None, before=False
-            )  # it may have come during the last step, or while that was saved
-        except ValueError:  # the loss is not a number: its step belongs into the log
+            )  # the signal may have come during the last step or while its state was saved
+        except ValueError:  # the loss is not a number: the log should have the step
             log.tell(done, before=False, hosts=ALONE)
             raise
     print(seen.told(patience), end="")
@@ -283,7 +287,10 @@ def train(
 
 
 class _Log:
-    """Logs the steps of a run, in the first of its processes, and hears in all of them which of them is to stop."""
+    """A log of steps, which only the first process writes.
+
+    In all processes, each call also tells whether some process was sent a signal to stop.
+    """
 
     def __init__(
         self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
@@ -310,13 +317,13 @@ class _Log:
         loss: float | None = None,
         hosts: Hosts | None = None,
     ) -> int | None:
-        """Logs a step; returns the signal that some process was sent.
+        """Logs a step; returns the signal that some process was sent, if one was.
 
         Args:
             done: the step; None if there is none to log.
-            before: another one was dispatched since.
-            loss: on held-out batches after it, if they were evaluated.
-            hosts: who is told; all processes unless given.
+            before: whether another step was dispatched since.
+            loss: the loss on held-out batches after the step, if they were evaluated.
+            hosts: the processes that exchange the metrics and signals; all unless given.
         """
         ours = None
         if done is not None:
@@ -338,7 +345,7 @@ class _Log:
 
 
 def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
-    """Yields what else hears of each step, until `opened` is closed."""
+    """Yields the trackers of --track, such as TensorBoard, which end when `opened` is closed."""
     run = TrackedRun(job.run.path, kept_options(job.options), first)
     for name in dict.fromkeys(job.options.track):
         tracker = find_tracker(name)(run)
@@ -347,23 +354,23 @@ def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
 
 
 class Clock:
-    """Seconds since it was made, and of steps: since it was last asked, without what does not belong to a step."""
+    """A clock for the seconds of a run and of each step, without work between steps."""
 
     def __init__(self) -> None:
         self._begin = self._at = time.perf_counter()
 
     def lap_s(self) -> float:
-        """Returns seconds since the last lap, without those that it stood."""
+        """Returns the seconds since the last call, without those inside `standing`."""
         before, self._at = self._at, time.perf_counter()
         return self._at - before
 
     def elapsed_s(self) -> float:
-        """Returns seconds since it was made, all of them."""
+        """Returns all seconds since the clock was made."""
         return time.perf_counter() - self._begin
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Does not count the seconds of the block for a step."""
+        """Leaves the seconds inside the context out of the step's."""
         before = time.perf_counter()
         yield
         self._at += time.perf_counter() - before
@@ -373,14 +380,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        The exit code. One of several processes does not return, but ends.
+        The exit code. If there are several processes, this function does not return: each ends.
     """
     hosts, code = ALONE, int(ExitCode.UNEXPECTED)
     try:
         with ExitStack() as stack:
-            # Before the other options are checked: all processes then fail alike.
+            # Processes meet before the other options are checked, so that all fail if one does.
             hosts = join(given(arguments))
-            if hosts.process:  # the first one speaks for all
+            if hosts.process:  # only the first process prints
                 stack.enter_context(
                     redirect_stdout(stack.enter_context(Path(os.devnull).open("w")))
                 )
@@ -395,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = ExitCode.MISTAKE
         with suppress(
             Exception
-        ):  # the others may be gone, or know it from where this one has heard it
+        ):  # the others may be gone, or the mistake may have come from one of them
             hosts.fail(mistake)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -403,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if hosts.count == 1:
             raise
-        if gone := hosts.gone(wait_s=1.0):  # whatever failed, that is why
+        if gone := hosts.gone(wait_s=1.0):  # a lost process is the cause, whatever failed here
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             print(f"error: {gone}, go on from the last checkpoint: {reason}", file=sys.stderr)
             code = ExitCode.TRY_AGAIN
@@ -413,22 +420,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(mistake: Exception) -> str:
-    """Returns the line for a mistake; of a disk that is full the system does not say which."""
+    """Returns the message of a mistake, with the cure if a disk is full and no file is named."""
     if isinstance(mistake, OSError) and mistake.errno == errno.ENOSPC and mistake.filename is None:
         return f"{mistake}: make room where the folder of the run lies, and go on with --resume"
     return str(mistake)
 
 
 def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -> int:
-    """Prepares, trains and evaluates.
-
-    Returns the exit code. The folder of the run is kept until `stack` is closed.
+    """Prepares a run, trains and evaluates; returns the exit code.
 
     Args:
-        options: of the command line.
-        hosts: the processes that run it.
-        stack: what is kept until the command ends.
-        speech: tells how it goes.
+        options: the options of the command line.
+        hosts: the processes of the run.
+        stack: is closed when the command ends; until then other runs are kept out of the folder.
+        speech: prints how the run goes.
     """
     print(f"jvpipe {jvpipe.__version__}: {options.model}", flush=True)
     speech.doing("preparing")
@@ -457,11 +462,11 @@ def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -
 
 
 def finish(job: Job, state: Any, watch: Watch) -> None:
-    """Evaluates on held-out text, and exports if asked to; of a search also says what it found.
+    """Evaluates on held-out batches, exports if asked to, and prints what a search has found.
 
     Args:
         job: the run.
-        state: its last one.
+        state: the last state of the run.
         watch: is told what goes on.
     """
     if job.search:
@@ -479,7 +484,7 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         return
     watch.progress("the export")
     params = job.pipe.params(state)
-    if params is None:  # of several processes one writes
+    if params is None:  # only the first process gets the parameters and writes them
         return
     try:
         if job.options.export:
@@ -493,7 +498,7 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
             to_folder(job.workload, params, begun_from, job.options.export_weights)
             print(f"weights in {job.options.export_weights}")
     except OSError as problem:
-        # The training is done: what failed can be tried again without it.
+        # The training is done, and the export can be tried again without it.
         saved = job.run.checkpoints()[-1]
         raise OSError(
             f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"

@@ -1,9 +1,9 @@
-"""Measured numbers on disk, beside the compilation cache:
-two runs of a command then plan on the same numbers.
+"""Measured numbers on disk, so that two runs of a command plan on the same numbers.
 
-What was measured and where is a tuple of texts, the description. The numbers of each description
-lie in a file of their own, named by a digest of it: processes do not wait for each other, and a
-damaged file is treated as if it did not exist.
+A description, which is a tuple of texts, says what was measured and where. The numbers of each
+description have a file of their own, named by a digest of the description. So processes need not
+wait for each other, and a damaged file is treated as missing. The digest ties files to the exact
+texts: if code changes a description, the number is measured again.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ import jax
 from jvpipe._jax import Device
 
 FOLDER = "jvpipe-measured"
-"""In the folder of the compilation cache."""
+"""The archive's folder, inside the folder of JAX's compilation cache."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Numbers by their descriptions.
+    """A store of numbers by their descriptions.
 
     Attributes:
-        folder: where they lie; None if nothing is kept.
-        again: whether everything is measured again; only files in `since` are read then.
-        busy: whether the machine is doing other work, in which case measurements are not kept.
-        since: the files that this archive has written.
+        folder: the folder of the files; None if nothing is kept.
+        again: whether everything is measured again, so that only files in `since` are read.
+        busy: whether the machine is doing other work, so that measurements are not kept.
+        since: the files that this object has written.
     """
 
     folder: Path | None = None
@@ -41,9 +41,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns the archive in the folder of the compilation cache, if JAX has one on a local
-        disk.
-        """
+        """Returns the archive in JAX's compilation cache; without a local one it keeps nothing."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, again, busy)
@@ -54,7 +52,7 @@ class Archive:
         count: int,
         measure: Callable[[], list[float]],
     ) -> list[float]:
-        """Returns the numbers of one description, measured now if none are kept; see `each`."""
+        """Returns the numbers of one description, which are measured if none are kept (`each`)."""
         return self.each(lambda _: what(), 1, count, lambda _: [measure()])[0]
 
     def each(
@@ -64,15 +62,13 @@ class Archive:
         count: int,
         measure: Callable[[list[int]], Sequence[list[float]]],
     ) -> list[list[float]]:
-        """Returns the numbers of several things.
-
-        Numbers that are not kept are measured now, and kept.
+        """Returns the numbers of several things; measures and keeps those that are not kept yet.
 
         Args:
-            what: returns the description of the i-th; it is not called without a folder.
-            things: their number; things with equal descriptions are measured once.
-            count: how many numbers each has; a file with another count is from another version.
-            measure: measures some of them together, given their places.
+            what: returns the description of thing i; without a folder it is not called.
+            things: the number of things; those with equal descriptions are measured once.
+            count: the numbers of each thing; a file with another count counts as missing.
+            measure: measures the things of some places together.
         """
         if self.folder is None:
             return list(measure(list(range(things))))
@@ -84,7 +80,7 @@ class Archive:
             if numbers is not None and len(numbers) == count:
                 kept[description] = numbers
             else:
-                # Things with equal descriptions leave one entry: they are measured once.
+                # Things with equal descriptions share one entry, so they are measured once.
                 missing[description] = i
         measured = measure(list(missing.values())) if missing else ()
         for description, numbers in zip(missing, measured, strict=True):
@@ -93,7 +89,7 @@ class Archive:
         return [kept[description] for description in descriptions]
 
     def find(self, *what: str) -> list[float] | None:
-        """Returns the numbers of a description; None if none are kept that can be read."""
+        """Returns the numbers of a description; None if there are none, or the file is damaged."""
         if self.folder is None or (self.again and self._path(what) not in self.since):
             return None
         try:
@@ -106,14 +102,14 @@ class Archive:
         return numbers if is_whole else None
 
     def keep(self, numbers: Sequence[float], *what: str) -> None:
-        """Keeps the numbers of a description; a full or broken disk does not stop the run."""
+        """Keeps the numbers of a description; if the disk is full or broken, keeps nothing."""
         if self.folder is None or self.busy:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self.folder, suffix=".draft", delete=False) as file:
                 json.dump({"measured": list(numbers), "digest": _digest(numbers)}, file)
-            # Renaming is atomic: no process ever reads half of a file.
+            # Renaming is atomic, so no process ever reads half of a file.
             os.replace(file.name, self._path(what))
             self.since.add(self._path(what))
         except OSError:
@@ -126,14 +122,12 @@ class Archive:
 
 
 def _digest(numbers: Sequence[float]) -> str:
-    """Returns a digest by which numbers that were damaged on disk are recognised."""
+    """Returns a digest, which tells whether numbers were damaged on disk."""
     return hashlib.sha256(json.dumps(list(map(float, numbers))).encode()).hexdigest()
 
 
 def surroundings(device: Device) -> str:
-    """Describes what seconds depend on beside the program: kind and number of devices, cores,
-    versions, flags.
-    """
+    """Returns what a program's seconds depend on: devices, cores, flags and versions, as a text."""
     cores = (
         os.environ.get("NPROC", ""),
         str(os.cpu_count()),

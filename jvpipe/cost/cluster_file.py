@@ -1,26 +1,36 @@
 """Clusters that a user describes in TOML; every mistake is a ValueError with file, line and field.
 
-name = "lab"                 # by default the name of the file
+All fields of the file are below. The device is given in one of three ways: `device` as a name,
+`[device]` as a table, or `devices`, a list with an entry for every device.
+
+name = "lab"                 # default: the name of the file
 devices_per_machine = 4
-machines = 2                 # by default 1: then there is no network
-networks = 1                 # by default 1: how many a machine has, which its devices share
-peer_uses_host = false       # by default true: PCIe carries swapped tensors and activations alike
-host_memory_bytes = "256GiB" # by default without limit
-device = "a100-40gb"         # the device of a preset, or a table (below); or one for each device that there is:
+machines = 2                 # default: 1, which needs no [network]
+networks = 1                 # network links of each machine, which its devices share; default: 1
+peer_uses_host = false       # whether transfers between devices of a machine take the links to the
+                             # host (PCIe), as swapped tensors do; default: true
+host_memory_bytes = "256GiB" # of each machine; default: no limit
+device = "a100-40gb"         # the device of the preset of that name, or a table as [device] below
 devices = ["a100-40gb", "2080ti", { like = "2080ti", name = "old card", memory_bytes = "8GiB" }]
-                             # machine by machine; the counts may be left out then
+                             # in place of device, machine by machine; devices_per_machine may be
+                             # left out
 
-[device]                     # or [[devices]], one after the other; what is left out is as in the preset it is `like`
+[device]                     # or several tables [[devices]], as entries of the list
+like = "2080ti"              # a preset, which has all figures that are left out here
 name = "our GPU"
-memory_bytes = "24GiB"
+memory_bytes = "24GiB"       # this figure and the next two are needed without `like`
 memory_bytes_per_s = 0.7e12
-launch_s = 5e-6              # may be left out, as may elementwise_per_s
 flops_per_s = { float32 = 20e12, bfloat16 = 80e12 }
-tiling = { cores = 80, start = 32, winograd = 0.8 }  # may be left out: products are dealt out without loss then
+launch_s = 5e-6              # seconds of a kernel beside its work
+elementwise_per_s = 5e12     # elementwise operations per second
+tiling = { cores = 80, start = 32, winograd = 0.8 }
+                             # as in `tiling.py`; left out, products use all cores without loss
 
-[host]                       # the links: host always, peer for several devices, network for several machines
+# [host] is the link of each device to its host, and always needed. [peer], with the same fields, is
+# needed if a machine has several devices, and [network] if there are several machines.
+[host]
 bytes_per_s = 12e9
-latency_s = 10e-6            # by default 0
+latency_s = 10e-6            # default: 0
 """
 
 import os
@@ -81,7 +91,7 @@ def read_cluster(path: Path) -> Cluster:
     )
     devices = _devices(table)
     machines = table.count("machines", 1)
-    # Devices of a list are shared out evenly unless the file says otherwise.
+    # Without devices_per_machine, the devices of a list are shared out evenly.
     default = max(1, len(devices) // machines) if devices else None
     per_machine = table.count("devices_per_machine", default)
     if devices and len(devices) != per_machine * machines:
@@ -115,7 +125,7 @@ def _link(table: "_Table", name: str, needed: bool) -> Link:
 
 
 def _devices(table: "_Table") -> tuple[Accelerator, ...]:
-    """Reads the devices of a list; returns none if there is no list."""
+    """Reads the list of devices; returns an empty tuple if the file has no list."""
     if "devices" not in table.entries:
         return ()
     if "device" in table.entries:
@@ -139,13 +149,13 @@ def _accelerator(
     entry: Any,
     prefix: str,
 ) -> Accelerator:
-    """Reads a device.
+    """Reads one device.
 
     Args:
-        table: that has the entry.
-        key: of the entry.
+        table: the table that has the entry.
+        key: the key of the entry in that table.
         entry: the name of a preset, or a table.
-        prefix: of the entry's own keys, for messages.
+        prefix: the dotted path of the entry in the file, with a dot at the end, for messages.
     """
     if isinstance(entry, str):
         return _preset(table, key, entry)
@@ -163,7 +173,7 @@ def _accelerator(
             device.number("memory_bytes_per_s"),
             _flops_per_s(device),
         )
-    # Every figure that the table leaves out is that of the preset, or of a bare device.
+    # A figure that the table leaves out is that of the preset, or else Accelerator's default.
     stated = entry.keys()
     cores, tiling = _cores(device, like)
     return replace(
@@ -208,13 +218,15 @@ def _preset(table: "_Table", key: str, name: str) -> Accelerator:
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of the file, with its place for messages.
+    """A table of the file, which knows where in the file it is.
+
+    Its methods read an entry and raise ValueError, with the line of the entry, if it is wrong.
 
     Attributes:
-        path: of the file.
-        text: of the file, in which messages find the line.
-        entries: of the table.
-        prefix: the dotted keys of the table, with a dot at the end.
+        path: the path of the file.
+        text: the text of the file, in which messages find the line of a key.
+        entries: the entries of the table.
+        prefix: the dotted keys that lead to the table, with a dot at the end.
     """
 
     path: Path
@@ -223,20 +235,24 @@ class _Table:
     prefix: str = ""
 
     def wrong(self, key: str, what: str) -> ValueError:
+        """Returns an error that names the file, the line and the key, and says what is wrong."""
         line = _line_of(self.text, self.prefix + key)
         return ValueError(f"{self.path}{f':{line}' if line else ''}: {self.prefix}{key} {what}")
 
     def know(self, names: str) -> None:
+        """Raises an error for a key that is not among `names`, which has spaces in between."""
         for key in self.entries:
             if key not in names.split():
                 raise self.wrong(key, f"is unknown: {did_you_mean('field', key, names.split())}")
 
     def value(self, key: str, what: str) -> Any:
+        """Returns the entry of a key that must be there; `what` says what it is, for the error."""
         if key not in self.entries:
             raise self.wrong(key, f"is missing: it is {what}")
         return self.entries[key]
 
     def inner(self, key: str, what: str) -> "_Table":
+        """Returns the entry of a key that must be a table; `what` describes it, for the error."""
         value = self.value(key, what)
         if not isinstance(value, dict):
             raise self.wrong(key, f"must be {what}, not {value!r}")
@@ -245,12 +261,13 @@ class _Table:
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
         """Reads a rate, or with `zero` a time or a share.
 
-        A rate is finite, because at an infinite one work takes no time and nothing can be balanced.
+        A rate must be finite: at an infinite rate all work takes no time, so no plan is better
+        than another.
 
         Args:
-            key: of the table.
-            default: if the key is missing; None if it must be there.
-            zero: whether it may be 0.
+            key: the key of the number.
+            default: the number if the key is missing; None if the key must be there.
+            zero: whether the number may be 0.
         """
         value = self.value(key, "a number") if default is None else self.entries.get(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -291,10 +308,10 @@ class _Table:
 
 
 def _line_of(text: str, key: str) -> int | None:
-    """Returns the line of a dotted key; if it is missing, the line of its table.
+    """Returns the line of a dotted key, or of its table if the key is missing.
 
-    The parser of Python's library reports no lines. So headers, inline tables and keys are looked
-    for line by line; the n-th `[[name]]` is called `name[n]`.
+    `tomllib` reports no lines, so this searches the text line by line for headers, inline tables
+    and keys. The n-th header `[[name]]` counts as `name[n]`, from 0 on.
     """
     lines = text.splitlines()
     *tables, last = key.split(".")

@@ -1,7 +1,9 @@
 """The temporary bytes of backwards as the compiler reports them: its layouts cannot be modelled.
 
-A backward that recomputes half of its layer may need more than one that recomputes all of it, or as
-much as one that is given everything. So each option's backward is compiled; none is run.
+A layer's options differ in what its backward recomputes, but the bytes do not follow from that. A
+backward that recomputes half of the layer may need more temporary bytes than one that recomputes
+all of it, or as many as one that recomputes nothing. So the backward of each option is compiled;
+none is run.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,10 +28,11 @@ def with_compiled_bytes(
 
     Args:
         traced: the model.
-        options: of each layer, the first of which keeps everything.
-        alike: a key per layer, equal for layers with the same programs: these are compiled once.
-        store: where the programs are kept.
-        device: what they are compiled for.
+        options: by layer, its options, the first of which keeps everything.
+        alike: by layer, a key that is equal for layers with the same programs, which are compiled
+            once.
+        store: the store that compiles the programs.
+        device: the device that they are compiled for.
     """
     program_of: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []
@@ -48,7 +51,7 @@ def with_compiled_bytes(
                 programs = store.layer(body, sorted(kept), partial)
                 program_of[key, kept] = backward_program(programs)
             backwards[-1].append(program_of[key, kept])
-    # All at once: the store compiles side by side.
+    # All are compiled in one call, because the store compiles the programs of a call side by side.
     distinct = {program.key: program for program in program_of.values()}
     executables = store.compile([(program, device) for program in distinct.values()])
     temporary: dict[Hashable, int] = {}
@@ -57,7 +60,7 @@ def with_compiled_bytes(
     compiled = []
     for of_layer, programs in zip(options, backwards, strict=True):
         least, *others = (temporary[program.key] for program in programs)
-        # The first option's temporaries are the layer's own; the others add to them.
+        # The first option's temporary bytes count with the layer. Others count what exceeds them.
         with_bytes = [of_layer[0]]
         for option, size in zip(of_layer[1:], others, strict=True):
             with_bytes.append(replace(option, extra_bytes=max(size - least, 0)))

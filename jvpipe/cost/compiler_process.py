@@ -1,14 +1,14 @@
-"""`python -m jvpipe.cost.compiler_process`: compiles programs for a target,
-and reports the bytes of each.
+"""`python -m jvpipe.cost.compiler_process`: compiles programs and reports the bytes of each.
 
-It runs as a child, so that plugins are loaded in it alone. It reads and writes lines of JSON, and
-runs no program.
+It is the child process of `compiling.py`, so that the compilers of absent devices are loaded in the
+child alone. It runs no program. Both processes exchange lines of JSON, and must agree on the keys:
 
-    in    {"platform", "topology", "config"}, then for each program {"id", "bytes"}, followed by that
-          many bytes of StableHLO
-    out   {"kind"} once it is ready, or {"refused"}; then in any order {"id", "sizes", "arguments",
-          "results"} with the bytes of each argument and result, or {"id", "refused"} with the
-          compiler's message
+    the child reads     {"platform", "topology", "config"}, which names the target; then, for each
+                        program, {"id", "bytes"}, followed by that many bytes of StableHLO
+    the child writes    {"kind"} when it is ready, or {"refused"} if it has no such compiler; then,
+                        for each program, in the order in which they are done,
+                        {"id", "sizes", "arguments", "results"} with its bytes, or
+                        {"id", "refused"} with the compiler's message
 """
 
 import json
@@ -24,7 +24,7 @@ from jvpipe.cost.tiles import entry_bytes
 
 
 def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    """Compiles what comes in until the input ends; several programs side by side."""
+    """Compiles programs, several side by side, until the input ends."""
     lock = Lock()
 
     def say(message: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
     asked = json.loads(incoming.readline())
     try:
         device = absent_device(asked["platform"], asked["topology"], asked["config"])
-    except Exception as refusal:  # of any kind: it is the plugin's
+    except Exception as refusal:  # a compiler's plugin may raise any exception
         say({"refused": first_line(refusal)})
         return
     say({"kind": device.device_kind})
@@ -52,11 +52,12 @@ def _compile(
     device: Device,
     say: Callable[[dict[str, Any]], None],
 ) -> None:
+    """Compiles a program and reports its bytes, or the compiler's refusal, under its number."""
     try:
         header, sizes = compiled_sizes(text, device)
         arguments, results = entry_bytes(header)
         say({"id": number, "sizes": sizes, "arguments": arguments, "results": results})
-    except Exception as refusal:  # of any kind: it is the compiler's
+    except Exception as refusal:  # a compiler may raise any exception
         say({"id": number, "refused": first_line(refusal)})
 
 
@@ -66,7 +67,7 @@ def first_line(error: Exception) -> str:
 
 
 def _own_output() -> BinaryIO:
-    """Takes the standard output for the answers; what libraries print goes to the error stream."""
+    """Returns the standard output, for answers alone: what libraries print becomes error output."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return output

@@ -1,9 +1,9 @@
-"""A target's compiler, which tells the bytes of programs: it runs in a child process,
-once for each program.
+"""The compiler of a target, which runs in a child process and reports the bytes of programs.
 
-Its answers lie in the archive, by the text of the program, the target, its versions and flags. The
-child is `compiler_process.py`; several programs are on their way at once, as many as it has
-threads.
+A target is a device that programs are compiled for, whether such a device is here or not. Each
+program is compiled once: the answer is kept in the archive, by the text of the program, the target,
+the versions of the compiler and its flags. The child process (`compiler_process.py`) compiles as
+many programs at a time as it has threads.
 """
 
 import json
@@ -30,9 +30,9 @@ _OTHERS = {
     "cuda": ("--xla_cpu_", "--xla_tpu_"),
     "tpu": ("--xla_cpu_", "--xla_gpu_", "--xla_force_host_"),
 }
-"""The beginnings of flags for other platforms: a compiler exits if it does not know a flag."""
+"""By platform, the beginnings of flags that are left out: a compiler exits at an unknown flag."""
 _BETWEEN_S = 10.0
-"""Seconds between two lines of the log about the progress."""
+"""The least seconds between two lines of the log about progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class Sizes:
     """The bytes of a compiled program.
 
     Attributes:
-        arguments: as they lie on the device.
-        results: as they lie on the device.
-        aliased: of results that lie where arguments were.
-        temporary: that it needs while it runs.
-        code: of the program itself.
-        each_argument: of each argument, if the compiler reports them.
-        each_result: of each result, if the compiler reports them.
+        arguments: bytes of all arguments in the layout of the device.
+        results: bytes of all results in the layout of the device.
+        aliased: bytes of the results that lie in the memory of arguments.
+        temporary: bytes that the program needs for itself while it runs.
+        code: bytes of the program's instructions.
+        each_argument: bytes of each argument; empty if the compiler does not report them.
+        each_result: bytes of each result; empty if the compiler does not report them.
     """
 
     arguments: int
@@ -59,8 +59,10 @@ class Sizes:
 
     @property
     def numbers(self) -> list[float]:
-        """All of it in a row, as the archive keeps it: totals, the number of arguments, sizes of
-        arrays.
+        """All sizes as one list, which is the archive's format: `of` reads it back.
+
+        The five totals come first, then the number of arguments, then the bytes of each argument
+        and of each result.
         """
         totals = self.arguments, self.results, self.aliased, self.temporary, self.code
         arrays = (*self.each_argument, *self.each_result)
@@ -68,7 +70,7 @@ class Sizes:
 
     @staticmethod
     def of(numbers: Sequence[float]) -> "Sizes":
-        """Makes sizes of the numbers of `Sizes.numbers`.
+        """Makes sizes from the list that `Sizes.numbers` returned.
 
         >>> sizes = Sizes(8, 4, 0, 2, 1, (4, 4), (4,))
         >>> Sizes.of(sizes.numbers) == sizes
@@ -87,7 +89,12 @@ class Sizes:
 
 
 class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
-    """A target's compiler refuses a program; `text` is the program, `line` the compiler's message."""
+    """The refusal of a program by a target's compiler.
+
+    Attributes:
+        text: the program.
+        line: the compiler's message.
+    """
 
     def __init__(self, target: Target, text: str, line: str) -> None:
         super().__init__(f"the compiler for {target.name} says: {line}")
@@ -96,14 +103,14 @@ class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
 
 @dataclass(frozen=True)
 class _Child:
-    """A compiler at work.
+    """A child process that compiles.
 
     Attributes:
-        target: that it compiles for.
-        process: of the child.
-        to: the child's input.
-        words: its answers.
-        complaints: its error stream, a file.
+        target: the target that the child compiles for.
+        process: the process of the child.
+        to: the standard input of the child.
+        words: the standard output of the child, with its answers.
+        complaints: a file with the error stream of the child.
     """
 
     target: Target
@@ -113,8 +120,8 @@ class _Child:
     complaints: IO[bytes]
 
     def say(self, message: dict[str, Any], text: bytes = b"") -> None:
-        """Sends a line, and a text after it."""
-        # A child that has ended is noticed when its answer is read.
+        """Sends a message as one line of JSON, and a text after it."""
+        # If the child has ended, `answer` raises the error, with the reason.
         with suppress(BrokenPipeError):
             self.to.write(json.dumps(message).encode() + b"\n" + text)
             self.to.flush()
@@ -144,12 +151,12 @@ class _Child:
 class Compiler:
     """The compiler of a target.
 
-    A child starts when there are programs that the archive does not know.
+    A child process starts only for programs whose answers are not known from before.
 
     Attributes:
-        target: that it compiles for.
-        archive: of its answers.
-        asked: the number of programs that were compiled and not found in the archive.
+        target: the target that it compiles for.
+        archive: the archive of its answers.
+        asked: the number of programs that were compiled, because their answers were not known.
     """
 
     target: Target
@@ -161,7 +168,7 @@ class Compiler:
         """Returns the sizes of programs.
 
         Args:
-            texts: of the programs, in StableHLO.
+            texts: the programs, in StableHLO.
 
         Raises:
             Refusal: the compiler refuses one of them.
@@ -170,7 +177,7 @@ class Compiler:
         self.target.check()
         size_of = {text: self._known(text) for text in dict.fromkeys(texts)}
         missing = [text for text, numbers in size_of.items() if numbers is None]
-        # A child takes seconds to start, so it starts only if it has something to compile.
+        # A child takes seconds to start, so none starts without a program to compile.
         if missing:
             for text, numbers in self._compiled(missing):
                 self.archive.keep(numbers, *self._words(text))
@@ -191,7 +198,7 @@ class Compiler:
         told_s = time.monotonic()
         # Answers come in any order; the id of each is the place of its program in `texts`.
         with _child(self.target) as child:
-            # One program per thread of the child, and another for each answer.
+            # The child gets one program per thread at first, and another one for each answer.
             for number, text in islice(waiting, os.cpu_count()):
                 child.give(number, text)
             for done in range(1, len(texts) + 1):
@@ -223,11 +230,11 @@ class Compiler:
 
 @cache
 def compiler_of(target: Target, folder: Path | None) -> Compiler:
-    """Returns the compiler of a target, which remembers its answers.
+    """Returns the one compiler of a target and folder in this process.
 
     Args:
-        target: that it compiles for.
-        folder: of the archive; None if answers are remembered for this process alone.
+        target: the target that it compiles for.
+        folder: the folder of the archive; None if answers are remembered in this process alone.
     """
     return Compiler(target, Archive(folder))
 
@@ -242,9 +249,9 @@ def _flags(platform: str) -> str:
 def _child(target: Target) -> Iterator[_Child]:
     """Starts a child that compiles for a target, and ends it."""
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",  # it has no devices but these, and compiles for others
+        "JAX_PLATFORMS": "cpu",  # the child uses no other devices, though it compiles for them
         "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is touched: several may compile at once
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so several processes may compile
         "XLA_FLAGS": _flags(target.platform),
     }
     command = [sys.executable, "-m", "jvpipe.cost.compiler_process"]

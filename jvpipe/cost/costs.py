@@ -1,7 +1,9 @@
 """The costs of a model, layer by layer: the numbers that planners and the simulator read.
 
-All numbers are for one micro-batch on one device. They may be measured (`measure.py`), estimated
-from the jaxpr (`estimate.py`), or read from a profile of others (`profiles/`).
+All numbers are for one micro-batch on one device. They are measured (`measure.py`), estimated from
+the jaxpr (`estimate.py`), or read from a profile that others have measured (`profiles/`). Bytes
+"per micro-batch in flight" count once for each micro-batch whose forward has run on the stage and
+whose backward has not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,16 +20,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to treat what a layer's forward leaves for its backward: a point of the layer's
-    frontier.
+    """A way to treat the values that a layer's forward leaves for its backward.
+
+    Each of these values has a fate: it is kept, swapped to the host, or recomputed.
 
     Attributes:
-        kept_bytes: that stay on the device, per micro-batch in flight.
-        swapped_bytes: that go to the host, per micro-batch in flight.
-        extra_s: seconds that the backward takes longer, for what it recomputes.
-        extra_bytes: that the backward needs more while it runs.
-        fates: of all values that are not kept, by name.
-        swaps_input: whether the layer's inputs are swapped, too.
+        kept_bytes: bytes that stay on the device, per micro-batch in flight.
+        swapped_bytes: bytes that go to the host, per micro-batch in flight.
+        extra_s: seconds by which the backward takes longer, because it recomputes values.
+        extra_bytes: bytes that the backward needs more while it runs.
+        fates: by name, the fate of each value that is not kept.
+        swaps_input: whether the layer's own inputs are swapped, too.
     """
 
     kept_bytes: int
@@ -43,13 +46,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class SplitCost:
-    """A backward in two halves: their seconds, and the bytes that are held between them.
+    """The cost of a backward in two halves: their seconds, and the bytes held between them.
+
+    The first half yields the cotangents of the layer's inputs, for which the stage before waits.
+    The second half yields the gradients of the layer's parameters, which can wait.
 
     Attributes:
-        input_s: of the first half, which yields cotangents.
-        weight_s: of the second half, which yields gradients.
-        handed_bytes: that the first half makes for the second one.
-        kept_bytes: that the second half still reads of what the forward left, and the cotangent.
+        input_s: seconds of the first half.
+        weight_s: seconds of the second half.
+        handed_bytes: bytes of the values that the first half makes for the second half.
+        kept_bytes: bytes of what the second half reads else: values that the forward left, and
+            cotangents of the layer's outputs.
     """
 
     input_s: float
@@ -63,7 +70,7 @@ class SplitCost:
         return self.handed_bytes + self.kept_bytes
 
     def slower(self, times: float) -> "SplitCost":
-        """Returns the same backward on a device that takes so many times longer."""
+        """Returns the cost of the backward on a device that takes `times` times as long."""
         return replace(self, input_s=times * self.input_s, weight_s=times * self.weight_s)
 
 
@@ -72,20 +79,21 @@ class LayerCost:
     """The seconds and bytes of a layer.
 
     Attributes:
-        name: of it.
-        forward_s: of its forward.
-        backward_s: of its whole backward, with everything kept.
-        options: the first keeps everything that may be kept.
-        parameter_bytes: of one version of its parameters.
-        gradient_bytes: of what a step sums up or collects.
-        optimizer_bytes: of all that lasts in a single version: optimizer's state, model state,
-            captured arrays, frozen parameters.
-        input_bytes: of inputs that no other layer's backward reads, per micro-batch in flight.
-        temporary_bytes: that a program of the layer needs while it runs, with gradients of inputs
-            and outputs.
-        split: the backward in halves; None if it always runs whole.
+        name: the name of the layer.
+        forward_s: seconds of its forward.
+        backward_s: seconds of its whole backward, if everything is kept.
+        options: the ways to treat what its forward leaves; the first keeps everything.
+        parameter_bytes: bytes of one version of its parameters, of which a stage may hold several.
+        gradient_bytes: bytes of its gradients, and of what else a step sums up or collects.
+        optimizer_bytes: bytes of all that exists between steps in a single version: the state of
+            the optimizer, model state, captured arrays, and frozen parameters.
+        input_bytes: bytes of its own inputs, which no other layer's backward reads, per micro-batch
+            in flight.
+        temporary_bytes: bytes that the layer's programs need while they run, cotangents of inputs
+            and outputs included.
+        split: the cost of its backward in halves; None if the backward always runs whole.
         state_bytes: the part of `optimizer_bytes` that only one of several replicas keeps.
-        update_s: of its update.
+        update_s: seconds of its update.
     """
 
     name: str
@@ -107,7 +115,7 @@ class LayerCost:
         return self.gradient_bytes or self.parameter_bytes
 
     def slower(self, times: float) -> "LayerCost":
-        """Returns the same layer on a device that takes so many times longer for it.
+        """Returns the cost of the layer on a device that takes `times` times as long for it.
 
         >>> LayerCost("block", 1.0, 2.0, (Option(0, extra_s=0.5),)).slower(2.0).options[0].extra_s
         1.0
@@ -125,9 +133,9 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that one layer makes and others read.
+    """A value that one layer makes and other layers read.
 
-    Readers on other stages receive it and return its cotangent.
+    A reader on another stage receives the value, and returns its cotangent if it is differentiable.
     """
 
     producer: int
@@ -139,11 +147,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Bytes that a stage holds once if any of `layers` is in it: a tensor of several readers, or a
-    tied parameter.
+    """Bytes that a stage holds once if it has any of `layers`, such as a tensor or tied parameter.
 
-    A tensor counts per micro-batch in flight, a tied parameter per version. The `parameter_bytes`
-    of its owner do not contain a tied parameter.
+    A tensor that several layers read counts per micro-batch in flight. A parameter that several
+    layers read (a tied parameter) counts per version, and is not part of any layer's
+    `parameter_bytes`. Model state and captured arrays of several layers count per version, too.
     """
 
     layers: tuple[int, ...]
@@ -152,10 +160,12 @@ class Shared:
 
 
 def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
-    """Returns the bounds between layers that lie inside a group of layers, where no stage may end.
+    """Returns the bounds at which no stage may end, because they lie inside a group of layers.
+
+    Bound i is the place before layer i.
 
     Args:
-        groups: layers that must share a stage.
+        groups: groups of layers, each of which must be in one stage.
 
     >>> sorted(bounds_inside([(1, 3), (5,)]))
     [2, 3]
@@ -168,16 +178,17 @@ def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
 
 @dataclass(frozen=True)
 class Costs:
-    """A model as planners see it: layers in the order of the forward, edges between them.
+    """The costs of a model: its layers in the order of the forward, and edges between them.
 
     Attributes:
-        layers: in the order of the forward.
-        edges: values between layers.
-        shared: bytes that several layers hold together.
-        together: groups of layers that must share a stage.
-        ids: the layers' names outside: the nodes of a graph file, or the ids of a layer graph.
-        carried: groups of layers through which model state goes to the next micro-batch; on a
-            device that runs several stages each group must share one.
+        layers: the cost of each layer, in the order of the forward.
+        edges: the values between layers.
+        shared: the bytes that several layers hold together.
+        together: groups of layers, each of which must be in one stage.
+        ids: for each layer, its number where the costs come from: the node of a graph file, or the
+            id in a layer graph.
+        carried: groups of layers through which model state goes to the next micro-batch. On a
+            device that runs several stages, each group must be in one of them.
         outline: the model as exports need it.
     """
 
@@ -190,17 +201,17 @@ class Costs:
     outline: Outline | None = field(default=None, compare=False, repr=False)
 
     def edges_at(self, i: int, j: int) -> Iterable[Edge]:
-        """Returns the edges that layers [i, j) make or read, each once."""
+        """Returns the edges that layers i to j - 1 make or read, each edge once."""
         edges = chain.from_iterable(self._edges_at[i:j])
         return {id(edge): edge for edge in edges}.values()
 
     def shared_at(self, i: int, j: int) -> Iterable[Shared]:
-        """Returns the shared bytes that layers [i, j) hold, each once."""
+        """Returns the shared bytes that layers i to j - 1 hold, each entry once."""
         shared = chain.from_iterable(self._shared_at[i:j])
         return {id(values): values for values in shared}.values()
 
     def gives_cotangent(self, layer: int) -> bool:
-        """Tells whether a layer before this one waits for a cotangent of its backward."""
+        """Tells whether an earlier layer waits for a cotangent from a layer's backward."""
         return layer in self._give_cotangents
 
     def made_bytes(self, layer: int) -> int:

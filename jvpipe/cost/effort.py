@@ -1,23 +1,27 @@
-"""The effort of measuring and of offering options: numbers that trade seconds for better costs."""
+"""The effort of measuring and of offering options: numbers that trade time for better costs.
+
+They may be changed. Other options may then lead planners to other plans. Seconds that the archive
+has kept are not measured again, whatever the effort was.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class MeasuringEffort:
-    """The number of runs of programs and copies from which their seconds are learned.
+    """The number of times that programs and copies are run to measure their seconds.
 
     Attributes:
-        turns: rounds in which all programs run one after another. A slow moment of the machine hits
-            all programs alike, or is left out because the least seconds count.
-        runs: of a program in a turn, after one that warms up.
-        long_s: programs that take longer run in the first turn only, and less often.
-        copies: of each size over a link between devices, or between a device and its host.
-        shared: two copies share a link if together they take so many times as long as the longer
-            one alone.
-        host_copies: of each size over a link between processes, the first of which warms up.
-        lending_turns: rounds in which a device runs alone and then beside all others.
-        lending_turn_s: least seconds of such a round on one device; less would measure noise.
+        turns: the turns in which all programs run one after another. The least seconds of all turns
+            count, so a slow moment of the machine in one turn does not.
+        runs: the runs of each program in a turn, after one run that warms up.
+        long_s: programs that take more seconds run in the first turn only, and fewer times.
+        copies: the copies of each size over a link between devices, or between device and host.
+        shared: two copies share a link if both at once take more than so many times as long as the
+            longer copy alone.
+        host_copies: the copies of each size over a link between processes. The first one warms up.
+        lending_turns: the turns in which a program runs on one device, and then on all at once.
+        lending_turn_s: the least seconds of such a turn on one device; shorter ones measure noise.
     """
 
     turns: int = 3
@@ -32,13 +36,16 @@ class MeasuringEffort:
 
 @dataclass(frozen=True)
 class OptionEffort:
-    """The number of ways to treat a layer's residuals that planners are offered.
+    """The number of options that planners have for each layer.
+
+    An option is a way to treat the candidates of a layer: values that its forward may keep.
 
     Attributes:
-        options: the most that a layer has.
-        all_subsets: the most candidates of a layer of which all subsets are tried.
-        prices: prices of a byte at which a minimum cut is made if there are more candidates.
-        flow_units: the sum of all capacities of that cut, which are whole numbers.
+        options: the most options of a layer.
+        all_subsets: the most candidates of a layer for which all subsets of them are tried.
+        prices: the prices of a byte at which minimum cuts are made if there are more candidates.
+        flow_units: the sum of all finite capacities of such a cut. Capacities are rounded to whole
+            numbers, so a larger sum rounds them less; twice the sum must fit 32 bits.
     """
 
     options: int = 24

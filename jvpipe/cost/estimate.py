@@ -1,9 +1,9 @@
-"""The costs of a model on hardware that is not here, from its jaxprs alone:
-nothing is compiled or allocated.
+"""The costs of a model on hardware that is not here, estimated from the model's jaxprs alone.
 
-Seconds come from the roofline (`roofline.py`), temporaries from rules about what compilers do
-(`temporaries.py`). The answers of the device's compiler, if it was asked, replace them where they
-are more. Layers with equal programs are looked at once.
+Nothing is compiled or allocated. Seconds come from the roofline (`roofline.py`), and temporary
+bytes from rules about what compilers do (`temporaries.py`). If the device's compiler was asked
+about some programs, and reports more temporary bytes for them, its numbers count (`said.py`).
+Layers with equal programs are estimated once.
 """
 
 from dataclasses import replace
@@ -40,13 +40,13 @@ def estimate(
     """Estimates the costs of a model on a device of a cluster.
 
     Args:
-        traced: the model; its arrays may be shapes alone.
-        cluster: the hardware.
-        optimizer: whose state and updates count; None if they do not.
-        microbatches: in a step.
+        traced: the model, whose arrays may be shapes without values.
+        cluster: the cluster, of whose devices the first counts.
+        optimizer: the optimizer whose state and updates count; None if neither counts.
+        microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
-        split: whether backwards in halves are estimated too.
-        store: where programs are kept.
+        split: whether backwards in halves are estimated, too.
+        store: the store that keeps programs; None for the store that all of this process shares.
         said: the answers of the device's compiler, by the keys of programs.
 
     >>> import jax, jax.numpy as jnp
@@ -68,13 +68,13 @@ def estimate(
     programs = layer_programs(store, traced)
     signatures = tuple(of_layer.signature for of_layer in programs)
     if device.platform == "tpu":
-        # Programs stay as they are; from here on, bytes are those of tiles.
+        # From here on, the bytes of arrays are those in tiles. Programs stay as they are.
         traced = replace(traced, graph=in_tiles(traced.graph))
         signatures = in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
     graph = traced.graph
     distinct = {id(of_layer): of_layer for of_layer in programs}
-    # Equal layers share their programs, and each program is looked at once.
+    # Equal layers share an object of programs, which is estimated once.
     work_of = {
         key: with_said_work(_work(of_layer, device), of_layer, said)
         for key, of_layer in distinct.items()
@@ -92,7 +92,7 @@ def estimate(
             works = [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
     options = None
     if fates:
-        # Seconds of recomputation come from the roofline here, and not from measurements.
+        # The seconds of recomputation come from the roofline, because nothing is measured here.
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), device)
         options = layer_options(traced, own_inputs(graph, signatures), recomputed)
         options = with_said_options(traced, works, options, store, said)
@@ -117,8 +117,8 @@ def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, floa
 def _update_s(piece: Piece, device: Accelerator) -> float:
     """Estimates the seconds of a piece of the optimizer.
 
-    If it has no products the compiler makes one kernel of it, which reads the inputs once and
-    writes the results; the roofline would count several.
+    The compiler makes one kernel of a piece without products, which reads each input once and
+    writes the results. The roofline would count several kernels, so only this kernel's bytes count.
     """
     if product_flops(piece.program.eqns):
         return roofline.seconds(piece.program, device)

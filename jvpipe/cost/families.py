@@ -1,9 +1,9 @@
-"""The shares of their data sheets that devices reach, by families of devices,
-with the source of each number.
+"""The shares of their makers' figures that devices reach, by families of devices, with sources.
 
-The constants are few and none belongs to one device alone, so that they hold for devices that
-nobody measured. `experiments/predicts` fitted those whose source says so to one half of the
-published throughputs; the other half judges them.
+A family is a set of devices that are assumed to reach the same shares. The constants are few and
+none belongs to one device alone, so that they also hold for devices that nobody has measured. If
+the source of a constant says "fitted half", `experiments/predicts` fitted the constant to one half
+of the published throughputs, and the other half judges the result.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jvpipe.cost.tiling import Tiling
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number, and where it was measured."""
+    """A number with its source: where it was measured, or why it is assumed."""
 
     value: float
     source: str
@@ -22,13 +22,14 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Devices that reach the same shares of their makers' figures.
+    """The shares of their makers' figures that some devices reach.
 
     Attributes:
-        products: the share of the peak of float32 that tiles reach which fill all cores.
-        memory: the share of the memory's rate that kernels reach.
-        launch_s: seconds between two kernels.
-        start: terms that each sum of a product seems to have beside its own (`Tiling`).
+        products: the share of the peak rate of float32 that products reach if their tiles keep all
+            cores busy.
+        memory: the share of the memory's peak rate that kernels reach.
+        launch_s: the seconds that each kernel takes beside its work.
+        start: the terms that are added to each sum of a product (see `Tiling`).
         winograd: the share of the rate of products that Winograd's algorithm reaches.
     """
 
@@ -39,15 +40,15 @@ class Family:
     winograd: Constant | None = None
 
     def share(self, dtype: str) -> float:
-        """Returns the share of the peak that products of a type reach.
+        """Returns the share of the peak rate that products of a dtype reach.
 
-        It was measured for float32 alone.
+        It was measured for float32 alone, so all other dtypes have the assumed share of `SHEET`.
         """
         return self.products.value if dtype == "float32" else SHEET.products.value
 
     @property
     def tiling(self) -> Tiling | None:
-        """The way products are dealt out to cores; None if it was not measured."""
+        """The efficiency of products by how their tiles fill the cores; None if not measured."""
         if self.start is None or self.winograd is None:
             return None
         return Tiling(self.start.value, self.winograd.value)
@@ -67,7 +68,7 @@ SHEET = Family(
     _MEMORY,
     _LAUNCH_S,
 )
-"""The assumption where nothing was measured: products are dealt out without loss."""
+"""The family of all devices that nobody measured. It has no tiling: products use all cores."""
 PASCAL = Family(
     Constant(0.78, _BY_IMAGES),
     _MEMORY,
@@ -83,14 +84,16 @@ VOLTA = Family(
     _START,
     _WINOGRAD,
 )
-"""Volta and Turing, with products of float32 on the ordinary cores."""
+"""Volta and Turing, whose ordinary cores compute products of float32, not their tensor cores."""
 
-# An operation of PyTorch costs the host 5 to 25 us ("From PyTorch op to kernel launch").
+# An operation of PyTorch takes the host 5 to 25 us ("From PyTorch op to kernel launch").
 _HOST_S = 1e-5
 PYTORCH = Framework("PyTorch", passes=1.2, host_s=_HOST_S)
-"""Norms and activations are kernels of their own. Fusing spares up to 23% of the bytes that BERT
-moves (Ivanov et al., "Data movement is all you need", MLSys 2021): 1.3 times; experiments/predicts,
-fitted half, finds 1.2 times.
+"""PyTorch without a compiler, where norms and activations are kernels of their own.
+
+Fusing would spare up to 23% of the bytes that BERT moves (Ivanov et al., "Data movement is all you
+need", MLSys 2021), so PyTorch moves up to 1.3 times the bytes of fused kernels. The fitted half of
+experiments/predicts finds 1.2 times.
 """
 TENSORFLOW = Framework("TensorFlow 1", fuses=False, host_s=_HOST_S)
-"""Each operation is a kernel, without XLA."""
+"""TensorFlow 1 without XLA, where each operation is a kernel."""

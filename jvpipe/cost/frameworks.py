@@ -1,21 +1,19 @@
-"""Frameworks that run programs: how many kernels they make of equations,
-and how many bytes these move.
-"""
+"""Frameworks that run programs: how they make kernels of equations, and what kernels cost them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """How a framework runs equations.
+    """The way in which a framework runs equations.
 
     Attributes:
-        name: of it.
-        fuses: whether elementwise operations join the kernels that read them; if not, each is a
-            kernel.
-        passes: the bytes that kernels other than products move, in units of those that fused
-            kernels move.
-        host_s: seconds of the host per kernel; the device waits if its kernels take less.
+        name: the name of the framework.
+        fuses: whether elementwise operations become part of the kernels that read their results; if
+            not, each operation is a kernel.
+        passes: the bytes that kernels other than products move, per byte that XLA's kernels move.
+        host_s: the seconds that the host needs to launch a kernel; the device waits if its kernels
+            take less.
     """
 
     name: str

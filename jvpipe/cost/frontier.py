@@ -1,9 +1,12 @@
-"""The options of a layer for its residuals: (bytes kept, bytes swapped, seconds more, bytes more).
+"""The options of a layer: ways to treat the values that its backward needs from its forward.
 
-A candidate is kept, swapped to the host and back, or recomputed in the backward; elementwise values
-are always recomputed. Options that another one beats in every respect are left out, and what
-remains need not be convex. If more remain than a layer may have, some are chosen: those that are
-best at some prices of a byte and of link time, then those farthest from the chosen ones.
+A candidate, which is such a value worth keeping, is kept, swapped to the host and back, or
+recomputed in the backward. Elementwise values are always recomputed. An option is compared by four
+numbers: bytes kept, bytes swapped, and the seconds and bytes that its backward takes more. Options
+that another option beats are left out: the other is no worse in any number, and better in one. The
+rest is the frontier, which need not be convex. If it has more options than a layer may have,
+`_thinned` chooses: first the best options at various prices of kept and of swapped bytes, then the
+options that are farthest from all chosen ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +29,7 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measured points of a layer: pairs (modelled, measured) of the extra seconds of its backward."""
+    """The extra seconds of a layer's backward at measured points, as pairs (modelled, measured)."""
 
     extra_s: tuple[tuple[float, float], ...]
 
@@ -38,12 +41,12 @@ def recomputes(
 ) -> list[Recompute]:
     """Finds what dropping candidates costs each layer, by the roofline.
 
-    Equal layers share an object.
+    Layers with equal programs share one object.
 
     Args:
         traced: the model.
-        nothing: the programs of its layers with no candidate kept.
-        device: the hardware.
+        nothing: by layer, the programs that keep no candidate.
+        device: the device whose seconds the roofline estimates.
     """
     seconds = partial(equation_seconds, device=device)
     cache: dict[tuple[int, tuple[str, ...]], Recompute] = {}
@@ -70,9 +73,9 @@ def layer_options(
 
     Args:
         traced: the model.
-        inputs: the tensors that each layer holds alone.
-        recomputed: what dropping candidates costs each layer.
-        measured: the measured cost of dropping some, for each layer; None if nothing was measured.
+        inputs: by layer, the input tensors that only this layer's backward reads.
+        recomputed: by layer, what dropping its candidates costs.
+        measured: by layer, measured extra seconds; None if nothing was measured.
     """
     cache: dict[tuple[int, int], tuple[Option, ...]] = {}
     by_layer = []
@@ -80,7 +83,7 @@ def layer_options(
         arrays = [traced.graph.tensors[t].array for t in inputs[layer.id]]
         recompute = recomputed[layer.id]
         input_bytes = sum(array.bytes for array in arrays)
-        # Layers with equal programs, and inputs of equal size, have options alike but in names.
+        # The options of layers with equal programs and inputs of equal size differ only in names.
         key = id(recompute), input_bytes
         if key not in cache:
             options = options_of(recompute, input_bytes)
@@ -100,24 +103,25 @@ def options_of(
 ) -> tuple[Option, ...]:
     """Returns a layer's options: the first keeps everything, the last recomputes everything.
 
+    Other code relies on this order. Fates have the names of candidates, without the layer's name,
+    which `named` adds.
+
     Args:
         recompute: what dropping the layer's candidates costs.
-        input_bytes: inputs that the layer alone holds; some options swap them too.
+        input_bytes: the bytes of inputs that the layer alone holds; some options swap them, too.
         count: the most options that are returned.
-
-    Fates are named as the candidates are; `named` gives them the layer's name.
     """
     everything = _option(recompute, recompute.choices)
     nothing = _option(recompute, frozenset())
     others = []
     for kept in recompute.subsets():
         for option in _swapping(recompute, kept, input_bytes):
-            # Both are in the list anyway, first and last.
+            # These two are in the list in any case, as its first and its last option.
             if option not in (everything, nothing):
                 others.append(option)
     compared = [everything, nothing, *others]
     points = np.array([_point(option, input_bytes) for option in compared])
-    # The first two are always chosen, and have their places.
+    # `_thinned` always chooses the first two, which have their places in the list already.
     places = _thinned(points, count)
     chosen = [others[i - 2] for i in places if i >= 2]
     chosen.sort(key=_rank)
@@ -127,16 +131,16 @@ def options_of(
 
 
 def _rank(option: Option) -> tuple[bool, float, int]:
-    """Sorts options: those that swap nothing first, then by seconds and swapped bytes."""
+    """Returns the sort key of an option: whether it swaps, its extra seconds, its swapped bytes."""
     swaps = option.swapped_bytes > 0 or option.swaps_input
     return swaps, option.extra_s, option.swapped_bytes
 
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
-    """Returns options with seconds that agree with the measured ones, interpolated between these."""
+    """Returns options with their modelled extra seconds replaced by interpolated measured ones."""
     points = sorted([(0.0, 0.0), *measured.extra_s])
     modelled_s, measured_s = np.array(points).T
-    # Noise must not make it cheaper to recompute more.
+    # Measured seconds must rise with the modelled ones: noise must not make more work cheaper.
     measured_s = np.maximum.accumulate(measured_s)
     estimates_s = [option.extra_s for option in options]
     extras_s = np.interp(estimates_s, modelled_s, measured_s)
@@ -145,12 +149,12 @@ def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option
 
 
 def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple[Option, ...]:
-    """Returns options whose fates bear the name of a layer, and swapped inputs their own.
+    """Returns options with the layer's name in the names of their fates, and with swapped inputs.
 
     Args:
-        options: with fates named as candidates are.
+        options: options whose fates have the names of candidates.
         layer: the name of the layer.
-        inputs: the names of its inputs.
+        inputs: the names of the layer's own inputs. An option that swaps them gets a fate for each.
     """
     renamed = []
     for option in options:
@@ -167,7 +171,17 @@ def _option(
     swapped: Iterable[int] = (),
     swaps_input: bool = False,
 ) -> Option:
-    """Makes an option; kept candidates that nobody needs are dropped, unless all are kept."""
+    """Makes an option.
+
+    A kept candidate that is not needed costs nothing and is dropped; but if all candidates are
+    kept, none is dropped, so that the first option has no fates.
+
+    Args:
+        recompute: what dropping the layer's candidates costs.
+        kept: the candidates that are kept or swapped.
+        swapped: the candidates among them that are swapped.
+        swaps_input: whether the layer's own inputs are swapped, too.
+    """
     used, recomputed = recompute.dropping(kept)
     swapped = used.intersection(swapped)
     keeps_all = kept == recompute.choices
@@ -188,9 +202,10 @@ def _option(
 
 
 def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> Iterable[Option]:
-    """Yields a choice of what is kept with more and more of it swapped.
+    """Yields options that keep the same candidates and swap more and more of them.
 
-    Candidates are swapped from the largest on and from the smallest on: 2 n sets instead of 2^n.
+    The sets of swapped candidates grow in two orders, from the largest candidate on and from the
+    smallest on. For n candidates these are about 2 n sets instead of 2^n.
     """
     rising = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
     swaps: set[frozenset[int]] = set()
@@ -203,7 +218,11 @@ def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> I
 
 
 def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
-    """Returns what options are compared by, less being better: kept, swapped, seconds, bytes."""
+    """Returns the numbers that options are compared by, of which less is better.
+
+    They are bytes kept, bytes swapped, extra seconds and extra bytes. A layer's own inputs count
+    among the bytes kept or among the bytes swapped.
+    """
     input_swapped = input_bytes if option.swaps_input else 0
     kept = option.kept_bytes + input_bytes - input_swapped
     swapped = option.swapped_bytes + input_swapped
@@ -211,10 +230,12 @@ def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
 
 
 def _thinned(points: np.ndarray, count: int) -> list[int]:
-    """Returns the places of the first two points, and of others of the Pareto set, `count` in all.
+    """Returns the places of the first two points and of the best others, at most `count` in all.
+
+    Only points that no other point beats are chosen, except the first two.
 
     Args:
-        points: (points, 4), of which less is better in every column.
+        points: an array of (points, 4), with a row per option as `_point` returns it.
         count: the most places that are returned.
     """
     # Each point is compared with all others: n^2.
@@ -224,18 +245,19 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
     span = points.max(0)
     ids = np.array([0, 1, *efficient])
     scaled = (points / np.where(span > 0, span, 1))[ids]
-    # 13 x 13 prices of a kept and of a swapped byte in seconds; extra bytes are free or at half
-    # price.
+    # Columns are scaled to 1, and a second costs 1. Kept and swapped bytes have 13 x 13 prices.
+    # Extra bytes are free, or cost half of what kept bytes cost.
     grid = np.geomspace(1e-3, 1e3, 13)
     meshes = np.meshgrid(grid, grid, [0.0, 0.5])
     byte, link, more = (prices.ravel() for prices in meshes)
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
-    # The point that is best at most prices comes first.
+    # The points that are best at some prices, in falling order of the number of these prices.
     best = (scaled @ price).argmin(0)
     picked, times = np.unique(best, return_counts=True)
     by_times = picked[np.argsort(-times, kind="stable")].tolist()
     chosen = list(dict.fromkeys([0, 1, *by_times]))[: max(count, 2)]
-    # The rest are added one by one, each the farthest from all that are chosen already.
+    # The others are added one by one. Each is the point with the largest distance to the nearest
+    # chosen point.
     apart = scaled[:, None] - scaled[None, chosen]
     distance = np.abs(apart).sum(2).min(1)
     while len(chosen) < count:
@@ -246,7 +268,7 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
 
 
 def _is_beaten(points: np.ndarray, i: int) -> bool:
-    """Tells whether another point is better than point i in no way worse, or its earlier duplicate."""
+    """Tells whether point i repeats an earlier one, or another is better and in no column worse."""
     as_good = (points <= points[i]).all(1)
     same = (points == points[i]).all(1)
     is_worse = (as_good & ~same).any()

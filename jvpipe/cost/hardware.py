@@ -1,8 +1,8 @@
 """The hardware as planners see it: devices, links, and clusters of machines with devices.
 
-An all-reduce is described as a link, too: a rate and a latency for the bytes of one summand. So is a
-transfer between groups of devices, for the bytes of the whole value. Whoever counts seconds needs
-to know links alone.
+A link is a rate and a latency. An all-reduce is described as a link, too: its `seconds(size)` takes
+the bytes of one summand. So is a transfer between groups of devices: there `size` is the bytes of
+the whole value. Therefore code that counts the seconds of communication deals with links alone.
 """
 
 import math
@@ -22,14 +22,14 @@ def _check(
     zero: bool = False,
     infinite: bool = False,
 ) -> None:
-    """Raises ValueError for numbers that no device has.
+    """Raises ValueError for a number that no device or link can have.
 
     Args:
         what: the device or link, for the message.
-        name: of the number.
+        name: the name of the number.
         value: the number.
-        zero: whether it may be 0.
-        infinite: whether it may be infinite.
+        zero: whether the number may be 0.
+        infinite: whether the number may be infinite.
     """
     positive = value > 0 or (zero and value == 0)  # NaN is neither
     if not positive or (math.isinf(value) and not infinite):
@@ -40,7 +40,7 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for bytes, in one direction; an infinite rate stands for a way that takes no time."""
+    """A connection that carries bytes in one direction; at an infinite rate they take no time."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -68,20 +68,22 @@ class Accelerator:
     """The speeds and the memory of one device.
 
     Attributes:
-        name: of it.
-        memory_bytes: its memory.
-        memory_bytes_per_s: the rate at which kernels read and write it.
-        flops_per_s: the rate of matrix products, by dtype; with a `tiling`, of those that fill all
-            cores.
-        launch_s: seconds of each kernel beside its work. So kernels of few bytes reach less of the
-            memory's rate, half of it at `launch_s * memory_bytes_per_s` bytes.
-        elementwise_per_s: elementwise operations per second, where these and not bytes are the
-            limit.
-        platform: `cuda`, `tpu` or `cpu`; its compiler makes the programs.
+        name: the name of the device.
+        memory_bytes: the size of its memory.
+        memory_bytes_per_s: the rate at which kernels read and write the memory.
+        flops_per_s: the rate of matrix products, by dtype; with a `tiling`, the rate of products
+            that keep all cores busy. `float32` must be there, the rates of other dtypes follow from
+            it.
+        launch_s: the seconds that each kernel takes beside its work. A kernel that moves
+            `launch_s * memory_bytes_per_s` bytes reaches half of the memory's rate, because
+            launching takes as long as moving; kernels of fewer bytes reach less.
+        elementwise_per_s: elementwise operations per second; a kernel takes at least the time of
+            its operations at this rate.
+        platform: `cuda`, `tpu` or `cpu`, which tells whose compiler makes the programs.
         cores: the multiprocessors of a GPU; 0 if the number is not known.
-        tiling: how products are dealt out to the cores; None if they are dealt out without loss.
-        framework: what runs programs.
-        scratch_bytes: the memory beside the cores of a TPU, which keeps small values.
+        tiling: how well products use the cores; None if they are assumed to use all cores always.
+        framework: the framework that runs the programs, which decides how many kernels they have.
+        scratch_bytes: the memory beside the cores of a TPU, where small values lie.
     """
 
     name: str
@@ -111,13 +113,13 @@ class Accelerator:
         )
 
     def products_per_s(self, dtype: str) -> float:
-        """Returns the floating-point operations per second of products, of a similar dtype if need
-        be.
+        """Returns the rate of products of a dtype, or of a similar dtype if that is not listed.
 
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
         """
-        # Types of 16 bits run on the same units; others are taken to run as float32 does.
+        # Both types of 16 bits run on the same units. All other types are assumed to run at the
+        # rate of float32, and those of double precision at half of that rate.
         for name in (dtype, _SUBSTITUTES.get(dtype, dtype)):
             if name in self.flops_per_s:
                 return self.flops_per_s[name]
@@ -128,19 +130,21 @@ class Accelerator:
 class Cluster:
     """Machines with devices; all devices are alike unless `unlike` has one entry for each.
 
+    Devices are numbered machine by machine.
+
     Attributes:
-        name: of it.
-        device: each device, or the first of `unlike`.
-        devices_per_machine: how many devices a machine has.
-        machines: how many machines there are.
-        host: the link of each device to its host.
-        peer: the link between devices of a machine.
-        network: the link between machines.
-        peer_uses_host: whether transfers between devices take the host's links (PCIe), which they
-            then share with swapped tensors.
-        host_memory_bytes: of a machine; None if there is no limit.
-        unlike: all devices, machine by machine; empty if they are alike.
-        networks: how many network links a machine has; its devices share them.
+        name: the name of the cluster.
+        device: the device that all are like; otherwise the first device of `unlike`.
+        devices_per_machine: the number of devices of each machine.
+        machines: the number of machines.
+        host: the link between each device and its host.
+        peer: the link between two devices of a machine.
+        network: the link between two machines.
+        peer_uses_host: whether transfers between devices of a machine go through the links to the
+            host (PCIe), which they then share with swapped tensors.
+        host_memory_bytes: the host memory of each machine; None if there is no limit.
+        unlike: every device in the order of their numbers; empty if all devices are alike.
+        networks: the number of network links of each machine, which its devices share.
     """
 
     name: str
@@ -162,7 +166,7 @@ class Cluster:
 
     @property
     def accelerators(self) -> tuple[Accelerator, ...]:
-        """The kind of each device.
+        """The speeds and memory of every device, by its number.
 
         >>> small, large = (Accelerator(name, 10**9, 1e9, {}) for name in ("small", "large"))
         >>> [each.name for each in Cluster("mixed", large, 2, unlike=(large, small)).accelerators]
@@ -171,23 +175,25 @@ class Cluster:
         return self.unlike or (self.device,) * self.devices
 
     def machines_of(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Returns the machine of each of some devices, which are counted machine by machine."""
+        """Returns, for each of the given devices, the number of its machine."""
         return tuple(device // self.devices_per_machine for device in devices)
 
     def reducing(self, devices: Sequence[int]) -> Link:
-        """Describes an all-reduce as a link for the bytes of one summand.
+        """Returns an all-reduce over devices as a link for the bytes of one summand.
 
-        Each of the devices holds one.
+        Each device has a summand. The all-reduce has three phases, one after another:
 
-            in each machine       reduce-scatter in a ring: every device has the sum of its part
-            between machines      the parts are summed in other rings, as many at once as there are networks
-            in each machine       all-gather in the ring: every device has all parts
+            in each machine       reduce-scatter in a ring: each device gets the sum of one part
+            between machines      the parts are summed up in rings across machines
+            in each machine       all-gather in the first ring: each device gets all parts
 
-        The machine with the most members sets the pace of the rings inside. The one with the fewest
-        sets how many rings run between machines, if it has fewer members than networks.
+        The machine with the most of the devices takes the longest for its ring, so it sets the time
+        of the first and third phase. Every ring across machines takes one network and one device of
+        each machine. So the machine with the fewest devices limits how many such rings run at once,
+        if it has fewer devices than networks.
 
         Args:
-            devices: their numbers, machine by machine.
+            devices: the numbers of the devices that take part.
 
         >>> gpu = Accelerator("small", 10**9, 1e9, {})
         >>> cluster = Cluster("lab", gpu, 4, 2, peer=Link(8e9), network=Link(1e9))
@@ -197,24 +203,23 @@ class Cluster:
         if len(devices) < 2:
             return INFINITE
         devices_on = Counter(self.machines_of(devices))
-        # Rings between machines need a device on each of them, and a network of their own.
         at_once = min(*devices_on.values(), self.networks)
         inside = _ring(self.peer, max(devices_on.values()))
         between = _ring(self.network, len(devices_on), at_once)
-        # The rings follow one another, so their seconds per byte add up.
+        # The phases follow one another, so their seconds per byte add up, and their latencies.
         byte_s = 1 / inside.bytes_per_s + 1 / between.bytes_per_s
         return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
-        """Bounds from below the seconds of an all-reduce over `count` devices or more, wherever
-        they are.
+        """Returns a lower bound for the seconds of an all-reduce over at least `count` devices.
 
-        For each number of machines the devices are spread evenly, which makes the fullest machine's
-        ring the shortest, and as many rings as possible run between machines.
+        The bound holds wherever the devices are. For each number of machines it assumes that the
+        devices are spread evenly, which makes the ring of the fullest machine as short as possible,
+        and that as many rings as possible run between machines. More devices only lengthen rings.
 
         Args:
-            count: of devices.
-            size: bytes of one summand.
+            count: the number of devices.
+            size: the bytes of one summand.
 
         >>> gpu = Accelerator("small", 10**9, 1e9, {})
         >>> cluster = Cluster("lab", gpu, 4, 2, peer=Link(8e9), network=Link(1e9))
@@ -226,7 +231,7 @@ class Cluster:
         at_once = min(self.networks, self.devices_per_machine)
         least_s = math.inf
         for machines in range(1, min(count, self.machines) + 1):
-            # Spread evenly: a fuller machine would have the longer ring.
+            # Spread evenly: a machine with more devices would have a longer ring.
             per_machine = -(-count // machines)
             if per_machine <= self.devices_per_machine:
                 inside_s = _ring(self.peer, per_machine).seconds(size)
@@ -235,17 +240,15 @@ class Cluster:
         return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """Returns one link for a value that goes from devices that hold slices of it to readers.
+        """Returns the transfer of a value from senders, each of which holds a slice, as a link.
 
-        Slices are of one size and pass at the same time, between machines as many at a time as the
-        smaller side has networks.
+        The `seconds` of the link take the bytes of the whole value. Slices are of equal size and
+        pass at the same time. Between machines, no more slices pass at a time than the side with
+        fewer machines, senders or readers, has network links.
 
         Args:
-            senders: their numbers, machine by machine.
-            readers: their numbers.
-
-        Returns:
-            A link for the bytes of the whole value.
+            senders: the numbers of the devices that hold the slices.
+            readers: the numbers of the devices that receive them.
 
         >>> gpu = Accelerator("small", 10**9, 1e9, {})
         >>> cluster = Cluster("lab", gpu, 2, 2, peer=Link(4e9), network=Link(1e9))
@@ -256,7 +259,7 @@ class Cluster:
         to = self.machines_of(readers)
         ways = min(len(at), len(to))
         link = self.peer
-        # Nothing crosses the network where each slice's sender and reader share a machine.
+        # Nothing crosses the network if each slice's sender and reader are on the same machine.
         if at != to and len({*at, *to}) > 1:
             crossing = self.networks * min(len({*at}), len({*to}))
             ways, link = min(ways, crossing), self.network
@@ -264,15 +267,16 @@ class Cluster:
 
 
 def _ring(link: Link, members: int, at_once: int = 1) -> Link:
-    """Describes an all-reduce in a ring as a link for the bytes of one summand.
+    """Returns an all-reduce in a ring as a link for the bytes of one summand.
 
-    The bytes are cut into a part per member. A part goes around once to be summed up and once to be
-    handed out, either time through all links but one: 2 (members - 1) rounds of one part each.
+    The bytes are cut into one part per member. Each part goes around the ring once to be summed up,
+    and once to be handed out. Either time it passes all links but one. So there are
+    2 (members - 1) rounds, in each of which every link carries bytes / members.
 
     Args:
-        link: from one member to the next.
-        members: of the ring.
-        at_once: rings that share the bytes.
+        link: the link from one member to the next.
+        members: the number of devices or machines in the ring.
+        at_once: the number of rings that run at once and share the bytes.
     """
     rounds = 2 * (members - 1)
     if not rounds:

@@ -1,12 +1,13 @@
-"""Buffers of a program's steps: what they take at once,
-and which of them lie where a result will be.
+"""The buffers of a program: which of them lie in a result's memory, and the bytes of the others.
 
-By the number of the step:
+A step is one kernel of the program. A buffer holds a value from the step that writes it to the last
+step that reads it. The memory of a result is set aside during the whole program, but the result is
+written late, so buffers can lie in that memory before (lodgers, in `temporaries.py`).
 
-step            0    1    2    3
-a result                  w-----
-a buffer        w----r                lies in the result, which nobody has written yet
-another              w----r           does not: the result is written while it is read
+    step            0    1    2    3       w: a step writes it; r: the last step that reads it
+    a result                  w-----
+    buffer A        w----r                 lies in the result's memory: done before step 2 writes it
+    buffer B             w----r            cannot: step 2 reads buffer B while it writes the result
 """
 
 from collections import Counter
@@ -14,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _SMALL = 4
-"""A small buffer takes less than this part of the memory beside the cores."""
+"""A buffer is small if it takes less than one part in `_SMALL` of the memory beside the cores."""
 
 
 class Buffer(NamedTuple):
-    """Bytes that are taken from one step to another, both included."""
+    """Bytes that are in use from step `first` to step `last`, both included."""
 
     bytes: int
     first: int
@@ -26,7 +27,7 @@ class Buffer(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A result, whose memory is free before the step that writes it."""
+    """The memory of a result, which is free before the step `written` that writes the result."""
 
     bytes: int
     written: int
@@ -35,18 +36,18 @@ class Room(NamedTuple):
 def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Buffer]:
     """Returns the buffers that do not lie in a result.
 
-    The largest find room first, in the smallest result that holds them; of equal ones those that
-    are read last.
+    Buffers are placed by falling size, and equal ones by falling last step. Each is placed in the
+    smallest result that has room for it.
 
     >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
     [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]
     """
-    # By rising size: the first that holds a buffer is the smallest.
+    # By rising size: the first result that has room is the smallest one.
     lodgers: list[tuple[Room, list[Buffer]]] = [(room, []) for room in sorted(rooms)]
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
         for room, there in lodgers:
-            # In a room buffers follow one another, and all have gone when the result is written.
+            # The buffers in a result never overlap in time, and end before the result is written.
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
             if holds and all(b.last < buffer.first or buffer.last < b.first for b in there):
                 there.append(buffer)
@@ -60,8 +61,9 @@ def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
     """Counts the most bytes that buffers take at once.
 
     Args:
-        buffers: of a program.
-        scratch_bytes: of the memory beside the cores, where small buffers lie while there is room.
+        buffers: the buffers of a program that do not lie in results.
+        scratch_bytes: the memory beside the cores of a TPU. It holds as many of the bytes of small
+            buffers as fit; all others count.
 
     >>> peak_bytes([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 2, 2)], 0)
     8
@@ -71,7 +73,7 @@ def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
         is_small = buffer.bytes < scratch_bytes // _SMALL
         changes[is_small][buffer.first] += buffer.bytes
         changes[is_small][buffer.last + 1] -= buffer.bytes
-    # Only where a buffer begins or ends can the sums change.
+    # The sums change only at steps where a buffer begins or has just ended.
     small = large = peak = 0
     for i in sorted({*changes[True], *changes[False]}):
         small += changes[True][i]

@@ -1,7 +1,7 @@
 """The share of an idle device's time that other devices use.
 
-CPU devices of one process share a pool of workers, so an idle device lends its worker; devices of
-other kinds share nothing.
+The CPU devices of a process share a pool of worker threads, so a device that idles lends its worker
+to the others. Devices of other kinds share nothing.
 """
 
 import math
@@ -20,30 +20,32 @@ from jvpipe.programs.store import Program, ProgramStore
 
 
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:
-    """Computes the share of an idle device's time that the others use.
+    """Computes the share of an idle device's time that the other devices use.
+
+    If nothing is lent, all devices together take as long as one device alone. If all is lent, one
+    device alone uses the cores of all devices, so together they take `devices` times as long.
 
     Args:
         alone_s: the seconds of a program on one device while the others are idle.
-        together_s: the seconds until all devices, which begin at once, have run it.
-        devices: how many these are.
+        together_s: the seconds until all devices, which begin at once, have run the program.
+        devices: the number of devices.
 
     >>> lent_share(20.0, 20.0, 2), lent_share(20.0, 40.0, 2), lent_share(20.0, 30.0, 2)
     (0.0, 1.0, 0.5)
     """
     share = (together_s / alone_s - 1) / (devices - 1)
-    # Noise may put it a little outside of the range.
+    # Noise may put the share a little outside of 0 to 1.
     return min(max(share, 0.0), 1.0)
 
 
 def devices_per_core(devices: Sequence[Device]) -> float:
-    """Counts the CPU devices of this process for each core that it may use; 0 for devices that
-    share none.
+    """Returns the number of CPU devices of this process per core; 0 if there are no such devices.
 
     Args:
-        devices: of the pipeline.
+        devices: the devices of the pipeline, of which only such devices count.
     """
     sharing = sum(device.platform == "cpu" and is_own(device) for device in devices)
-    # Only Linux tells which cores a process may use.
+    # Only Linux tells which cores a process may use. Elsewhere all cores of the machine count.
     if hasattr(os, "sched_getaffinity"):
         return sharing / len(os.sched_getaffinity(0))
     return sharing / (os.cpu_count() or 1)
@@ -55,18 +57,18 @@ def measured_lending(
     devices: Sequence[Device],
     archive: Archive | None = None,
 ) -> float:
-    """Measures `lent_share` by running a program on one device, and on all at once.
+    """Measures `lent_share` by running a program on one device, and on all devices at once.
 
     Args:
-        store: where it is compiled.
-        program: one that donates no input, so that it can run again on the same arrays.
-        devices: those of the pipeline.
-        archive: where the share may be found, and is kept.
+        store: the store that compiles the program.
+        program: a program that donates no input, so that it can run again on the same arrays.
+        devices: the devices of the pipeline.
+        archive: the archive that may have the share, and that keeps a measured one.
 
     Returns:
-        0 for devices that are not CPUs.
+        The share; 0 for one device alone, and for devices that are not CPUs.
     """
-    # Only CPUs take their time from the same cores.
+    # Only CPU devices take their time from the same cores.
     if len(devices) < 2 or devices[0].platform != "cpu":
         return 0.0
 
@@ -81,6 +83,7 @@ def measured_lending(
 
 
 def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) -> float:
+    """Returns the median of the shares that several turns measure."""
     runs = store.compile([(program, device) for device in devices])
     inputs = []
     for device in devices:
@@ -99,7 +102,7 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
     times = math.ceil(MEASURING.lending_turn_s / taken_s(1, 1))
     shares = []
     for _ in range(MEASURING.lending_turns):
-        # Alone and together in turns: a slow moment of the machine hits both.
+        # Alone and together take turns, so that a slow moment of the machine hits both.
         alone_s = taken_s(1, times)
         together_s = taken_s(len(devices), times)
         shares.append(lent_share(alone_s, together_s, len(devices)))

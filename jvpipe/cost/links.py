@@ -1,8 +1,8 @@
 """The links of the devices at hand, measured by copies of two sizes.
 
-OUT goes from a device to the pinned memory of its host, IN back, SEND to another device. A line
-through the seconds of both sizes gives rate and latency; two copies at once tell whether OUT and
-SEND share a link.
+OUT copies from a device to the pinned memory of its host, IN copies back to the device, and SEND
+copies to another device. Each kind of copy is timed at two sizes, and a line through both points
+gives rate and latency. Whether OUT and SEND share a link is found by timing both at once.
 """
 
 import statistics
@@ -27,7 +27,14 @@ Copy = Callable[[jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The measured links of a device; `send_uses_host` if sending slows down swapping out."""
+    """The measured links of a device.
+
+    Attributes:
+        out: the link from the device to its host.
+        back: the link from the host to the device.
+        send: the link to another device.
+        send_uses_host: whether sending and swapping out share a link, and so slow each other down.
+    """
 
     out: Link
     back: Link
@@ -36,28 +43,35 @@ class Links:
 
     @property
     def numbers(self) -> list[float]:
-        """The links as seven numbers for the archive; a link that takes no time has rate 0."""
+        """The links as seven numbers, which is the archive's format: `of` reads them back.
+
+        They are three rates, three latencies, and whether SEND and OUT share a link. A link that
+        takes no time has rate 0.
+        """
         links = (self.out, self.back, self.send)
         rates = [0.0 if link == INFINITE else link.bytes_per_s for link in links]
         return [*rates, *(link.latency_s for link in links), float(self.send_uses_host)]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> "Links":
-        """Makes links of the numbers of `Links.numbers`."""
+        """Makes links from the list that `Links.numbers` returned."""
         pairs = zip(numbers[:3], numbers[3:6], strict=True)
         out, back, send = (Link(rate, late) if rate else INFINITE for rate, late in pairs)
         return Links(out, back, send, bool(numbers[6]))
 
     @property
     def host(self) -> Link:
-        """Both directions between device and host as one link, which is as slow as the slower."""
+        """Both directions between device and host as one link, with the worse rate and latency."""
         rate = min(self.out.bytes_per_s, self.back.bytes_per_s)
         return Link(rate, max(self.out.latency_s, self.back.latency_s))
 
 
 @cache
 def known_links() -> dict[tuple[str, str], Links]:
-    """Returns the links that this process has measured so far, by the kinds of their devices."""
+    """Returns the links that this process has measured so far, by the kinds of both devices.
+
+    It is always the same dict, to which `links_between` adds.
+    """
     return {}
 
 
@@ -66,12 +80,12 @@ def links_between(
     other: Device | None = None,
     archive: Archive | None = None,
 ) -> Links:
-    """Returns the links of a device, measured once per process for devices of these kinds.
+    """Returns the links of a device, measured once per process for each pair of kinds of devices.
 
     Args:
-        device: whose links.
-        other: the device to which it sends; None if there is no other.
-        archive: where they may be found, and are kept.
+        device: the device.
+        other: the device to which it sends; None if it sends to no other device.
+        archive: the archive that may have the links, and that keeps measured ones.
     """
     links, archive = known_links(), archive or Archive()
     kinds = device.device_kind, other.device_kind if other else ""
@@ -93,9 +107,9 @@ def measure_links(
     """Times a device's links; without another device, sending takes no time.
 
     Args:
-        device: whose links.
-        other: a device to send to.
-        sizes: bytes of a small and of a large copy.
+        device: the device.
+        other: the device to which it sends; None if it sends to no other device.
+        sizes: the bytes of a small and of a large copy.
     """
     pinned = SingleDeviceSharding(device, memory_kind=_host_memory(device))
     here = SingleDeviceSharding(device)
@@ -116,7 +130,7 @@ def measure_links(
     if other is None:
         return Links(out_link, back_link, INFINITE, send_uses_host=False)
     send_s = seconds(send, here)
-    # Large copies, so that latencies do not count.
+    # The copies are large, so that latencies hardly count.
     large = [_arrays(sizes[1], here) for _ in range(2)]
     together_s = _seconds([out, send], large)
     shared = together_s > MEASURING.shared * max(out_s[1], send_s[1])
@@ -124,14 +138,15 @@ def measure_links(
 
 
 def _host_memory(device: Device) -> str:
-    """Names the memory of the host that a device swaps to."""
+    """Returns the kind of the host memory that a device swaps to."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     return "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
 
 
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
-    """Makes an array per run, and one to warm up: a second copy of one array may be answered by the
-    first.
+    """Makes an array for each run, and one to warm up.
+
+    Every run copies another array, because JAX may answer a second copy of an array with the first.
     """
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     runs = range(MEASURING.copies + 1)
@@ -139,10 +154,10 @@ def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
 
 
 def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> float:
-    """Returns the median seconds until all of some copies, begun one after another, are done.
+    """Returns the median seconds until several copies, all begun at once, are done.
 
     Args:
-        copies: that are timed together.
+        copies: the copies that are timed together.
         arrays: for each copy, an array per run.
     """
     taken = []
@@ -155,13 +170,14 @@ def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> f
 
 
 def link_through(sizes: tuple[int, int], taken: Sequence[float]) -> Link:
-    """Returns the link on the line through the seconds of copies of two sizes.
+    """Returns the link whose rate and latency are those of a line through two timed copies.
 
-    Its latency is at least 0. If noise made the large copy the faster one, its rate alone counts.
+    The latency is at least 0. If noise made the large copy the faster one, the link has the rate of
+    the large copy, and no latency.
 
     Args:
-        sizes: bytes of the small and of the large copy.
-        taken: their seconds.
+        sizes: the bytes of the small and of the large copy.
+        taken: the seconds of the small and of the large copy.
     """
     per_byte = (taken[1] - taken[0]) / (sizes[1] - sizes[0])
     if per_byte <= 0:

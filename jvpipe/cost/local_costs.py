@@ -1,10 +1,10 @@
-"""The costs of a model as a function of the local batch:
-the examples of a micro-batch that one replica works on.
+"""The costs of a model by the local batch: the examples of a micro-batch that one replica works on.
 
-Legend: b examples. At the measured sizes costs are as measured. Between two of them each number
-lies on a line, beyond them on the line of the nearest two; so small shares stay as inefficient as
-they were measured. With one size, all is in proportion. The options of a layer are those of the
-larger size, in proportion to what the layer takes.
+Costs are measured at a few local batches. Between two of them, each number lies on the line through
+both measurements; beyond them, on the line through the nearest two. So a small local batch costs
+more per example than a large one if it did in the measurements. With only one measured size, all
+numbers are in proportion to the number of examples b. The options of a layer are those measured at
+the larger size, scaled by what the layer takes.
 """
 
 from bisect import bisect_left
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from jvpipe.cost.costs import Costs, LayerCost, Option, SplitCost
 
 Mix = Callable[[float | int, float | int], float | int]
-"""Returns the number on the line of two sizes, given the numbers at these."""
+"""Returns a cost at b examples, given the costs at the smaller and at the larger size."""
 
 
 @dataclass(frozen=True)
 class LocalCosts:
-    """The costs of a model at a few local batches, which rise.
+    """The costs of a model at a few local batches, which are in rising order.
 
     >>> one = Costs((LayerCost("block", 1.0, 2.0, (Option(8),), parameter_bytes=100),))
     >>> layer = LocalCosts((4,), (one,)).at(2).layers[0]
@@ -43,8 +43,8 @@ class LocalCosts:
         """Collects the costs at some local batches.
 
         Args:
-            costs_of: returns the costs of a number of examples.
-            batches: these numbers, rising.
+            costs_of: a function that returns the costs of a number of examples.
+            batches: the numbers of examples, in rising order.
         """
         return LocalCosts(tuple(batches), tuple(costs_of(b) for b in batches))
 
@@ -57,8 +57,9 @@ class LocalCosts:
         return self._between[b]
 
     def _mixed(self, b: int) -> Costs:
+        """Returns the costs of `b` examples on the line through the costs at two measured sizes."""
         last = len(self.batches) - 1
-        # Beyond the measured sizes the line of the nearest two goes on.
+        # Beyond the measured sizes, the line through the nearest two continues.
         high = min(max(bisect_left(self.batches, b), 1), last)
         low = max(high - 1, 0)
         at = self.batches[low]
@@ -80,9 +81,9 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
     """Mixes the costs at two sizes; bytes are rounded.
 
     Args:
-        near: at the smaller size.
-        far: at the larger one.
-        mix: what is on the line.
+        near: the costs at the smaller size.
+        far: the costs at the larger size.
+        mix: returns the cost in between of two costs.
     """
     layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
     edges = []
@@ -90,7 +91,7 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
         edges.append(replace(x, bytes=round(mix(a.bytes, x.bytes))))
     shared = []
     for a, x in zip(near.shared, far.shared, strict=True):
-        # What counts per version is a parameter, whatever the batch.
+        # What counts per version, such as a parameter, does not depend on the batch.
         size = x.bytes if x.per_version else round(mix(a.bytes, x.bytes))
         shared.append(replace(x, bytes=size))
     return replace(
@@ -102,20 +103,21 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
 
 
 def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
-    """Mixes what a layer takes at two sizes.
+    """Mixes the costs of a layer at two sizes.
 
     Args:
-        near: at the smaller size.
-        far: at the larger one.
-        mix: what is on the line.
+        near: the cost at the smaller size.
+        far: the cost at the larger size.
+        mix: returns the cost in between of two costs.
     """
     forward_s = mix(near.forward_s, far.forward_s)
     backward_s = mix(near.backward_s, far.backward_s)
     kept_bytes = mix(near.options[0].kept_bytes, far.options[0].kept_bytes)
-    # The first option keeps everything, so what the others hold is in proportion to it.
+    # The bytes of all options are scaled as those of the first option, which keeps everything.
     bytes_share = _ratio(kept_bytes, far.options[0].kept_bytes)
     backward_share = _ratio(backward_s, far.backward_s)
-    # What runs again is of the kind of the forward; where that takes nothing, of the backward's.
+    # Recomputation repeats parts of the forward, so its seconds are scaled as the forward's, or as
+    # the backward's if the forward takes no time.
     again_share = _ratio(forward_s, far.forward_s) or backward_share
     options = tuple(_option(option, bytes_share, again_share) for option in far.options)
     return replace(

@@ -1,7 +1,8 @@
 """The costs of a model's layers on a device at hand: each distinct program is run and timed once.
 
-A program that the device has no room for is estimated by the roofline, at the pace of those that
-ran. All seconds may come from the archive instead, if an earlier process measured them.
+A program that does not fit on the device is not run: its seconds are those of the roofline, times
+the factor by which the programs that ran were slower than the roofline. Seconds that an earlier
+process measured come from the archive.
 """
 
 import statistics
@@ -44,8 +45,12 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of
-    all processors.
+    """The measurements of a program that runs alone on its device.
+
+    Attributes:
+        seconds: the time that the program takes.
+        temporary_bytes: the bytes that it needs beside its inputs and results.
+        processor_s: the processor time that it takes on all cores of the host together.
     """
 
     seconds: float
@@ -53,8 +58,10 @@ class Run:
     processor_s: float = 0.0
 
     def beside(self, devices_per_core: float) -> "Run":
-        """Returns the run while all devices are busy, when none has more of the cores than its
-        share.
+        """Returns the run as it would be while all devices of the host are busy.
+
+        Each device then has 1 / `devices_per_core` of a core, so a run takes at least
+        `devices_per_core * processor_s`.
 
         >>> Run(3.0, 0, processor_s=5.0).beside(0.5).seconds, Run(3.0, 0, processor_s=5.0).beside(1.0).seconds
         (3.0, 5.0)
@@ -74,15 +81,15 @@ def measure_programs(
     room_bytes: int | None = None,
     archive: Archive | None = None,
 ) -> Runs:
-    """Compiles programs side by side, then runs and times each distinct one that there is room for.
+    """Compiles programs side by side, then runs and times each distinct one that fits.
 
     Args:
-        store: where they are compiled.
+        store: the store that compiles the programs.
         programs: the programs, some of which may be the same.
-        device: where they run.
-        earlier: earlier measurements, which are not repeated; new ones are added to them.
+        device: the device that runs the programs.
+        earlier: earlier measurements, which are not repeated. New ones are added to this dict.
         room_bytes: the bytes that the device has for a program; None if there is no limit.
-        archive: where seconds of earlier processes are found, and new ones kept.
+        archive: the archive with the seconds of earlier processes; new seconds are kept there.
     """
     runs = {} if earlier is None else earlier
     distinct = {program.key: program for program in programs if program.key not in runs}
@@ -102,7 +109,7 @@ def measure_programs(
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
-    # Programs that an earlier process has timed are compiled, for their bytes, but not run.
+    # Programs that an earlier process has timed are not run. They were compiled for their bytes.
     seconds = (archive or Archive()).each(
         description,
         len(fitting),
@@ -130,30 +137,33 @@ def measured_costs(
 ) -> Costs:
     """Measures the costs of a model on a device at hand.
 
-    With fates, backwards are also measured with half of the candidates kept and with none, and the
-    modelled seconds of recomputation are made to agree with these. The extra bytes of each option
-    are those of its backward as compiled.
+    A candidate is a value in a layer whose fate can be chosen: to keep it, swap it to the host, or
+    recompute it. With `fates`, three backwards of each layer are measured, which keep all, half and
+    none of the candidates. The modelled seconds of recomputation are made to agree with these
+    measurements. The extra bytes of each option are those of its backward as compiled.
 
     Args:
         traced: the model.
-        device: where its layers run.
-        store: where their programs are kept; a run uses those with everything kept.
-        optimizer: whose state counts and whose updates are measured; None if they do not count.
-        microbatches: in a step.
+        device: the device that runs the layers.
+        store: the store that keeps the layers' programs; training later uses those of it that keep
+            everything.
+        optimizer: the optimizer whose state counts and whose updates are measured; None if neither
+            counts.
+        microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
         split: whether the halves of backwards are measured too.
         earlier: earlier measurements, to which new ones are added.
         room_bytes: the bytes that the device has for a program; programs that need more are
             estimated.
-        archive: where seconds of earlier processes are found, and new ones kept.
-        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were
-            busy.
+        archive: the archive with the seconds of earlier processes; new seconds are kept there.
+        devices_per_core: the devices of the pipeline per core of the host, if they are CPUs. Layers
+            are then timed as if all devices were busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
     forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
     backwards = {share: [backward_program(p) for p in kept[share]] for share in shares}
-    # Every program to measure, beside its jaxpr for the roofline.
+    # Every program to measure, with its jaxpr, from which the roofline estimates what is not run.
     pairs = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
     for share in shares:
         pairs += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
@@ -208,17 +218,17 @@ def _all_runs(
     room_bytes: int | None,
     archive: Archive | None,
 ) -> Runs:
-    """Measures programs, or estimates those for which the device has no room.
+    """Measures the programs that fit on the device, and estimates the others.
 
     Args:
-        store: where they are compiled.
+        store: the store that compiles the programs.
         pairs: the programs with their jaxprs.
-        device: where they run.
+        device: the device that runs the programs.
         earlier: earlier measurements, to which new ones are added.
-        room_bytes: the bytes that the device has for a program.
-        archive: where seconds of earlier processes are found, and new ones kept.
+        room_bytes: the bytes that the device has for a program; None if there is no limit.
+        archive: the archive with the seconds of earlier processes; new seconds are kept there.
     """
-    # A program without results, such as the backward of a frozen layer, is never dispatched.
+    # A program without results, such as the backward of a frozen layer, never runs.
     idle: Runs = {}
     busy: dict[Hashable, tuple[Program, ClosedJaxpr]] = {}
     for program, jaxpr in pairs:
@@ -250,16 +260,16 @@ def _measured_options(
 
     Args:
         traced: the model.
-        inputs: the tensors that each layer holds alone.
-        nothing: the programs of its layers with no candidate kept.
-        measured: of each layer, its backward by the share of candidates that is kept.
-        store: where backwards are compiled.
-        device: where they run.
+        inputs: by layer, the input tensors that only this layer's backward reads.
+        nothing: by layer, the programs that keep no candidate.
+        measured: by layer, the runs of its backward, by the share of candidates that is kept.
+        store: the store that compiles backwards.
+        device: the device for which backwards are compiled.
     """
     recomputed = recomputes(traced, nothing, accelerator_of(device))
     calibrations = list(map(_calibration, recomputed, measured))
     options = layer_options(traced, inputs, recomputed, calibrations)
-    # Equal layers share their programs: one of them is compiled.
+    # Equal layers share an object of programs, by whose id they are compiled once.
     alike = [id(programs) for programs in nothing]
     return with_compiled_bytes(traced, options, alike, store, device)
 
@@ -288,8 +298,9 @@ def _estimated(
     runs: Runs,
     programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
 ) -> Runs:
-    """Estimates the programs that were not run by the roofline, at the median pace of those that
-    were.
+    """Estimates the programs that were not run: the seconds of the roofline, times a pace.
+
+    The pace is the median of the measured seconds over the roofline's, for programs that were run.
     """
     missing = [key for key in programs if key not in runs]
     if not missing:
@@ -297,7 +308,7 @@ def _estimated(
     modelled_s = {
         key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()
     }
-    # The roofline is too fast by about the same factor for all programs of a device.
+    # One pace is enough: the roofline errs by about the same factor for all programs of a device.
     paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])
@@ -313,9 +324,9 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
 
     Args:
         recompute: the model of what dropping candidates costs.
-        runs: of the backward, by the share of candidates that is kept.
+        runs: the runs of the backward, by the share of candidates that is kept.
     """
-    # With everything kept nothing is computed again.
+    # A backward that keeps everything recomputes nothing, so extra seconds count from it on.
     least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():
@@ -330,16 +341,22 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
 
 
 def _needed_bytes(needs: Any) -> int:
-    """Counts the bytes of a program while it runs: arguments and results, less those in place, and
-    temporaries.
+    """Counts the bytes of a program while it runs: arguments, results and temporaries.
+
+    A result in the memory of an argument counts once.
     """
     arrays_bytes = needs.argument_size_in_bytes + needs.output_size_in_bytes
     return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
 
 
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
-    """Returns the least of each program's `_seconds` in several turns, in which all run in a row."""
-    # The first turn measures every program, the others only those that are short, and so noisy.
+    """Returns the least of each program's `_seconds` over several turns.
+
+    In a turn all programs run one after another, so a slow moment of the machine spoils one turn of
+    a program, and not all of its measurements.
+    """
+    # The first turn measures every program. Later turns measure short programs only, whose seconds
+    # vary the most.
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
@@ -350,19 +367,20 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[l
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
-    """Returns the median seconds of a few runs, and those of all processors together.
+    """Returns the median of the seconds of a few runs, and of their processor time.
 
-    One run before them warms up. Donated inputs are put there again for each run.
+    One more run before them warms up and does not count. A donated input, whose memory the program
+    takes for its results, is put on the device again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
     for i, example in enumerate(examples):
-        # An input that is not donated stays as it is, so it is put there once.
+        # An input that is not donated survives a run, so it is put on the device once.
         if i not in program.donated:
             kept[i] = jax.device_put(example, device)
     runs_s, processor_s = list[float](), list[float]()
     while len(runs_s) <= MEASURING.runs:
-        # A long program stops after two runs and the one to warm up.
+        # A long program runs only three times, one of which is to warm up.
         if len(runs_s) >= 3 and sum(runs_s) >= MEASURING.runs * MEASURING.long_s:
             break
         inputs = [
@@ -378,17 +396,23 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
 
 
 def example_of(shape: Any) -> Any:
-    """Makes an array of random values: zeros would be faster than real values on some devices."""
+    """Makes an array of a shape and dtype with random values.
+
+    They are not zeros, because some devices compute faster with zeros than with real values.
+    """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return _keys(shape)
     if not jnp.issubdtype(shape.dtype, jnp.floating):
-        return np.zeros(shape.shape, shape.dtype)  # may be indices, which must be in range
+        return np.zeros(shape.shape, shape.dtype)  # integers may be indices, and 0 is in range
     rng = np.random.default_rng(0)
     return rng.uniform(-1, 1, shape.shape).astype(shape.dtype)
 
 
 def _keys(shape: Any) -> jax.Array:
-    """Makes random keys of a shape and kind, which an abstract evaluation finds out."""
+    """Makes random keys of a shape and dtype.
+
+    The implementation of the keys is not part of `shape`: an abstract evaluation finds it out.
+    """
     impl: list[Any] = []
 
     def words_of(keys: jax.Array) -> jax.Array:

@@ -1,15 +1,19 @@
 """A traced model as planners see it: seconds and bytes of its layers, and the values between them.
 
-The bytes follow the buffer table of a lowered step, so that the bytes of a stage are never fewer
-than what it will hold. A value is held if a backward reads it: from its making until then, per
-micro-batch in flight. All other values pass: they are alive while a few layers run, and count among
-the temporaries of these layers.
+The bytes follow the rules by which buffers are made when a step is lowered, so that a planner never
+counts fewer bytes for a stage than the stage will hold. The rules distinguish two sorts of values.
+A value that some backward reads is held: it exists from when it is made until that backward, once
+for each micro-batch in flight. The layers whose backwards read the value are its holders. Every
+other value passes: it exists while a few layers run, and counts as a temporary of these layers.
 
-    layers of a stage       0   1   2   3
-    a value                 w---r-------r            w: layer 0 writes it; r: layers 1 and 3 read it
-      layer 1's backward    holders (1,): its own    reads it: held for layer 1
-      layers 1's and 3's    holders (1, 3): shared   read it: the stage holds it once
-      nobody's backward     passes                   a temporary of the forwards of 0, 1, 2 and 3
+    layers of a stage     0   1   2   3
+    a value               w---r-------r      w: layer 0's forward makes the value
+                                             r: the forwards of layers 1 and 3 read it
+    which backwards       holders            how the value counts
+    read the value
+      layer 1's           (1,)               held by layer 1 alone, as one of its own inputs
+      layers 1's and 3's  (1, 3)             shared: a stage with both layers holds it once
+      none                none               passes: a temporary of the forwards of layers 0 to 3
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +28,19 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
-"""The arrays of an update that are none of gradients, parameters and state."""
+"""The arrays that pieces of an update exchange; gradients, parameters and state count elsewhere."""
 _LASTING = (ValueKind.STATE, ValueKind.CONSTANT)
+"""The kinds of values that a stage has between steps, too."""
 _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
+"""The kinds of values that can pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
-    All candidates are kept. Temporaries are what a program needs beside its inputs and results.
+    The programs are those that keep all candidates, which are the values whose fate a planner can
+    choose. Temporary bytes are what a program needs beside its inputs and results.
     """
 
     forward_s: float
@@ -53,10 +60,10 @@ def with_update_seconds(
     """Returns the works of layers with the seconds of their updates.
 
     Args:
-        works: of each layer.
-        loss: the layer of the loss, where the optimizer's global program runs.
-        optimizer: in pieces.
-        seconds: returns the seconds of a piece.
+        works: the work of each layer.
+        loss: the layer of the loss, with which the optimizer's global program runs.
+        optimizer: the optimizer, cut into pieces that run with a layer or with the loss.
+        seconds: a function that returns the seconds of a piece.
     """
     updates_s = [0.0] * len(works)
     for piece in optimizer.update:
@@ -78,13 +85,14 @@ def costs_of(
     """Collects the costs of a model.
 
     Args:
-        graph: its layers, tensors and parameters.
-        signatures: of each layer's programs with all candidates kept.
-        works: seconds and temporaries of each layer.
-        options: of each layer, the first of which keeps everything; None if there is no other.
-        optimizer: its state and what its update needs; None if neither is counted.
-        microbatches: in a step; their losses and aux values are held until its end.
-        splits: the backward in halves of each layer; None if backwards run whole.
+        graph: the layers, tensors and parameters of the model.
+        signatures: by layer, the interface of the programs that keep all candidates.
+        works: by layer, its seconds and temporary bytes.
+        options: by layer, its options, the first of which keeps everything; None if every layer
+            has only that one.
+        optimizer: the optimizer whose state and update count; None if neither counts.
+        microbatches: micro-batches of a step, whose losses and aux values are held until its end.
+        splits: by layer, the costs of its backward in halves; None if all backwards run whole.
     """
     model = _Model(graph, signatures)
     layers = []
@@ -128,11 +136,11 @@ def _layer_cost(
     """Returns the cost of a layer, without its options and its backward in halves.
 
     Args:
-        model: that has the layer.
-        layer: whose cost.
-        work: the seconds and temporaries of its programs.
-        optimizer: its state and what its update needs; None if neither is counted.
-        microbatches: in a step.
+        model: the model that has the layer.
+        layer: the layer.
+        work: the seconds and temporary bytes of the layer's programs.
+        optimizer: the optimizer whose state and update count; None if neither counts.
+        microbatches: micro-batches of a step.
     """
     graph = model.graph
     own_tensors = (graph.tensors[t] for t in model.own_inputs(layer))
@@ -151,7 +159,7 @@ def _layer_cost(
         gradient_bytes=_summed_bytes(graph, layer, microbatches),
         optimizer_bytes=lasting_bytes + _state_bytes(graph, layer.id, optimizer),
         input_bytes=sum(tensor.array.bytes for tensor in own_tensors),
-        # Programs of a device run one after another, so the largest counts.
+        # Programs of a device run one after another, so only the largest temporaries count.
         temporary_bytes=max(forward_bytes, backward_bytes, update_bytes, ending_bytes),
         state_bytes=0 if optimizer is None else _bytes_held(optimizer, layer.id),
         update_s=work.update_s,
@@ -159,10 +167,13 @@ def _layer_cost(
 
 
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
-    """Finds the groups of layers that a leaf of the model state goes through, reader to writer.
+    """Finds, for each leaf of the model state, the group of layers from its readers to its writers.
 
-    The written leaf is read by the next micro-batch. If a device ran the first and the last of a
-    group as two stages, its next forward would wait for a later stage; so it runs them as one.
+    Leaves that nobody writes, or that only one layer uses, have no group.
+
+    Each micro-batch reads the leaf that the micro-batch before it has written. If the first and the
+    last layer of a group were in two stages of one device, the forward of the earlier stage would
+    wait for the later stage to write the leaf. Therefore a device has a group in one stage.
     """
     groups = []
     for leaf in range(len(graph.state)):
@@ -179,14 +190,12 @@ def split_costs(
     programs: Sequence[LayerPrograms],
     seconds: Callable[[LayerPrograms], tuple[float, float]],
 ) -> list[SplitCost | None]:
-    """Returns the costs of each layer's backward in halves.
-
-    None for a layer whose backward has none.
+    """Returns the costs of each layer's backward in halves; None if a backward has no halves.
 
     Args:
         graph: the layers.
-        programs: of each layer, with all candidates kept; equal layers share theirs.
-        seconds: returns the seconds of both halves; it is asked once for programs that are shared.
+        programs: by layer, the programs that keep all candidates; equal layers share an object.
+        seconds: a function that returns the seconds of both halves, called once per object.
     """
     halves_s: dict[int, tuple[float, float]] = {}
     splits: list[SplitCost | None] = []
@@ -208,6 +217,7 @@ def _split_cost(
     input_s: float,
     weight_s: float,
 ) -> SplitCost:
+    """Returns the cost of a backward in halves, whose second half reads what is held in between."""
     assert programs.halves is not None
     split = programs.halves.signature
     values = {"input": layer.reads, "output": layer.writes}
@@ -218,7 +228,7 @@ def _split_cost(
             kept_bytes += split.weight.residuals[i].bytes
         else:
             read.append(values[kind][i])
-    # A cotangent is as large as the output that it belongs to.
+    # A cotangent is as large as its output, whose size therefore stands for it.
     read += [layer.writes[i] for i in split.weight.cotangents]
     tensors = [graph.tensors[ref.index] for ref in read if ref.kind == ValueKind.TENSOR]
     kept_bytes += sum(tensor.array.bytes for tensor in tensors)
@@ -231,18 +241,18 @@ def _split_cost(
 
 
 def own_inputs(graph: LayerGraph, signatures: Sequence[Signature]) -> list[list[int]]:
-    """Returns for each layer the tensors that its backward reads and no other's."""
+    """Returns for each layer the input tensors that only this layer's backward reads."""
     model = _Model(graph, signatures)
     return [model.own_inputs(layer) for layer in graph.layers]
 
 
 class _Model:
-    """The layers that each value concerns, and its bytes.
+    """The values of a model: their bytes, and the layers that read or make them.
 
     Attributes:
-        holders: by value, the layers whose backward reads it.
-        touching: by value, the layers whose forward reads or makes it.
-        bytes: by value; parameters and aux values are not among them.
+        holders: by value, the layers whose backward reads it, in ascending order.
+        touching: by value, the layers whose forward reads or makes it, in ascending order.
+        bytes: by value, its bytes; parameters and aux values are not in it.
     """
 
     def __init__(self, graph: LayerGraph, signatures: Sequence[Signature]) -> None:
@@ -268,7 +278,7 @@ class _Model:
             self.bytes[Ref(kind, i)] = size
 
     def own_inputs(self, layer: Layer) -> list[int]:
-        """Returns the tensors that a layer's forward reads, and of all backwards only its own."""
+        """Returns the tensors that a layer's forward reads and that only its backward reads."""
         alone = []
         for tensor in layer.reading(ValueKind.TENSOR):
             ref = Ref(ValueKind.TENSOR, tensor)
@@ -277,9 +287,9 @@ class _Model:
         return alone
 
     def shared(self) -> Iterator[Shared]:
-        """Yields what a stage holds once, however many of its layers read it."""
+        """Yields the values that a stage holds once, however many of its layers read them."""
         for ref, size in self.bytes.items():
-            # What no layer touches lies with the first.
+            # A value that no layer reads or makes lies with the first layer.
             touching = self.touching.get(ref, (0,))
             if ref.kind in _LASTING and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
@@ -289,11 +299,11 @@ class _Model:
             yield Shared(parameter.readers, parameter.array.bytes, per_version=True)
 
     def _is_held_apart(self, ref: Ref) -> bool:
-        """Tells whether a value is held, and is not an input that one layer holds alone."""
+        """Tells whether a value is held and does not count as a layer's own input."""
         holders = self.holders.get(ref, ())
         if len(holders) != 1 or ref.kind is not ValueKind.TENSOR:
             return bool(holders)
-        # An output that only its own layer's backward reads is held, but no input of a layer.
+        # A tensor with one holder is either the holder's own input, or its output.
         return holders == (self.graph.tensors[ref.index].producer,)
 
     def lasting_bytes(self, layer: int) -> int:
@@ -301,14 +311,16 @@ class _Model:
         frozen = [p for p in self.graph.parameters if p.frozen and p.readers == (layer,)]
         total = sum(p.array.bytes for p in frozen)
         for ref, size in self.bytes.items():
-            # What no layer touches lies with the first.
+            # A value that no layer reads or makes lies with the first layer.
             if ref.kind in _LASTING and self.touching.get(ref, (0,)) == (layer,):
                 total += size
         return total
 
     def passing_forward_bytes(self, layer: Layer) -> int:
-        """Counts values that pass while a layer's forward runs: no backward of its stage reads
-        them.
+        """Counts the bytes of values that pass and are alive while a layer's forward runs.
+
+        A tensor passes if no backward reads it. A batch, seed or state counts unless this layer's
+        own backward reads it.
         """
         total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():
@@ -322,7 +334,7 @@ class _Model:
         return total
 
     def passing_backward_bytes(self, layer: Layer) -> int:
-        """Counts cotangents that are alive while a layer's backward runs."""
+        """Counts the bytes of the cotangents that are alive while a layer's backward runs."""
         total = 0
         for tensor in self.graph.tensors:
             # The cotangent flows from the last reader back to the producer.
@@ -337,7 +349,10 @@ def _append(layers: dict[Ref, tuple[int, ...]], ref: Ref, layer: int) -> None:
 
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
-    """Counts what a step sums up or collects: gradients; with the loss, what a micro-batch yields."""
+    """Counts the bytes of a layer's gradients, which a step sums up.
+
+    The layer of the loss also has the losses and aux values of all micro-batches.
+    """
     trained = graph.trained(layer.reading(ValueKind.PARAMETER))
     total = sum(graph.parameters[p].array.bytes for p in trained)
     if layer.id == graph.loss_layer:
@@ -348,7 +363,7 @@ def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
 
 
 def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
-    """Counts the results of a step: loss, weight, norm of the gradient, and aux values."""
+    """Counts the bytes of a step's results: loss, weight, norm of the gradient, and aux values."""
     total = 3 * graph.loss_bytes
     for i, members in enumerate(graph.aux_groups):
         size = graph.aux[members[0]].bytes
@@ -357,15 +372,15 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 
 
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
-    """Names the holders of the optimizer's pieces and state that lie with a layer.
+    """Returns the holders whose pieces and state of the optimizer lie with a layer.
 
-    None is the global program, which lies with the loss.
+    A holder is a layer, or None for the optimizer's global program, which lies with the loss.
     """
     return (layer, None) if layer == graph.loss_layer else (layer,)
 
 
 def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
-    """Counts the optimizer's state beside a layer."""
+    """Counts the bytes of the optimizer's state that lies with a layer."""
     if optimizer is None:
         return 0
     return sum(_bytes_held(optimizer, holder) for holder in holders_of(graph, layer))
@@ -376,20 +391,20 @@ def _bytes_held(optimizer: OptimizerCut, holder: int | None) -> int:
 
 
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
-    """Counts what an update needs beside a layer's own gradients, parameters and state.
+    """Counts the bytes that an update needs beside a layer's gradients, parameters and state.
 
-    That is the gradients of other layers that read a tied parameter, and values that pieces
-    exchange.
+    They are the gradients of a tied parameter from the other layers that read it, and the values
+    that pieces of the optimizer exchange.
     """
     if optimizer is None:
         return 0
     total = 0
     for parameter in graph.tied():
         if parameter.owner == layer and not parameter.frozen:
-            # The gradient of its own reader is counted with the layer already.
+            # The owner's own gradient of the parameter counts among the layer's gradients.
             others = len(parameter.readers) - 1
             total += others * parameter.array.bytes
-    # Pieces share slots: each counts once.
+    # A slot is an array that pieces read or write. Pieces share slots, and each slot counts once.
     sizes: dict[Slot, int] = {}
     for piece in optimizer.update:
         if piece.layer not in holders_of(graph, layer):

@@ -1,12 +1,13 @@
-"""Clusters by name: those of the papers, and some newer ones.
+"""The clusters that have a name: those of the papers, and some with newer devices.
 
-Figures are sustained ones: what the maker states, times what training programs reach of it.
+All rates are sustained rates: the figure that the maker states, times the share of it that training
+programs reach.
 
-    products, memory    what the family of the device reaches (`families.py`)
-    links               0.8 of one direction's raw rate: large copies through PCIe, NVLink, a TPU's ICI or a network
+    products, memory    the share that the device's family reaches (`families.py`)
+    links               0.8 of the raw rate in one direction, as large copies reach through PCIe,
+                        NVLink, a TPU's ICI or a network
 
-`float32` products run as TF32 where a device has it, for that is what XLA does unless told
-otherwise.
+On devices that have TF32, products of `float32` have TF32's rate, because XLA uses TF32 by default.
 """
 
 from collections.abc import Mapping
@@ -18,9 +19,10 @@ from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.util.sizes import GIB
 
 LINKS = 0.8
+"""The share of a link's raw rate that large copies reach."""
 
 _FAMILIES = {"Tesla P40": PASCAL, "RTX 2080 Ti": VOLTA, "V100 16 GB": VOLTA}
-"""The devices whose families were measured, by name; all others reach the shares of `SHEET`."""
+"""The devices whose families were measured, by name; all others are assumed to be as `SHEET`."""
 
 
 def _family_of(name: str) -> Family:
@@ -38,12 +40,13 @@ def _gpu(
     """Makes a GPU from its data sheet.
 
     Args:
-        name: of it, by which its family is found.
-        memory_gib: its memory.
+        name: the name of the GPU, by which its family is found.
+        memory_gib: the size of its memory.
         memory_bytes_per_s: the peak rate of its memory.
-        tflops: the peak rate of products, by dtype.
-        vector_tflops: the peak of its float32 units, a multiply-add counted as two.
-        cores: its multiprocessors; 0 if the number is not known.
+        tflops: the peak rate of its products, by dtype.
+        vector_tflops: the peak rate of its float32 units, where a multiply-add counts as two
+            operations.
+        cores: the number of its multiprocessors; 0 if it is not known.
     """
     family = _family_of(name)
     return Accelerator(
@@ -52,7 +55,7 @@ def _gpu(
         family.memory.value * memory_bytes_per_s,
         {dtype: family.share(dtype) * 1e12 * rate for dtype, rate in tflops.items()},
         launch_s=family.launch_s.value,
-        elementwise_per_s=0.5e12 * vector_tflops,  # an operation alone is half of a multiply-add
+        elementwise_per_s=0.5e12 * vector_tflops,  # an operation takes as long as a multiply-add
         cores=cores,
         tiling=family.tiling,
     )
@@ -68,14 +71,14 @@ def _tpu(
 ) -> Accelerator:
     """Makes a TPU from its data sheet.
 
-    Products of float32 run as bfloat16 there, unless a program asks for more precision.
+    On TPUs, products of float32 run as bfloat16 unless a program asks for more precision.
     """
     rates = {"float32": tflops, "bfloat16": tflops}
     chip = _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
     return replace(chip, platform="tpu", scratch_bytes=scratch_mib * 2**20)
 
 
-# float32 and bfloat16 of devices from Ampere on: the same units with TF32 or bfloat16 operands.
+# From Ampere on, the same units multiply float32, as TF32, and bfloat16.
 _AMPERE = {"float32": 156.0, "bfloat16": 312.0}
 _HOPPER = {"float32": 495.0, "bfloat16": 989.0}
 
@@ -87,7 +90,7 @@ RTX_2080TI = _gpu(
     13.4,
     68,
 )
-# 22 of 24 GB, as torchgpipe counts its memory.
+# torchgpipe counts 22 of the P40's 24 GB.
 P40 = _gpu(
     "Tesla P40",
     22,
@@ -136,10 +139,10 @@ def _link(gigabytes_per_s: float, latency_s: float) -> Link:
 
 
 _PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
-# One of the six NVLinks of a V100, of which a pair of devices has one or two; all links of an A100
-# and an H100.
+# A V100 has six NVLinks. A pair of V100s is joined by one or two of them, so one counts. A pair of
+# A100s or H100s uses all links of a device.
 _NVLINK_V100, _NVLINK_A100, _NVLINK_H100 = (_link(rate, 5e-6) for rate in (25.0, 300.0, 450.0))
-# One link of a chip to a neighbour.
+# The rate of one link of a TPU chip to a neighbour.
 _ICI_50, _ICI_100 = (_link(rate, 2e-6) for rate in (50.0, 100.0))
 
 
@@ -152,14 +155,14 @@ def _cluster(
     network_gigabits_per_s: float,
     peer: Link | None = None,
 ) -> Cluster:
-    """Makes a cluster on Ethernet.
+    """Makes a cluster whose machines are joined by a network.
 
     Args:
-        name: of it.
-        device: each of its devices.
-        devices_per_machine: their number.
-        machines: their number.
-        host: the link of each device to its host.
+        name: the name of the cluster.
+        device: the device that all of its devices are like.
+        devices_per_machine: the number of devices of each machine.
+        machines: the number of machines.
+        host: the link between each device and its host.
         network_gigabits_per_s: the raw rate of the network.
         peer: the link between devices of a machine; None if they send through the host's link.
     """
@@ -179,14 +182,14 @@ def _cluster(
 
 
 _OF_PAPERS = (
-    # vPipe's machines: four devices on PCIe 3, 40 Gbps between machines.
+    # vPipe: machines with four devices on PCIe 3, and 40 Gbps between machines.
     _cluster("2080ti", RTX_2080TI, 4, 2, _PCIE3, 40.0),
-    # DAPPLE, table III: 8 devices with NVLink and 25 Gbps; one device per machine at 25 and at 10
-    # Gbps.
+    # DAPPLE, table III: (a) eight devices per machine with NVLink, and 25 Gbps between machines;
+    # (b) one device per machine at 25 Gbps; (c) one device per machine at 10 Gbps.
     _cluster("v100-a", V100, 8, 2, _PCIE3, 25.0, _NVLINK_V100),
     _cluster("v100-b", V100, 1, 16, _PCIE3, 25.0),
     _cluster("v100-c", V100, 1, 16, _PCIE3, 10.0),
-    # DawnPiper: eight devices on PCIe 4. torchgpipe: eight on PCIe 3.
+    # DawnPiper: eight A100s on PCIe 4. torchgpipe: eight P40s on PCIe 3.
     _cluster("a100-40gb", A100_40GB, 8, 1, _PCIE4, 100.0),
     _cluster("p40", P40, 8, 1, _PCIE3, 40.0),
 )
@@ -196,19 +199,20 @@ _OTHER_GPUS = (
     _cluster("h200", H200, 8, 1, _PCIE5, 400.0, _NVLINK_H100),
     _cluster("rtx4090", RTX_4090, 8, 1, _PCIE4, 100.0),
 )
-# The TPUs of one host, or of two: stages that follow each other are neighbours.
+# The TPUs of one host or two. Consecutive stages are placed on neighbours, one link apart.
 _TPUS = (
     _cluster("v4", TPU_V4, 4, 2, _PCIE3, 200.0, _ICI_50),
     _cluster("v5e", TPU_V5E, 8, 1, _PCIE3, 200.0, _ICI_50),
     _cluster("v5p", TPU_V5P, 4, 2, _PCIE3, 200.0, _ICI_100),
     _cluster("v6e", TPU_V6E, 8, 1, _PCIE4, 200.0, _ICI_100),
 )
-# Devices of one process that share its memory: a transfer is a copy.
+# CPU devices of one process share its memory, so a transfer is a copy in that memory.
 _CPUS = _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0)
 
 PRESETS = {cluster.name: cluster for cluster in (*_OF_PAPERS, *_OTHER_GPUS, *_TPUS, _CPUS)}
 
-# What devices report as their kind contains one of these; the longer names come first.
+# A device has the accelerator of the first of these names that its reported kind contains. So a
+# name stands before every shorter name that is a part of it.
 _KINDS = {
     "H200": H200,
     "H100": H100,
@@ -225,7 +229,7 @@ _KINDS = {
 
 
 def peak_per_s(device: Accelerator, dtype: str) -> float:
-    """Returns the floating-point operations per second that the maker of an accelerator states.
+    """Returns the peak rate of an accelerator's products in flops per second, as its maker states.
 
     >>> round(peak_per_s(H100, "bfloat16") / 1e12), round(peak_per_s(V100, "float32") / 1e11)
     (989, 157)
@@ -234,10 +238,10 @@ def peak_per_s(device: Accelerator, dtype: str) -> float:
 
 
 def accelerator_like(kind: str, platform: str) -> Accelerator:
-    """Finds the accelerator most like a device: by the name of its kind, else by its platform.
+    """Finds the accelerator that is most like a device: by its kind, otherwise by its platform.
 
     Args:
-        kind: the name that the device reports.
+        kind: the name of its kind that the device reports.
         platform: `cpu`, `gpu` or `tpu`.
 
     >>> accelerator_like("NVIDIA H200", "gpu").name
@@ -247,7 +251,7 @@ def accelerator_like(kind: str, platform: str) -> Accelerator:
 
 
 def known_accelerator(kind: str) -> Accelerator | None:
-    """Finds the accelerator of a kind of device; None if none is known by that name.
+    """Finds the accelerator of a kind of device; None if the kind contains no known name.
 
     >>> known_accelerator("cpu")
     """

@@ -1,7 +1,7 @@
-"""Matrix products, and convolutions as products, as equations have them.
+"""The matrix products that equations compute, with convolutions seen as products.
 
-A convolution has as many rows as its result has pixels, and sums over the pixels of a kernel and
-its inputs.
+Seen as a product, a convolution has a row for each pixel of its result and a column for each output
+channel. Its sums go over the pixels and input channels of the kernel.
 """
 
 import math
@@ -12,17 +12,16 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
 SINGLE = 4, 4, 4
-"""The bytes of elements of float32."""
+"""The bytes of an element of left operand, right operand and result, if all are float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """A batch of b products of m x k by k x n.
 
-    The bytes of an element of each operand, and of the result.
-
+    `itemsizes` has the bytes of an element of the left operand, the right operand and the result.
     `three` names the array of a dense convolution that has 3 x 3 pixels: the kernel, or, if the
-    convolution computes the gradient of a kernel, the result.
+    convolution computes the gradient of a kernel, the result. It is None for all other products.
     """
 
     b: int
@@ -39,11 +38,12 @@ class Product:
 
     @property
     def minimal(self) -> "Product | None":
-        """The products that Winograd's algorithm F(2 x 2, 3 x 3) makes of this.
+        """The batch of products by which Winograd's algorithm F(2 x 2, 3 x 3) computes the same.
 
-        Four pixels of a result take 16 multiplications in place of 36 (Lavin and Gray, "Fast
-        algorithms for convolutional neural networks", CVPR 2016): 16 products of a quarter of the
-        rows and a ninth of the sums. None if the algorithm cannot be used.
+        The algorithm computes four pixels of a result with 16 multiplications in place of 36 (Lavin
+        and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016). So there are 16
+        products, each with a quarter of the rows and a ninth of the length of the sums. For the
+        gradient of a kernel, rows and sums change places. None if the algorithm does not apply.
         """
         if self.three is None:
             return None
@@ -73,11 +73,12 @@ def product_of(eqn: JaxprEqn) -> Product | None:
 
 
 def _matrices(eqn: JaxprEqn) -> Product:
+    """Returns the product of a `dot_general`, whose free dimensions are the rows and columns."""
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     left, right = (_jax.aval(v) for v in eqn.invars)
     b = math.prod(left.shape[d] for d in batch)
     k = math.prod(left.shape[d] for d in summed)
-    shared = max(1, b * k)  # 1 for empty operands
+    shared = max(1, b * k)  # at least 1, so that empty operands do not divide by 0
     return Product(
         b,
         left.size // shared,
@@ -88,9 +89,9 @@ def _matrices(eqn: JaxprEqn) -> Product:
 
 
 def _convolution(eqn: JaxprEqn) -> Product:
-    """Returns the product that a convolution computes.
+    """Returns the product that a convolution computes, without the zeros of a dilated input.
 
-    Zeros between dilated inputs are not multiplied.
+    If the input is dilated by `spread`, only one in `spread` of its pixels is not a zero.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
@@ -107,10 +108,10 @@ def _convolution(eqn: JaxprEqn) -> Product:
         three = "kernel"
     elif dense and result[2:] == [3, 3]:
         three = "result"
-    # Rows are the pixels of all images; sums go over the pixels of the kernel and its inputs.
+    # Rows are the pixels of all images of the result.
     pixels = result[0] * math.prod(result[2:])
     m = -(-pixels // spread)
-    # Each sum goes over the inputs of a group and the pixels of the kernel.
+    # Each sum goes over the input channels of a group and the pixels of the kernel.
     k = kernel[1] * math.prod(kernel[2:])
     return Product(
         groups,

@@ -1,13 +1,18 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
-It is read off the backward that keeps nothing, in which every candidate still bears its name. An
-equation that depends on no cotangent repeats the forward:
+A candidate is a value in the layer that the forward may keep for the backward. A candidate that is
+not kept is dropped. The work is read off the backward that keeps no candidate: it contains the
+forward's equations, with the names of all candidates. An equation of this backward repeats the
+forward if it depends on no cotangent; all others compute cotangents and gradients.
 
-    inputs --e1--> a --e2--> b --e3--> c --e4--> what cotangents' equations read       a, c: candidates
+    inputs --e1--> a --e2--> b --e3--> c --e4--> d        e1 to e4   equations of the forward
+                                                          a, c       candidates
+                                                          d          read to compute cotangents
 
-e4 is always repeated, because no candidate lies behind it. e2 and e3 are repeated
-if c is dropped, and e1 too if a is dropped, because e2 reads a. A candidate is needed if a repeated
-equation, or one of the cotangents', reads it; kept candidates that nobody needs cost no bytes.
+The backward always repeats e4, because no candidate lies between e4 and what the backward needs. It
+repeats e2 and e3 if c is dropped. It also repeats e1 if a is dropped as well, because e2 reads a.
+A candidate is needed if an equation that is repeated, or one with cotangents, reads it. In the
+drawing a is not needed if c is kept. Then a costs no bytes, even if a is chosen to be kept.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,17 +33,21 @@ EquationSeconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]
 
 @dataclass(frozen=True)
 class Recompute:
-    """A layer's candidates and what dropping them costs.
+    """The candidates of a layer, and what dropping them costs.
+
+    Only n candidates matter: those that the backward reads, those that recomputing such a candidate
+    reads, and so on. They are numbered from 0 to n - 1 in all attributes but the first.
 
     Attributes:
-        candidates: the names of all.
-        names: those of the n candidates that can matter.
+        candidates: the names of all candidates of the layer.
+        names: the names of the n candidates.
         bytes: their sizes.
-        free: those that are kept anyway, because they are results of the layer.
-        parents: for each of the n the candidates that recomputing it needs; at -1 those that the
-            backward needs itself.
-        behind: (n, equations), whether recomputing a candidate repeats an equation.
-        seconds: (equations,), of each.
+        free: the candidates that exist in any case, because they are results of the layer.
+        parents: for each of the n candidates, the candidates that recomputing it reads; the last
+            entry has those that the backward itself reads.
+        behind: an array of (n, equations) that tells whether recomputing a candidate repeats an
+            equation.
+        seconds: an array of (equations,) with the seconds of each equation.
     """
 
     candidates: tuple[str, ...]
@@ -50,12 +59,12 @@ class Recompute:
     seconds: np.ndarray
 
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Finds which of these kept candidates are needed, and which others are recomputed.
+        """Returns which of the kept candidates are needed, and which others are recomputed.
 
-        Walks from what the backward needs to what that is made of, and stops at kept candidates.
-        Each candidate is expanded once.
+        Walks from the candidates that the backward reads to their parents, and on to theirs, but
+        not beyond kept candidates.
         """
-        # Results of the layer exist anyway, so nothing behind them runs again for the backward.
+        # Results of the layer exist anyway, so the backward reads them as if they were kept.
         kept = self.free.union(kept)
         used = set()
         recomputed = set()
@@ -70,27 +79,28 @@ class Recompute:
         return frozenset(used), frozenset(recomputed)
 
     def extra_s(self, recomputed: Collection[int]) -> float:
-        """Returns the seconds of recomputing these candidates; equations they share run once."""
+        """Returns the seconds of recomputing candidates; an equation behind several runs once."""
         if not recomputed:
             return 0.0
         repeated = self.behind[sorted(recomputed)].any(0)
         return float(self.seconds[repeated].sum())
 
     def kept_bytes(self, used: Iterable[int]) -> int:
-        """Counts the bytes of kept candidates; free ones lie elsewhere."""
+        """Counts the bytes of kept candidates, except free ones, which are counted elsewhere."""
         return sum(self.bytes[c] for c in used if c not in self.free)
 
     @cached_property
     def choices(self) -> frozenset[int]:
-        """The candidates whose fate is open."""
+        """The candidates that may be kept or dropped."""
         return frozenset(range(len(self.names))) - self.free
 
     def subsets(self) -> list[frozenset[int]]:
-        """Returns the sets of candidates worth keeping, by bytes, each without what nobody needs.
+        """Returns the sets of candidates worth keeping, by rising bytes, of needed candidates only.
 
-        If candidates are few these are all Pareto points of bytes and seconds. If not, they are the
-        efficient ones among minimum cuts at many prices of a byte, and among sets that differ from
-        these in one candidate: a cut alone finds only points of the convex hull.
+        A set is worth keeping if no other tried set of as few bytes saves as many seconds. With few
+        candidates all sets are tried. With more, the sets tried are the minimum cuts at several
+        prices of a byte, and all sets that differ from one of these in one candidate. The latter
+        matter because minimum cuts find only points on the convex hull of bytes and seconds.
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
@@ -103,7 +113,7 @@ class Recompute:
         return self._pareto({self.dropping(kept)[0] for kept in tried})
 
     def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
-        """Returns the subsets that take fewer seconds than all subsets of no more bytes."""
+        """Returns the subsets that take fewer seconds than all others of no more bytes."""
         points = []
         for used in subsets:
             extra_s = self.extra_s(self.dropping(used)[1])
@@ -117,7 +127,10 @@ class Recompute:
         return best
 
     def _prices(self) -> np.ndarray:
-        """Returns seconds per byte, from where everything is kept to where nothing is."""
+        """Returns prices of a byte in seconds, from those that keep all to those that keep nothing.
+
+        At the highest price even the smallest candidate costs more than recomputing the layer.
+        """
         smallest = min((self.bytes[c] for c in self.choices), default=1)
         highest = self.seconds.sum() / max(smallest, 1)
         if not highest:
@@ -125,18 +138,20 @@ class Recompute:
         return np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices)
 
     def cut(self, price: float) -> frozenset[int]:
-        """Finds the candidates to keep so that seconds + price x bytes kept are least: a minimum
-        cut.
+        """Finds the candidates to keep for the least seconds + price * bytes, by a minimum cut.
 
-        Each candidate has two nodes, needed and recomputed, each equation one. The nodes on the
-        side of the source are true:
+        Each candidate c has two nodes, needed[c] and recomputed[c], and each equation has one. A
+        node on the source's side of the cut is true. An edge u -> v costs its capacity if u is true
+        and v is not, so the cut's capacity is the sum to minimise:
 
-            source -> needed[p]              p is needed by the backward itself
-            needed[c] -> recomputed[c]       cut if c is kept, at its price
-            recomputed[c] -> needed[p]       recomputing c needs p
-            recomputed[c] -> e -> sink       and repeats equation e, cut at its seconds
+            edge                          capacity           meaning
+            source -> needed[p]           endless            the backward itself reads p
+            needed[c] -> recomputed[c]    price * bytes[c]   a needed c is kept or recomputed
+            recomputed[c] -> needed[p]    endless            recomputing c reads p
+            recomputed[c] -> e            endless            recomputing c repeats equation e
+            e -> sink                     seconds[e]         a repeated equation costs its seconds
         """
-        # Late: this takes an eighth of the seconds of `import jvpipe`, and few models need it.
+        # Imported late: it takes an eighth of the time of `import jvpipe`, and few models need it.
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -150,7 +165,7 @@ class Recompute:
         weights[list(self.free)] = 0.0
         total = weights.sum() + self.seconds.sum()
         scale = OPTIONS.flow_units / max(total, 1e-300)
-        # More than all finite capacities together, so that no minimum cut contains such an edge.
+        # More than all other capacities together, so that no minimum cut contains such an edge.
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
         for c in range(n):
@@ -159,7 +174,7 @@ class Recompute:
             repeated = self.behind[c].nonzero()[0]
             edges += [(recomputed[c], equation[e], endless) for e in repeated]
         for e in range(columns):
-            # At least one unit: an equation whose seconds round to nothing is not free.
+            # At least one unit, so that an equation whose seconds round to 0 still costs something.
             capacity = max(int(self.seconds[e] * scale), 1)
             edges.append((equation[e], sink, capacity))
         rows, cols, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
@@ -167,7 +182,7 @@ class Recompute:
         residual = graph - maximum_flow(graph, source, sink).flow
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
-        # What the source still reaches is its side of a minimum cut.
+        # The nodes that the source reaches by edges with capacity left are its side of the cut.
         reached = breadth_first_order(residual, source, return_predecessors=False)
         is_true = np.isin(np.arange(size), reached)
         is_kept = is_true[needed] & ~is_true[recomputed]
@@ -175,7 +190,7 @@ class Recompute:
 
 
 def _choices(n: int) -> Iterator[list[bool]]:
-    """Yields for each subset of n things whether it has each of them: 2^n lists."""
+    """Yields the 2^n subsets of n things, as lists that tell whether each thing is included."""
     for digits in range(2**n):
         yield [bool(digits >> i & 1) for i in range(n)]
 
@@ -189,10 +204,11 @@ def recompute_of(
     """Finds what dropping the candidates of a layer costs.
 
     Args:
-        nothing: the layer's programs with no candidate kept.
+        nothing: the layer's programs that keep no candidate.
         sizes: the bytes of each candidate, by name.
-        results: candidates that the layer yields: they are kept whether chosen or not.
-        seconds: returns the seconds of each of some equations, given them and their outputs.
+        results: the names of candidates that are results of the layer, which always exist.
+        seconds: a function that returns the seconds of each equation, given a program's equations
+            and outputs.
     """
     backward = merged_equations(nothing.backward).jaxpr
     repeated, needed = _repeated(backward, len(nothing.signature.sources))
@@ -209,7 +225,7 @@ def recompute_of(
         return jaxprs.variables(backward.eqns[maker[v]].invars)
 
     def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
-        """Finds the candidates that some values are made of, and the equations since then."""
+        """Returns the nearest candidates that values are made of, and the equations in between."""
         names = set()
         eqns = set()
         todo = list(start)
@@ -224,7 +240,7 @@ def recompute_of(
 
     direct, always = made_of(needed)
     operands = {name: operands_of(v) for v, name in named.items()}
-    # Ends: the lineage of each name is found once.
+    # The lineage of a candidate is what it is made of. Each one is found once, so the loop ends.
     lineage: dict[str, tuple[set[str], set[int]]] = {}
     todo = sorted(direct)
     while todo:
@@ -234,7 +250,7 @@ def recompute_of(
     names = [name for name in sizes if name in lineage]
     parents = [*(lineage[name][0] for name in names), direct]
     seconds_of = seconds(backward.eqns, backward.outvars)
-    # Equations that are always repeated, and those that take no time, decide nothing.
+    # Equations that are always repeated, or take no time, make no difference between choices.
     behind_any = set[int]().union(*(eqns for _, eqns in lineage.values()))
     columns = [i for i in sorted(behind_any - always) if seconds_of[i]]
     behind = np.zeros((len(names), len(columns)), bool)
@@ -255,13 +271,14 @@ def recompute_of(
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
-    """Finds the equations that depend on no cotangent, and their values that are read elsewhere.
+    """Finds the equations that repeat the forward, and which of their values are read elsewhere.
 
     Args:
-        backward: that keeps nothing.
-        sources: the number of its inputs that the forward left; cotangents and sums follow.
+        backward: the backward that keeps nothing.
+        sources: the number of its inputs that come from the forward. They are the first inputs;
+            the others are cotangents and partial sums.
     """
-    pulled = set(backward.invars[sources:])  # and what is made of them
+    pulled = set(backward.invars[sources:])  # cotangents, sums, and all that is made of them
     repeated: list[int] = []
     read = list(backward.outvars)
     for i, eqn in enumerate(backward.eqns):

@@ -1,20 +1,23 @@
-"""Seconds and bytes of equations on a device, from their shapes alone.
+"""Seconds and bytes of a program's equations on a device, estimated from their shapes alone.
 
-XLA fuses elementwise operations into the kernels that read them, so few values reach memory:
-results and operands of products and the like, reductions, and results of the program. Each of these
-has a kernel here, which reads the values in memory that it is made of:
+A kernel is what a device computes in one launch. XLA fuses elementwise operations into the kernels
+that read their results, so few values reach memory: the operands and results of products and the
+like, the results of reductions, and the results of the program. Here each equation that writes such
+a value has a kernel, which reads from memory all values that the written value is made of:
 
-    x --exp--> . --add--> . --dot--> y --tanh--> . --sum--> z        in memory: x, add's result, y, z
-      [   first kernel    ] [second  ] [    third kernel    ]
+    x --exp--> . --add--> u --dot--> y --tanh--> . --sum--> z        arrows: equations
+      [   first kernel    ] [second  ] [    third kernel    ]        dots: values inside a kernel
+                                                                     in memory: x, u, y, z
 
 A kernel takes (Williams et al., "Roofline", CACM 2009)
 
-    launch + max(flops / rate of products, elementwise operations / their rate, bytes / rate of
-    memory)
+    launch + max(flops / rate of products,
+                 elementwise operations / rate of elementwise operations,
+                 bytes read and written / rate of memory)
 
-On a device with a tiling the first of the three is the seconds of waves of tiles (`tiling.py`).
-Frameworks that do not fuse have a kernel for each equation that is not just another name of its
-operand. A program takes at least the seconds in which its host starts all kernels.
+On a device with a tiling, `tiling.py` gives the first of the three terms. In a framework that does
+not fuse, each equation has a kernel, unless its result is only another name of its operand. A
+program takes at least the time in which its host launches all kernels.
 """
 
 import math
@@ -35,36 +38,36 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Other names of their operand: no kernel.
+# The result is another name of the operand, so there is no kernel.
 _ALIASES = _words(
     "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name "
     "stop_gradient copy copy_p reduce_precision sharding_constraint transpose"
 )
-# No kernel either: readers make these as they go.
+# There is no kernel: each kernel that reads the result computes it while reading.
 _MADE_ON_READING = _words("broadcast_in_dim iota")
 _EXPONENTIALS = _words("exp exp2 log log1p expm1 tanh logistic sin cos pow")
 _SPECIAL = _words("erf erfc erf_inv lgamma digamma tan atan2")
-# No two kernels make one of these for themselves.
+# These are too expensive for two kernels to compute the same value each for itself.
 DEAR = (*_EXPONENTIALS, *_SPECIAL)
-# Results of these are written even where all readers are elementwise.
+# The results of these reach memory even if all their readers are elementwise.
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
-# These read or write only a part of their operand, as large as their result or their update.
+# These read only a part of their operand, as large as their result.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
 POOLS = _words(
     "reduce_window_max reduce_window_min reduce_window_sum reduce_window "
     "select_and_scatter_add select_and_gather_add"
 )
-# Elementwise operations per value of an equation; 1 if it is not listed.
+# Elementwise operations per element that an equation computes; 1 for primitives not listed here.
 _OPERATIONS: dict[str, float] = dict.fromkeys(
     _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"),
     0.5,
 )
 _OPERATIONS |= dict.fromkeys((*_EXPONENTIALS, "rsqrt", "sqrt", "div"), 8.0)
 _OPERATIONS |= dict.fromkeys(_SPECIAL, 20.0)
-_RANDOM_OPERATIONS = 50.0  # of threefry, per word
+_RANDOM_OPERATIONS = 50.0  # operations of threefry per random word
 
 
 def nbytes(atom: Atom) -> int:
@@ -84,11 +87,11 @@ def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
         device.platform,
         fuses=device.framework.fuses,
     )
-    # Kernels run one after another.
+    # Kernels run one after another, so their seconds add up.
     busy_s = 0.0
     for i, kernel in kernels.of.items():
         busy_s += _kernel_seconds(jaxpr.eqns[i], kernel, device)
-    # The host starts one kernel after another, while earlier ones run.
+    # The host launches kernels while earlier kernels run: the slower of host and device counts.
     starting_s = len(kernels.of) * device.framework.host_s
     return float(max(busy_s, starting_s))
 
@@ -98,14 +101,12 @@ def equation_seconds(
     outputs: Iterable[Atom],
     device: Accelerator,
 ) -> list[float]:
-    """Estimates the seconds of each equation's kernel.
-
-    0 if an equation is part of another's kernel.
+    """Estimates the seconds of each equation's kernel; 0 for equations fused into another's kernel.
 
     Args:
-        eqns: of a program.
-        outputs: its results.
-        device: that would run it.
+        eqns: the equations of a program.
+        outputs: the results of the program.
+        device: the device that would run the program.
     """
     kernels = Kernels(
         eqns,
@@ -118,10 +119,10 @@ def equation_seconds(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel.
+    """The work of one kernel beside its products.
 
     Attributes:
-        reads: the bytes that it reads of each value in memory.
+        reads: by value in memory, the bytes of it that the kernel reads.
         operations: its elementwise operations.
         written: the bytes that it writes.
     """
@@ -132,15 +133,18 @@ class _Kernel:
 
 
 class Kernels:
-    """The equations of a program as kernels.
+    """The kernels of a program's equations.
+
+    An equation has a kernel if a result of the equation reaches memory.
 
     Attributes:
-        root: by variable, the first name of its value.
-        written: the values that reach memory, by their first names.
-        of: by the place of an equation that has a kernel, that kernel.
-        fused: by variable, what a kernel that uses it reads of memory, and computes, for it. For a
-            value in memory that is the value itself, and nothing to compute. Operations are by the
-            place of their equation, so that a value that is used twice counts once.
+        root: by variable, its first name: the variable of the same value before any alias.
+        written: the first names of the values that reach memory.
+        of: by the index of an equation, its kernel; equations without a kernel are not in it.
+        fused: by variable, what a kernel that uses the variable has to do for it: the bytes to
+            read, by value in memory, and the elementwise operations, by the index of their
+            equation. A variable in memory is read itself and takes no operations. The index makes
+            equations that a kernel uses twice count once.
     """
 
     def __init__(
@@ -177,11 +181,9 @@ class Kernels:
         platform: str,
         fuses: bool,
     ) -> set[Var]:
-        """Finds the values that reach memory: results, and what a kernel writes or cannot make
-        itself.
-        """
-        # A value reaches memory if it is a result, if its kernel cannot be part of another, or if a
-        # kernel reads it that cannot make it.
+        """Finds the first names of the values that reach memory."""
+        # A value reaches memory if it is a result of the program, if its equation cannot be fused
+        # into the kernel of a reader, or if a reader can only read its operands from memory.
         needed = list(jaxprs.variables(outputs))
         for eqn in eqns:
             fused = fuses or _is_free(eqn)
@@ -193,7 +195,10 @@ class Kernels:
         return {self.root.get(v, v) for v in needed}
 
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
-        """Finds the values in memory that equation i is made of, and the operations since then."""
+        """Returns the bytes that equation i reads, by value in memory, and its operations.
+
+        Both include the equations that are fused into it. Operations are by their equation's index.
+        """
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
         for v in jaxprs.variables(eqn.invars):
@@ -202,31 +207,30 @@ class Kernels:
                 reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
-            # It reads no more of its operands than it yields.
+            # It reads no more of each operand than the bytes of its results.
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations
 
 
 def _written_bytes(eqn: JaxprEqn) -> int:
-    """Counts the bytes that an equation writes: of a scatter or an update in place, those of the
-    update.
-    """
+    """Counts the bytes that an equation writes; a scatter or update in place writes its update."""
     if eqn.primitive.name in (*SCATTERS, "dynamic_update_slice"):
         return nbytes(eqn.invars[-1])
     return sum(map(nbytes, eqn.outvars))
 
 
 def _is_free(eqn: JaxprEqn) -> bool:
-    """Tells whether no framework has a kernel for an equation."""
+    """Tells whether an equation has no kernel of its own in any framework."""
     return eqn.primitive.name in (*_ALIASES, *_MADE_ON_READING)
 
 
 def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
     """Tells whether an equation's results reach memory, whatever reads them.
 
-    Random bits of threefry are elementwise, except on CPUs. A scatter that puts one value into each
-    row is a comparison with the numbers of columns on a TPU.
+    Two kinds depend on the platform. Random bits of threefry are elementwise except on CPUs. On a
+    TPU, a scatter that puts one value into each row becomes an elementwise comparison of column
+    numbers with the value's column.
     """
     if eqn.primitive.name in SCATTERS:
         return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims
@@ -236,9 +240,9 @@ def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
 
 
 def _reads_memory(eqn: JaxprEqn, platform: str) -> bool:
-    """Tells whether a kernel can only read its operands from memory, and not make them itself.
+    """Tells whether an equation's kernel can only read its operands from memory.
 
-    A GPU gathers and pools from values that the same kernel makes.
+    On a GPU, a kernel can compute the values that it gathers or pools.
     """
     if eqn.primitive.name in ("gather", *POOLS):
         return platform != "cuda"
@@ -246,7 +250,7 @@ def _reads_memory(eqn: JaxprEqn, platform: str) -> bool:
 
 
 def _operations(eqn: JaxprEqn) -> float:
-    """Counts the elementwise operations of an equation; a product has none."""
+    """Counts the elementwise operations of an equation; a product has flops instead."""
     name = eqn.primitive.name
     if name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
         return 0.0
@@ -261,6 +265,7 @@ def _operations(eqn: JaxprEqn) -> float:
 
 
 def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) -> float:
+    """Estimates the seconds of an equation's kernel; 0 if the equation has none."""
     if kernel is None:
         return 0.0
     if bodies := _jax.inner_jaxprs(eqn):
@@ -275,6 +280,7 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) 
 
 
 def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
+    """Estimates the seconds of a product of `work` flops, by tiles if the device has a tiling."""
     dtype = _jax.aval(eqn.invars[0]).dtype
     rate = device.products_per_s(str(dtype))
     product = product_of(eqn)
@@ -290,8 +296,10 @@ def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
 
 
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:
-    """Estimates an equation with bodies: a scan's as often as it runs, a while's once, the longest
-    branch.
+    """Estimates the seconds of an equation that contains jaxprs, its bodies.
+
+    A scan's body counts once per round, the bodies of a while loop once, because its rounds are
+    unknown, and of a cond's branches the longest counts.
     """
     body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
     if eqn.primitive.name == "cond":

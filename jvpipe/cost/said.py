@@ -1,9 +1,9 @@
-"""The answers of a target's compiler about a model's programs,
-where they exceed what the roofline counts.
+"""Temporary bytes as a target's compiler reports them, where they exceed the modelled bytes.
 
-A plan uses few of the programs that its model has, and the compiler was asked about these alone.
-Its answer for one way to treat a layer is carried over to the other ways of that layer, by how much
-they compute again.
+A layer has many options, ways to treat what its forward leaves, and each has programs of its own. A
+plan uses one option per layer, and the compiler was asked about the programs of plans alone. So the
+compiler's answer for one option of a layer is carried over to the layer's other options, according
+to how many bytes they recompute.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -34,11 +34,11 @@ Said = Mapping[Hashable, Sizes]
 
 
 def with_said_work(work: Work, programs: LayerPrograms, said: Said) -> Work:
-    """Returns the work of a layer with temporaries that are no less than the compiler's.
+    """Returns the work of a layer with temporary bytes no less than the compiler's.
 
     Args:
-        work: as it is counted, with all candidates kept.
-        programs: of the layer.
+        work: the modelled work, with all candidates kept.
+        programs: the programs of the layer that keep all candidates.
         said: the compiler's answers.
     """
     forward = _largest(said, forward_program(programs)) or 0
@@ -57,13 +57,13 @@ def with_said_updates(
     optimizer: OptimizerCut,
     said: Said,
 ) -> Work:
-    """Returns the work of a layer with the temporaries of its update.
+    """Returns the work of a layer with temporary bytes of its update no less than the compiler's.
 
     Args:
-        work: as it is counted.
+        work: the modelled work.
         graph: the layers.
-        layer: whose pieces of the optimizer count.
-        optimizer: in pieces.
+        layer: the layer with which the pieces of the optimizer run that count.
+        optimizer: the optimizer, cut into pieces.
         said: the compiler's answers.
     """
     holders = holders_of(graph, layer)
@@ -81,20 +81,21 @@ def with_said_options(
     store: ProgramStore,
     said: Said,
 ) -> list[tuple[Option, ...]]:
-    """Returns the options of all layers, with `extra_bytes` that are no less than the compiler's.
+    """Returns the options of all layers, with `extra_bytes` no less than the compiler's.
 
     Args:
         traced: the model.
-        works: of each layer, with all candidates kept.
-        options: of each layer, the first of which keeps everything.
-        store: where programs are kept.
+        works: by layer, its work with all candidates kept.
+        options: by layer, its options, the first of which keeps everything.
+        store: the store with the programs that the compiler was asked about.
         said: the compiler's answers.
     """
     layers = []
     of_layers = zip(traced.graph.layers, traced.bodies, works, options, strict=True)
     for layer, body, work, of_layer in of_layers:
         partial = partial_inputs(traced.graph, layer)
-        # The compiler's extra bytes by the modelled ones: several options may share these.
+        # The compiler's extra bytes by the modelled ones. If options have equal modelled bytes, the
+        # largest answer counts.
         said_bytes: dict[int, int] = {0: 0}
         extras: list[int | None] = []
         for option in of_layer:
@@ -111,7 +112,7 @@ def with_said_options(
                 modelled = option.extra_bytes
                 said_bytes[modelled] = max(said_bytes.get(modelled, 0), extra)
         pairs = zip(of_layer, extras, strict=True)
-        # Only now are the bytes of all options known that share modelled ones.
+        # Options are changed last, because every one depends on the answers for all others.
         layers.append(tuple(_with_extra(option, extra, said_bytes) for option, extra in pairs))
     return layers
 
@@ -120,7 +121,7 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
     """Counts the bytes that an option's programs need beyond those that keep everything.
 
     Returns:
-        None if the compiler was asked about none of them.
+        The bytes; None if the compiler was asked about none of the option's programs.
     """
     halves = (input_program, weight_program) if programs.halves is not None else ()
     backwards = [backward_program(programs), *(half(programs) for half in halves)]
@@ -128,7 +129,7 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
     backward = _largest(said, *backwards)
     if forward is None and backward is None:
         return None
-    # The forward may use what is set aside for the backward: they never run at once.
+    # Forward and backward never run at once, so the forward may use all bytes set aside for either.
     set_aside = max(work.forward_temporary_bytes, work.backward_temporary_bytes)
     more_backward = (backward or 0) - work.backward_temporary_bytes
     more_forward = (forward or 0) - set_aside
@@ -136,12 +137,14 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
 
 
 def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
-    """Returns an option with the compiler's bytes, or those of options that compute about as much
-    again.
+    """Returns an option with the compiler's extra bytes, or with interpolated ones.
+
+    The excess of the compiler's bytes over the modelled bytes is interpolated between the options
+    of the layer for which the compiler was asked.
 
     Args:
-        option: as it is modelled.
-        said: the compiler's extra bytes for it, if it was asked.
+        option: the modelled option.
+        said: the compiler's extra bytes for it; None if the compiler was not asked about it.
         said_bytes: the compiler's extra bytes by the modelled ones, for options of the same layer.
     """
     if said is not None:
@@ -153,6 +156,6 @@ def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int])
 
 
 def _largest(said: Said, *programs: Program) -> int | None:
-    """Returns the largest temporaries of some programs; None if the compiler answered for none."""
+    """Returns the most temporary bytes of some programs; None if there is an answer for none."""
     answers = [said[program.key].temporary for program in programs if program.key in said]
     return max(answers, default=None)

@@ -1,29 +1,31 @@
-"""Products whose sums a GPU's compiler cuts into parts, so that all of its cores have work.
+"""The parts into which a GPU's compiler cuts the sums of a product, so that all cores have work.
 
-    parts      a result has tiles of 64 x 128, and the compiler wants one and a half per core; if there
-               are fewer, the sum is cut into a power of two of parts. Products that move much for
-               what they compute are cut further
-    bytes      each part is a whole result in float32, and the parts are summed up afterwards
-    padding    if the parts do not divide the length of the sum, both operands are copied and filled up
+Each element of a product is a sum, and different cores may compute parts of one sum. The rules and
+constants are those of XLA (`splitk_rewriter`), so they change only if XLA changes:
 
-This is XLA's rule (`splitk_rewriter`), with its constants.
+    parts      The compiler wants one and a half tiles of 64 x 128 per core. If the result has fewer
+               tiles, its sums are cut into parts, whose number is a power of two. Products with few
+               operations for the bytes that they move are cut further.
+    bytes      Each part is as large as the whole result, in float32. The parts are added up last.
+    padding    If the sums cannot be cut into equal parts, both operands are copied, and filled up
+               with zeros.
 """
 
 from jvpipe.cost.products import Product
 
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5
-_FEW_OPERATIONS = 240  # multiply-adds per 32 bytes that are moved
-_SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # sums, after they are cut
+_FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved, below which products are cut further
+_SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # least length of a part, in general and for such products
 _MOST_PARTS = 128
 
 
 def sum_parts(product: Product, cores: int) -> int:
-    """Returns the number of parts into which the sum of a product is cut.
+    """Returns the number of parts into which each sum of a product is cut; 1 if none is cut.
 
     Args:
-        product: its shape.
-        cores: of the GPU.
+        product: the shape of the product.
+        cores: the cores of the GPU.
 
     >>> sum_parts(Product(1, 304, 1024, 30522), 132), sum_parts(Product(1, 8192, 1024, 50257), 132)
     (8, 1)
@@ -45,13 +47,11 @@ def sum_parts(product: Product, cores: int) -> int:
 
 
 def split_bytes(product: Product, cores: int) -> int:
-    """Counts the bytes of the parts, and of operands that are copied for them.
-
-    0 if the sum is not cut.
+    """Counts the bytes of the parts, and of operands that are copied for them; 0 if none is cut.
 
     Args:
-        product: its shape.
-        cores: of the GPU.
+        product: the shape of the product.
+        cores: the cores of the GPU.
 
     >>> split_bytes(Product(1, 304, 1024, 30522), 132) / 2**20
     164.15234375
@@ -61,7 +61,7 @@ def split_bytes(product: Product, cores: int) -> int:
         return 0
     left, right, _ = product.itemsizes
     copies = 0
-    # Operands are copied to be filled up with zeros if the sum has no parts of equal length.
+    # If the sums have no parts of equal length, operands are copied and filled up with zeros.
     if product.k % parts:
         filled = -(-product.k // parts) * parts
         copies = product.b * filled * (product.m * left + product.n * right)

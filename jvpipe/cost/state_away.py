@@ -11,13 +11,15 @@ from jvpipe.programs.optimizer import OptimizerCut
 def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]) -> Costs:
     """Returns the costs of a model without the state that is away, and with room for fetching it.
 
-    A device fetches the state of a few updates at a time (`lowering/prefetch.py`). Which layer of
-    the device has the largest depends on the cut, so the model's largest is counted. It is counted
-    as a temporary, beside whatever runs, because the first state comes before the last backward.
+    State that is away lies on the host between updates. A device fetches the state of
+    `UPDATES_HELD` updates at a time (`lowering/prefetch.py`), which need room on the device. Which
+    of its layers has the largest state depends on how layers are cut into stages, so the largest
+    state of the model counts for each layer. The room counts among temporary bytes, because the
+    first state is fetched before the last backward, and so exists beside whatever runs then.
 
     Args:
-        costs: of whole layers, each with all of its state.
-        optimizer: cut for these layers.
+        costs: the costs of the layers, each with all of its state.
+        optimizer: the optimizer, cut into pieces for these layers.
         away: the parameters whose state lies on the host.
     """
     sizes = [0] * len(costs.layers)
@@ -25,7 +27,7 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
         state = optimizer.state[leaf]
         if layer is not None and state.parameter in away:
             sizes[layer] += state.array.bytes
-    # State comes back layer by layer for the updates, a few layers at a time.
+    # No more room is needed than for all of the state that is away.
     fetched_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
     layers = []
     for layer, size in zip(costs.layers, sizes, strict=True):

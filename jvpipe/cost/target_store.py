@@ -1,7 +1,8 @@
-"""Programs for a target that is not here: its compiler tells their bytes, and nothing can run them.
+"""Programs for a target that is not here: its compiler tells their bytes, but nothing runs them.
 
-A plan's programs are compiled through a store. This one asks the target's compiler instead, so the
-check of a plan against memory limits is the same code for absent devices and for present ones.
+The programs of a plan are compiled by a store. The store of this file asks the compiler of a target
+instead. So the check of a plan against memory limits is the same code for absent devices as for
+devices at hand.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -16,12 +17,15 @@ from jvpipe.trace.graph import Body
 
 @dataclass(frozen=True)
 class AbsentProgram:
-    """A program that was compiled for a device that is not here; it stands for an executable."""
+    """The bytes of a program that was compiled for an absent device, in place of an executable.
+
+    It has the two members of an executable that the check of memory limits reads.
+    """
 
     sizes: Sizes
 
     def memory_analysis(self) -> "AbsentProgram":
-        """Returns the object that has the bytes, as executables do."""
+        """Returns the object that has the bytes, as an executable's method of this name does."""
         return self
 
     @property
@@ -31,7 +35,7 @@ class AbsentProgram:
 
 
 class RefusedProgram(ValueError):  # noqa: N818 - it is the compiler's word
-    """The compiler of a target refuses a program."""
+    """The refusal of a program by the compiler of a target."""
 
     def __init__(self, program: Program, refusal: Refusal) -> None:
         super().__init__(str(refusal))
@@ -39,13 +43,13 @@ class RefusedProgram(ValueError):  # noqa: N818 - it is the compiler's word
 
 
 class TargetStore(ProgramStore):
-    """Programs as a target's compiler makes them.
+    """A store of programs that a target's compiler compiles.
 
-    The devices at hand stand for those of the target.
+    The devices of its arguments are devices at hand, which stand for devices of the target.
 
     Args:
-        compiler: of the target.
-        store: where layers are made into programs.
+        compiler: the compiler of the target.
+        store: the store that makes programs of layers.
     """
 
     def __init__(self, compiler: Compiler, store: ProgramStore) -> None:
@@ -58,9 +62,9 @@ class TargetStore(ProgramStore):
         return self._store.layer(body, kept, partial)
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:
-        """Returns what programs take.
+        """Returns the bytes of programs.
 
-        Equal ones are compiled once, whatever device stands for the target.
+        Equal programs are compiled once, even if they come with different devices.
 
         Raises:
             RefusedProgram: the compiler refuses one of them.
@@ -70,7 +74,7 @@ class TargetStore(ProgramStore):
         missing = {pair[0].key: pair for pair in programs if pair[0].key not in self.sizes}
         texts = [self._store.text(*pair, platform) for pair in missing.values()]
         try:
-            # Answers come in the order of the texts.
+            # `sizes` returns its answers in the order of the texts.
             self.sizes.update(zip(missing, self.compiler.sizes(texts), strict=True))
         except Refusal as refusal:
             refused = list(missing)[texts.index(refusal.text)]

@@ -1,7 +1,8 @@
-"""Compile targets: devices that a compiler can be asked about though they are not here.
+"""Compile targets: devices that programs are compiled for without having such a device here.
 
-A GPU is told to its compiler by a description, written here from its maker's data sheet; a TPU by
-the name of a topology, which its compiler knows.
+The compiler for GPUs needs a description of the device, which is written here from the maker's data
+sheet. The compiler for TPUs needs only the name of a topology: the kind of the chips, and the shape
+in which they are joined.
 """
 
 import re
@@ -32,14 +33,14 @@ class Target:
     """A device that programs are compiled for.
 
     Attributes:
-        name: of the target.
+        name: the name of the target.
         platform: `cuda`, `tpu` or `cpu`.
-        topology: how devices are joined, in the words of the compiler.
-        config: the description of a GPU; empty for others.
-        package: the distribution that brings the compiler.
-        extra: the extra of jvpipe that installs that package.
+        topology: how devices are joined, in the compiler's notation.
+        config: the description of a GPU; empty for other devices.
+        package: the Python distribution that contains the compiler.
+        extra: the extra of jvpipe that installs `package`.
         host_memory: whether the device can swap to its host.
-        accelerator: the name of the device among the presets.
+        accelerator: the name of the device in `presets.py`.
     """
 
     name: str
@@ -53,7 +54,10 @@ class Target:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """All that the compiler's answers depend on, apart from the program and the flags."""
+        """All that the compiler's answers depend on, apart from the program and the flags.
+
+        The archive keeps answers by it, so a change of its format makes all kept answers unused.
+        """
         versions = version("jax"), version("jaxlib"), version(self.package)
         return self.platform, self.topology, self.config, *versions
 
@@ -79,22 +83,22 @@ def _gpu(
     shared_kib: int,
     threads: int = 2048,
 ) -> Target:
-    """Describes a GPU to its compiler by the figures of its data sheet.
+    """Makes the target of a GPU, with a description from its data sheet.
 
     Args:
-        accelerator: the device among the presets, which knows its multiprocessors.
-        name: of the target.
-        device: what its driver calls it.
-        capability: of CUDA, major and minor.
-        units: float32 units in each multiprocessor.
-        clock_ghz: at boost.
-        memory: its rate in bytes per second, and its size in GiB.
-        cache_mib: the second level of its cache.
+        accelerator: the device of the presets, which has the number of multiprocessors.
+        name: the name of the target.
+        device: the name that the GPU's driver reports.
+        capability: the compute capability of CUDA, major and minor.
+        units: the float32 units of each multiprocessor.
+        clock_ghz: the boost clock.
+        memory: the rate of the memory in bytes per second, and its size in GiB.
+        cache_mib: the size of the second-level cache.
         shared_kib: the shared memory of each multiprocessor.
-        threads: that a multiprocessor runs at once.
+        threads: the threads that a multiprocessor runs at once.
     """
     memory_bytes_per_s, memory_gib = memory
-    # From Ampere on a block may have all but one KiB of the shared memory.
+    # From Ampere on, a block may use all of the shared memory except one KiB.
     block_kib = shared_kib if capability < (8, 0) else shared_kib - 1
     config = f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -124,6 +128,7 @@ device_description_str: "{device}"
 
 
 def _tpu(name: str, topology: str, accelerator: str) -> Target:
+    """Makes the target of a TPU, whose compiler knows the topology by name."""
     return Target(
         name,
         "tpu",
@@ -152,14 +157,14 @@ _TPUS = (
 )
 _CPU = Target("cpu", "cpu", accelerator=CORE.name)
 TARGETS = {target.name: target for target in (*_GPUS, *_TPUS, _CPU)}
-"""All targets by name; `cpu` is the device that is here."""
+"""All targets by name; `cpu` is the CPU of this machine."""
 
 
 def find_target(name: str) -> Target:
-    """Finds a target by name; a TPU may be named with another topology, such as `v5e:4x4`.
+    """Finds a target by name; a TPU's name may be followed by a topology, such as `v5e:4x4`.
 
     Raises:
-        ValueError: no target has that name, or the topology cannot be read.
+        ValueError: no target has that name, or the topology is not two or three counts.
 
     >>> find_target("v5e:4x4").topology
     'v5e:4x4'
@@ -181,10 +186,10 @@ def find_target(name: str) -> Target:
 
 
 def target_of(accelerator: Accelerator) -> Target:
-    """Finds the target that is a device of the presets.
+    """Finds the target of a device of the presets.
 
     Raises:
-        ValueError: no target is known for it.
+        ValueError: the device has no target.
     """
     for target in TARGETS.values():
         if target.accelerator == accelerator.name:

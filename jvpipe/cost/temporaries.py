@@ -1,40 +1,40 @@
-"""The bytes that a program holds beside its inputs and results, from its equations alone.
+"""The bytes that a program holds beside its inputs and results, counted from its equations alone.
 
 The rules describe what compilers were seen to do in programs for H100s and TPUs
-(`experiments/absent_hardware`). On CPUs, whose compiler makes one result per kernel, only the first
-rule holds.
+(`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). The compiler
+for CPUs makes kernels with one result each, so only the first rule holds there.
 
-    kernels    a value that the roofline has in memory gets a buffer, from the kernel that writes it to
-               the last kernel that reads it
-    results    a value of which one elementwise kernel makes a result lies where the result will be; a
-               product that is added to a sum is added up where the sum lies
-    twins      what two equations compute alike is computed once
-    sums       a sum of sums is one
-    early      a kernel that makes results alone runs as soon as what it reads is there
+    kernels    a value that reaches memory by the roofline's rules has a buffer, which lives from
+               the kernel that writes the value to the last kernel that reads it
+    results    a value from which a single elementwise kernel makes a result of the program lies in
+               the result's memory; a product that is added to a sum is summed up in place
+    twins      two equations that compute the same value become one
+    sums       a reduction of a reduction of the same kind is one kernel
+    early      a kernel that writes only results runs right after the kernels that it reads from
 
 On a GPU:
 
-    siblings   elementwise kernels over arrays of one shape that read the same array become one, at the
-               place of the last of them, so all their results exist at once
-    lodgers    a buffer lies where a result will be, if nobody reads it when the result is written
-    parts      products whose sums are cut need more while they run (`split_products.py`)
-    turned     a scattered sum that is transposed is copied for the products that read it
-    across     a value that is summed over one axis and over another is made once, in memory, if that takes
-               an exponential or the like: no kernel sums over both
-    filters    a convolution over pixels of channels reads a copy of its kernel that lies so, too
-    pools      the backward of a maximum over windows finds the place of each maximum, as a whole
-               number per dimension
+    siblings   elementwise kernels and reductions over arrays of one shape that read the same array
+               become one kernel, at the place of the last, so all their results exist at once
+    lodgers    a buffer lies in a result's memory if its last reader runs before the result's writer
+    parts      a product whose sum is cut into parts needs memory for them (`split_products.py`)
+    turned     each product that reads a scatter's result in transposed form copies that result
+    across     a value that is summed over two axes apart is written to memory if making it takes an
+               exponential or the like: no kernel sums over both axes, so two kernels read the value
+    filters    a convolution of images with channels last copies a filter that lies differently
+    pools      the backward of a maximum over windows finds the maxima and their places, each place
+               being a whole number per dimension
 
-On a TPU, with the bytes that arrays take in tiles:
+On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
 
-    halves     values that are made for products alone are bfloat16, because products of float32 run as
-               such; not in batches of products, where copies take what this saves
+    halves     float32 values that only products read are bfloat16, because a TPU multiplies float32
+               as bfloat16; not in batches of products, where copies take what the type saves
     relaid     an input that elementwise kernels read beside a batch of products is copied into the
-               layout of these; a product of more than 128 rows with a transposed table is copied if
-               it is a result that kernels read, too
-    images     what convolutions read and make lies with its channels along the 128 columns of tiles, so
-               inputs and results that lie otherwise between programs are copied
-    scratch    small buffers lie in the memory beside the cores while there is room
+               layout of the batch; a product of more than 128 rows with a transposed table is
+               copied if the product is a result and kernels read it
+    images     what convolutions read and make has its channels along the 128 columns of tiles, so
+               inputs and results with another layout between programs are copied
+    scratch    small buffers lie in the memory beside the cores while there is room (`heap.py`)
 """
 
 import math
@@ -58,24 +58,23 @@ from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add", "select_and_scatter_add")
-"""The equations whose results are added to a sum as they are made."""
+"""The primitives whose results can be added to a sum as they are made, without a buffer."""
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _ADDED = ("add", "add_any")
-_LANES = 128
+_LANES = 128  # the columns of a TPU's tile
 Size = Callable[[Var], int]
 """Counts the bytes of a value."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
-    """Counts the largest number of bytes that a program holds in memory beside its inputs and
-    results.
+    """Counts the most bytes that a program holds at once beside its inputs and results.
 
-    Walks through the kernels in their order: each adds what it writes, and frees what no later
-    kernel reads.
+    Walks through the kernels in their order: each kernel adds the values that it writes, and frees
+    the values that no later kernel reads.
 
     Args:
         closed: the program.
-        device: that would run it.
+        device: the device that would run the program.
 
     >>> import jax, jax.numpy as jnp
     >>> from jvpipe.cost.presets import H100
@@ -87,6 +86,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         jaxpr = _without_twins(jaxpr)
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
+    # Values without a buffer of their own: results, and what lies in a result or inside a kernel.
     elsewhere = _roots(kernels, jaxpr.outvars)
     size = nbytes
     steps = list(_steps(jaxpr, kernels, device))
@@ -102,8 +102,8 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = _with_relaid(steps, _relaid(jaxpr) | images.intersection(jaxpr.invars))
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
+    # A value lives from the first step that writes it to the last one that reads it.
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
-    # The first step that writes a value, the last one that reads it.
     made = {v: i for i, step in reversed([*enumerate(steps)]) for v in step.writes}
     buffers = [Buffer(size(v), i, last.get(v, i)) for v, i in made.items() if v not in elsewhere]
     buffers += [Buffer(step.own_bytes, i, i) for i, step in enumerate(steps)]
@@ -113,7 +113,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
 
 
 def _roots(kernels: Kernels, atoms: Iterable[Atom]) -> set[Var]:
-    """Returns the first names of values."""
+    """Returns the first names of values: the variables before any alias, such as a reshape."""
     return {kernels.root.get(v, v) for v in jaxprs.variables(atoms)}
 
 
@@ -123,9 +123,9 @@ def _readers(kernels: Kernels) -> Counter[Var]:
 
 
 def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a jaxpr in which no equation repeats one before it; its results stay as they are."""
+    """Returns a jaxpr without equations that repeat an earlier one, unless they make a result."""
     results = {*jaxprs.variables(jaxpr.outvars)}
-    # A barrier keeps apart what it is given, so two of them are two.
+    # A barrier exists to keep its operands apart, so two equal barriers do not become one.
     firsts = first_of_same(e for e in jaxpr.eqns if e.primitive.name != "optimization_barrier")
     twins = {v for v, first in firsts.items() if v is not first}
 
@@ -143,13 +143,13 @@ def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
 
 @dataclass(frozen=True)
 class _Step:
-    """A kernel, or siblings that became one.
+    """A kernel, or several siblings that became one kernel.
 
     Attributes:
-        reads: values in memory.
-        writes: values in memory.
-        loop: the shape that it loops over; None for a product.
-        own_bytes: that it needs while it runs.
+        reads: the values that it reads from memory.
+        writes: the values that it writes to memory.
+        loop: the shape that it loops over; None for a product or another heavy equation.
+        own_bytes: the bytes that it needs while it runs, beside what it reads and writes.
     """
 
     reads: frozenset[Var]
@@ -159,6 +159,7 @@ class _Step:
 
 
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
+    """Yields a step for each kernel, in the order of equations, with the copies that it makes."""
     turned = _turned_scatters(jaxpr, kernels) if device.platform == "cuda" else set[Var]()
     inputs = {*jaxpr.invars}
     for i, kernel in kernels.of.items():
@@ -179,9 +180,7 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
 
 
 def _copies_filter(eqn: JaxprEqn) -> bool:
-    """Tells whether a convolution reads images as pixels of channels, and a kernel that lies
-    otherwise.
-    """
+    """Tells whether a convolution's images have channels last, and its filter has not."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     numbers = eqn.params["dimension_numbers"]
@@ -191,7 +190,10 @@ def _copies_filter(eqn: JaxprEqn) -> bool:
 
 
 def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
-    """Finds the values that are summed over several axes apart, and dear to make; with these sums."""
+    """Returns the values that take an exponential and are reduced over several axes.
+
+    Each has its reductions. Values that reach memory anyway are left out.
+    """
     axes: dict[Var, set[tuple[int, ...]]] = {}
     sums: dict[Var, set[Var]] = {}
     dear: set[Var] = set()
@@ -199,7 +201,7 @@ def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
         read = _roots(kernels, eqn.invars)
         if eqn.primitive.name in REDUCTIONS:
             for v in read:
-                # Sums over the same axes are one kernel, which makes the value only once.
+                # Sums over the same axes are one kernel, which computes the value only once.
                 axes.setdefault(v, set()).add(tuple(eqn.params["axes"]))
                 sums.setdefault(v, set()).update(eqn.outvars)
         elif (loop := _loop(eqn)) is not None:
@@ -210,7 +212,10 @@ def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
 
 
 def _with_once(steps: Iterable[_Step], once: Mapping[Var, set[Var]]) -> list[_Step]:
-    """Returns the steps, of which the first of several sums also writes what they all add up."""
+    """Returns steps in which the first reduction of each value of `once` also writes the value.
+
+    The later reductions read it from memory.
+    """
     marked, missing = [], set(once)
     for step in steps:
         added = {v for v, sums in once.items() if not sums.isdisjoint(step.writes)}
@@ -221,9 +226,9 @@ def _with_once(steps: Iterable[_Step], once: Mapping[Var, set[Var]]) -> list[_St
 
 
 def _turned_scatters(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Returns the scattered sums that are transposed.
+    """Returns the results of scatters that are transposed, which takes a copy.
 
-    A sum lies as what it is added to, so transposing it is a copy.
+    A scatter's result has the layout of the array that it updates.
     """
     turned: set[Var] = set()
     scattered: set[Var] = set()
@@ -236,7 +241,7 @@ def _turned_scatters(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
 
 
 def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
-    """Counts the bytes that a kernel of a GPU needs for itself."""
+    """Counts the bytes that a GPU's kernel needs beside what it reads and writes."""
     name = eqn.primitive.name
     product = product_of(eqn) if name == "dot_general" and device.cores else None
     if product:
@@ -256,17 +261,14 @@ def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
 
 
 def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds the values that lie where a result will: one elementwise kernel reads them, and makes
-    it.
+    """Finds the values that lie in a result's memory: one elementwise kernel makes it from them.
 
-    If the kernel also reads an input of that size, the result overwrites the input; then only
-    products and scattered sums do without a buffer, because they are added up in place.
+    If the kernel adds a value to an input, the result overwrites that input. Then only products and
+    scattered sums need no buffer, because they are summed up in place.
     """
     results = _roots(kernels, jaxpr.outvars)
-    summed: set[Var] = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _SUMMED:
-            summed.update(eqn.outvars)
+    summed = {v for eqn in jaxpr.eqns if eqn.primitive.name in _SUMMED for v in eqn.outvars}
+    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     readers = _readers(kernels)
     inputs = set(jaxpr.invars)
     inside: set[Var] = set()
@@ -279,16 +281,16 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         alike = {v for v in kernel.reads if nbytes(v) == result_bytes}
         alone = {v for v in kernel.reads if v in alike and readers[v] == 1} - inputs
         inside |= alone & summed
-        # Only one operand that is not a sum can lie where the result will. If an input is added
-        # to, that input is overwritten instead.
+        # The result's memory has room for one operand that is not summed up in place. An addition
+        # to an input leaves no room, because it overwrites the input.
         reads_input = not inputs.isdisjoint(jaxprs.variables(eqn.invars))
         if not (eqn.primitive.name in _ADDED and reads_input):
-            inside |= set(list(alone - summed)[:1])
+            inside |= set(sorted(alone - summed, key=lambda v: made.get(v, -1))[:1])
     return inside
 
 
 def _inner_sums(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds the reductions of which another of their kind alone is made: both are one."""
+    """Finds the reductions that only a reduction of the same kind reads: both are one kernel."""
     kind = {v: eqn.primitive for eqn in jaxpr.eqns for v in eqn.outvars}
     readers = _readers(kernels)
     reductions = (jaxpr.eqns[i] for i in kernels.of)
@@ -306,8 +308,9 @@ def _rooms(
     steps: Sequence[_Step],
     elsewhere: Collection[Var],
 ) -> Iterator[Room]:
-    """Yields the results that are not written over an input; they are taken from where something
-    lies in them.
+    """Yields the results in whose memory buffers may lie: those that do not overwrite an input.
+
+    A result's memory is in use from the step that first writes the result, or a value in its place.
     """
     results = _roots(kernels, jaxpr.outvars)
     inputs = {*jaxpr.invars}
@@ -319,14 +322,14 @@ def _rooms(
     for i, step in enumerate(steps):
         inside = [taken[v] for v in step.reads if v in taken]
         for v in step.writes.intersection(elsewhere):
-            # A result that takes over the memory of a value that lies in it exists since then.
+            # A result made from a value that lies in its memory takes the memory with that value.
             taken[v] = min((i, *inside))
             if v in results:
                 yield Room(nbytes(v), taken[v])
 
 
 def _is_batched(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation is a batch of products."""
+    """Tells whether an equation is a batch of matrix products."""
     if eqn.primitive.name != "dot_general":
         return False
     _, (batch, _) = eqn.params["dimension_numbers"]
@@ -334,17 +337,17 @@ def _is_batched(eqn: JaxprEqn) -> bool:
 
 
 def _images(jaxpr: Jaxpr) -> set[Var]:
-    """Finds the values that lie as convolutions want them.
+    """Finds the images: values with the layout of convolutions, which takes more bytes.
 
-    That is what these read and make, and all of such a shape.
+    Images are what convolutions read and make except filters, and all values of the same shapes.
     """
     shapes: set[tuple[int, ...]] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
             left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
-            # Both operands of a kernel's gradient are images.
+            # Both operands of a filter's gradient are images, and its result is a filter.
             is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
-            # Filters lie differently, so of both operands and the result two count.
+            # In other convolutions the right operand is the filter.
             shapes |= {left, right if is_gradient else made}
     every = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
     alike = {v for v in every if _jax.aval(v).shape in shapes}
@@ -352,19 +355,17 @@ def _images(jaxpr: Jaxpr) -> set[Var]:
 
 
 def _is_wider(aval: Any) -> bool:
-    """Tells whether an array takes more bytes with its last dimension along columns than at its
-    best.
-    """
+    """Tells whether an array takes more than its least bytes with its last dimension as columns."""
     itemsize = aval.dtype.itemsize
     along_columns = tiled_bytes(aval.shape, itemsize, aval.ndim - 1)
     return along_columns > tiled_bytes(aval.shape, itemsize)
 
 
 def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
-    """Finds the values of float32 that elementwise kernels make for unbatched products alone.
+    """Finds the float32 values that elementwise kernels make and only unbatched products read.
 
-    Reductions that read them do not count: they run where the values are made. So do copies of
-    images for convolutions.
+    Reductions may read such a value, too, because they run in the kernel that makes it. Input
+    images count as made by elementwise kernels, because they are copied.
     """
     made_in_loops = images.intersection(jaxpr.invars)
     read_by_others: set[Var] = set()
@@ -379,8 +380,9 @@ def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
 
 
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
-    """Finds the inputs that lie like results of batched products: of their shape, in elementwise
-    use.
+    """Finds the inputs that are copied into the layout of batched products' results.
+
+    They have the shape of such a result, and no heavy equation, such as a product, reads them.
     """
     shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}
@@ -388,7 +390,7 @@ def _relaid(jaxpr: Jaxpr) -> set[Var]:
 
 
 def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds the results that are products with a transposed table and are read in another layout."""
+    """Finds products that need a buffer even as results: kernels read them in another layout."""
     transposed = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
     read = {v for kernel in kernels.of.values() for v in kernel.reads}
     twice: set[Var] = set()
@@ -399,6 +401,7 @@ def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
         if product not in read or not has_table:
             continue
+        # Products with a transposed table were seen to be copied above this number of rows.
         rows = _jax.aval(product).shape[-2:][0]
         if rows > _LANES:
             twice.add(product)
@@ -406,7 +409,7 @@ def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
 
 
 def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
-    """Returns the steps, of which the first that reads a relaid input also writes the copy of it."""
+    """Returns steps in which the first reader of each relaid input also writes the input's copy."""
     marked, without_copy = [], set(relaid)
     for step in steps:
         copied = step.reads & without_copy
@@ -416,9 +419,7 @@ def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
 
 
 def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_Step]:
-    """Returns the steps, of which those that write nothing but `elsewhere` come right behind what
-    they need.
-    """
+    """Returns the steps with those that write only `elsewhere` right behind the steps they need."""
     made_at: dict[Var, int] = {}
     places = []
     for i, step in enumerate(steps):
@@ -432,9 +433,7 @@ def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_St
 
 
 def _with_turned(steps: Sequence[_Step], images: set[Var], size: Size) -> list[_Step]:
-    """Returns the steps, of which convolutions take their results once more: with examples along
-    rows.
-    """
+    """Returns steps in which a convolution also holds a copy of its result, examples along rows."""
     turned = [step.writes & images if step.loop is None else () for step in steps]
     result = []
     for step, twice in zip(steps, turned, strict=True):
@@ -448,8 +447,8 @@ def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
 
     Args:
         v: the value.
-        halves: those with two bytes per element.
-        images: those with their channels along the columns.
+        halves: the values with half of the bytes per element.
+        images: the values with their channels along the columns.
     """
     aval = _jax.aval(v)
     lanes = aval.ndim - 1 if v in images else None
@@ -458,13 +457,14 @@ def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
 
 
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
-    """Returns the steps with siblings as one, each as near to its last member as its inputs allow.
+    """Returns steps in which siblings are one step, as late as their last member where possible.
 
-    A step joins the first group over its shape that shares a large input with it, unless one waits
-    for the other: joined, they would wait for themselves. So the groups never form a cycle.
+    A step joins the first group that loops over the same shape and reads the same large array,
+    unless one of the two waits for the other: joined, they would wait for themselves. So groups
+    form no cycles.
     """
     maker = {v: i for i, step in enumerate(steps) for v in step.writes}
-    # By step, the set of all steps that it cannot run before, as the binary digits of a number.
+    # For each step the set of all steps that it waits for; binary digit j stands for step j.
     behind = [0] * len(steps)
     for i, step in enumerate(steps):
         for j in {maker[v] for v in step.reads if v in maker}:
@@ -487,17 +487,17 @@ def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
 
 
 def _share(a: _Step, b: _Step) -> bool:
-    """Tells whether two steps over arrays of one shape read the same array of at least that size."""
+    """Tells whether two steps that loop over one shape both read an array of at least that size."""
     least = math.prod(a.loop or ())
     return any(_jax.aval(v).size >= least for v in a.reads & b.reads)
 
 
 def _join(behind: list[int], group: int) -> None:
-    """Makes steps one: whoever waits for one waits for all, and all for what any of them awaits.
+    """Makes steps one: all wait for what any of them needs, and a step behind one is behind all.
 
     Args:
-        behind: by step, the steps that it waits for (bits); changed in place.
-        group: the steps that become one (bits).
+        behind: for each step the steps that it waits for, as binary digits; changed in place.
+        group: the steps that become one, as binary digits.
     """
     needs = 0
     for k, waits in enumerate(behind):
@@ -510,10 +510,10 @@ def _join(behind: list[int], group: int) -> None:
 
 
 def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
-    """Yields groups of steps by the place of the last member, none before what it needs."""
+    """Yields groups of steps by their last members, each after the groups that it needs."""
     todo, done = sorted(groups, key=max), 0
     while todo:
-        # Always found: the groups form no cycle.
+        # One is always ready, because the groups form no cycle.
         ready = next(group for group in todo if not behind[group[0]] & ~done)
         todo.remove(ready)
         done |= sum(1 << j for j in ready)

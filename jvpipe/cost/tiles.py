@@ -1,9 +1,10 @@
-"""The bytes of arrays as a compiler lays them out:
-on TPUs the last dimensions are filled up to whole tiles.
+"""The bytes of arrays in a compiler's layout, which fills up the last dimensions to whole tiles.
 
-an array of 100 x 64 of float32, in tiles of 8 x 128, takes 104 x 128 x 4 bytes:
+TPUs store arrays in tiles. A float32 array of 100 x 64 in tiles of 8 x 128 takes 13 tiles, one
+below the other, and so 104 x 128 x 4 bytes:
 
-    13 tiles of 8 rows   | 64 used | 64 filled up |     and 4 of the last 8 rows
+    each row        64 elements of the array, then 64 that are filled up
+    the last tile   4 rows of the array, then 4 that are filled up
 """
 
 import math
@@ -22,11 +23,11 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]*\)|\([\d,]*
 
 
 def laid_bytes(shape: str) -> int:
-    """Counts the bytes of an array as an HLO module writes it: type, dimensions, minor to major,
-    tiles.
+    """Counts the bytes of an array from its shape as an HLO module writes it.
 
     Args:
-        shape: of one array.
+        shape: the type, the sizes of the dimensions, and in braces the order of the dimensions,
+            the fastest one first, and the tiles.
 
     >>> laid_bytes("f32[100,64]{1,0}"), laid_bytes("f32[100,64]{0,1:T(8,128)}")
     (25600, 32768)
@@ -38,7 +39,7 @@ def laid_bytes(shape: str) -> int:
     kind, dimensions, minor, tiles = found.groups(default="")
     sizes, order = _numbers(dimensions), _numbers(minor)
     if tile := _numbers(tiles[tiles.find("(") + 1 : tiles.find(")")]):
-        # Minor dimensions first; the tile fills up as many of them as it has.
+        # The fastest dimensions come first. The tile fills up as many of them as it has itself.
         laid = [sizes[i] for i in order] or [1]
         rest = math.prod(laid[len(tile) :])
         filled = [
@@ -49,11 +50,11 @@ def laid_bytes(shape: str) -> int:
 
 
 def in_tiles(value: T) -> T:
-    """Returns plain data with the bytes of each array counted in tiles.
+    """Returns plain data in which the bytes of each array are counted in tiles.
 
     Args:
-        value: an array; a frozen dataclass or a tuple that may contain some, such as a graph or
-            signatures; or anything else, which stays as it is.
+        value: an array; a dataclass or a tuple that may contain arrays, such as a graph; or
+            anything else, which stays as it is.
 
     >>> in_tiles((Array("logits", (8, 100), "float32", 3200), "kept"))
     (Array(name='logits', shape=(8, 100), dtype='float32', bytes=4096, spec=()), 'kept')
@@ -90,13 +91,12 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -> int:
-    """Counts the bytes of an array in tiles, in the order of dimensions that leaves least unused.
+    """Counts the bytes of an array in tiles, for the order of dimensions that takes the fewest.
 
     Args:
-        sizes: of its dimensions.
-        itemsize: bytes of an element.
-        lanes: the dimension that goes along the 128 columns of a tile; None: whichever leaves the
-            least.
+        sizes: the sizes of the dimensions.
+        itemsize: the bytes of an element.
+        lanes: the dimension that goes along the 128 columns of a tile; None if any may.
 
     >>> tiled_bytes((100, 64), 4), tiled_bytes((3, 5, 7), 4), tiled_bytes((), 4)
     (32768, 10240, 512)
@@ -122,7 +122,7 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
 
 
 def _closed(results: str) -> str:
-    """Returns the text up to the brace that closes the layout of a program."""
+    """Returns the text before the first brace that closes what was opened before the text."""
     depth = 0
     for at, letter in enumerate(results):
         depth += (letter == "{") - (letter == "}")

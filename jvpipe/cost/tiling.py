@@ -1,17 +1,19 @@
-"""Seconds of matrix products: a device works on tiles of their results,
-as many at once as it has cores.
+"""Seconds of matrix products on a device that computes one tile of the result per core at a time.
 
-    a result of 5 x 2 tiles on 4 cores: three waves       wave 1  wave 2  wave 3
-                                                          t t t t t t t t t t . .
+A tile is a rectangle of the result, which one core sums up. A wave is the tiles that all cores work
+on at the same time:
 
-A tile is the part of a result that one core sums up at a time. The last wave takes as long as the
-others although some of its cores are idle, and a tile that sticks out of the result takes as long
-as a whole one. Libraries have tiles of several sizes, the smaller of which load more operands for
-each operation, and cut long sums in parts for cores that would be idle. They take the fastest way,
-and so does this model.
+    a result of 5 x 2 tiles on 4 cores takes three waves       wave 1  wave 2  wave 3
+    t: a core works on a tile; .: a core is idle               t t t t t t t t t t . .
 
-Dense convolutions of 3 x 3 pixels take the shorter of two ways, the direct one and Winograd's
-(`products.py`).
+The last wave takes as long as the others although some of its cores are idle, and a tile that
+sticks out of the result takes as long as a whole tile. Libraries of products have tiles of several
+sizes, because small tiles leave fewer cores idle, but load more operands for each operation. For
+cores that would be idle, libraries also cut long sums into parts, which different cores compute.
+Libraries choose the fastest combination of size and parts, and so does this model.
+
+A dense convolution of 3 x 3 pixels takes the faster of two ways: as one product, or as the products
+of Winograd's algorithm (`products.py`).
 """
 
 import math
@@ -20,23 +22,24 @@ from dataclasses import dataclass
 from jvpipe.cost.products import Product
 
 TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
-"""The rows and columns of tiles, and the share of the largest one's rate that each reaches. Sizes
-are those of NVIDIA's "Matrix Multiplication Background User's Guide" (DU-09799-001), section 2.3,
-by which smaller ones reach less; how much less is assumed.
+"""The sizes of tiles: rows, columns, and the share of the largest tile's rate that a tile reaches.
+
+The sizes are those of NVIDIA's "Matrix Multiplication Background User's Guide" (DU-09799-001),
+section 2.3. The guide says that smaller tiles reach less of the rate; how much less is assumed.
 """
 _PARTS = tuple(2**i for i in range(8))
-"""The numbers of parts into which a sum may be cut."""
+"""The numbers of parts into which a sum may be cut; 1 leaves it whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The way a device works on products.
+    """The efficiency of a device at products.
 
     Attributes:
-        start: terms that a sum seems to have beside its own, for the wait for the first operands
-            and for writing the result.
-        winograd: the share of a product's rate that Winograd's algorithm reaches, which also
-            transforms images and kernels; 0 if the device does not use it.
+        start: the time to load a tile's first operands and to write its result, expressed as a
+            number of terms by which each sum is longer.
+        winograd: the share of the rate of products that Winograd's algorithm reaches, less than 1
+            because it also transforms images and kernels; 0 if the device does not use it.
     """
 
     start: float = 0.0
@@ -50,15 +53,18 @@ def product_s(
     flops_per_s: float,
     result_bytes_per_s: float,
 ) -> float:
-    """Estimates the seconds of a product by the fastest way.
+    """Estimates the seconds of a product, computed in the fastest way.
+
+    In the example a result of 81 tiles on 80 cores would take two waves, as long as one of 160
+    tiles; with its sums cut into eight parts, it takes little longer than a result of 80 tiles.
 
     Args:
         product: its shape.
-        tiling: of the device.
-        cores: of the device; each works on one tile.
+        tiling: the efficiency of the device.
+        cores: the cores of the device; each works on one tile at a time.
         flops_per_s: the rate of all cores together on the largest tiles.
-        result_bytes_per_s: the rate at which parts of sums are written, read and added up, as
-            float32.
+        result_bytes_per_s: the rate at which the parts of a sum are written and read again to be
+            added up; they are float32.
 
     >>> gpu = Tiling()
     >>> [round(product_s(Product(1, 128 * rows, 128, 100), gpu, 80, 80e9, 1e15), 6) for rows in (80, 81, 160)]
@@ -85,7 +91,7 @@ def _waves_s(
     flops_per_s: float,
     result_bytes_per_s: float,
 ) -> float:
-    """Estimates the seconds of a product in waves of tiles, of the best size and number of parts."""
+    """Estimates the seconds of a product in waves, with the best tiles and number of parts."""
     core_flops_per_s = flops_per_s / cores
     sums_bytes = 4 * product.b * product.m * product.n
     least = math.inf
@@ -95,7 +101,7 @@ def _waves_s(
             terms = -(-product.k // parts) + tiling.start
             waves = -(-tiles * parts // cores)
             seconds = waves * 2 * rows * columns * terms / (core_flops_per_s * share)
-            # Each part writes a result of its own, and the sum of them reads it again.
+            # Each part writes a whole result, and adding up the parts reads all of them again.
             if parts > 1:
                 seconds += 2 * parts * sums_bytes / result_bytes_per_s
             least = min(least, seconds)

@@ -1,6 +1,6 @@
 """Model flops utilisation: the share of the devices' peak rate of products that a step puts to use.
 
-The numerator counts the products that the model needs, and not those that are computed again.
+Only products that the model needs count as put to use, and not products that are computed again.
 """
 
 from collections import Counter
@@ -13,12 +13,11 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import flops
 
 BACKWARD = 2
-"""Products of a backward for each product of its forward: one for either operand."""
+"""The products of a backward per product of its forward: one for each operand's cotangent."""
 
 
 def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
-    """Counts the floating-point operations of products and convolutions, by the type of their
-    operands.
+    """Counts the floating-point operations of products and convolutions, by their operands' dtype.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
@@ -32,26 +31,26 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
             for body in bodies:
                 for dtype, count in product_flops(body.eqns).items():
                     by_dtype[dtype] += times * count
-        # An equation with bodies has no operations of its own.
+        # An equation with bodies has no operations beside those of its bodies.
         elif count := flops(eqn):
             by_dtype[str(_jax.aval(eqn.invars[0]).dtype)] += count
     return by_dtype
 
 
 def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | None:
-    """Computes the seconds of a step's products at the makers' peaks, all devices sharing them
-    evenly.
+    """Returns the seconds of a step's products if all devices ran at their makers' peak rates.
 
-    Products of the forward count three times because the backward has two for each of them. Neither
-    recomputation nor elementwise operations count. A step's utilisation is this over its seconds.
+    A step's utilisation is these seconds over its own. Each product of the forward counts three
+    times, because the backward has two products for it. Recomputation and elementwise operations do
+    not count.
 
     Args:
-        traced: the model, for one micro-batch.
-        microbatches: of a step.
-        kinds: the kind of each device that shares the work.
+        traced: the model, traced for one micro-batch.
+        microbatches: micro-batches of a step.
+        kinds: for each device that shares the work, its kind.
 
     Returns:
-        None if the peak of a device is not known, as for CPUs.
+        The seconds; None if the peak rate of a device is not known, as for CPUs.
     """
     accelerators = [known_accelerator(kind) for kind in kinds]
     if None in accelerators:

@@ -1,1 +1,1 @@
-"""Plans written in the formats of other systems, and read from them: one file per format."""
+"""Writes plans in the formats of other systems, and reads plans from them; one file per format."""

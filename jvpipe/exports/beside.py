@@ -1,6 +1,4 @@
-"""Compares the plan of another system with ours:
-both are simulated on the costs that ours was planned with.
-"""
+"""Compares a plan of another system with jvpipe's: both are simulated with the same costs."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -27,11 +25,11 @@ def judged(problem: Problem, plan: Plan) -> Judged:
     """Simulates a step of a plan, whatever its cuts, devices and fates.
 
     Args:
-        problem: gives the layers, the links and the number of micro-batches.
-        plan: gives the stages and the order of their tasks.
+        problem: the costs of layers and links, and the number of micro-batches.
+        plan: the stages, and the order of their tasks.
 
     Raises:
-        ValueError: the layers have no choice with the fates of the plan.
+        ValueError: a layer has no choice with the fates that the plan gives it.
     """
     name = plan.schedule or "1f1b"
     schedule = given_lists(plan.tasks) if plan.tasks else find_schedule(name)
@@ -47,7 +45,7 @@ def judged(problem: Problem, plan: Plan) -> Judged:
 
 
 def decision_of(costs: Costs, plan: Plan) -> Decision:
-    """Translates a plan into the decision of a planner: cuts, and a choice for each layer."""
+    """Translates a plan into a planner's decision, which is cuts and a choice for each layer."""
     bounds = tuple(accumulate(plan.cuts, initial=0))
     choices = []
     for (i, j), stage in zip(pairwise(bounds), plan.stages, strict=True):
@@ -61,12 +59,12 @@ def _choice(
     layer: int,
     dropped: dict[str, Fate],
 ) -> int:
-    """Returns the choice of a layer: one of its options, or a whole forward again.
+    """Returns the choice of a layer: one of its options, or to repeat its whole forward.
 
     Args:
-        costs: of all layers.
-        layer: its number.
-        dropped: the fates of all values of its stage that are not kept.
+        costs: the costs of all layers.
+        layer: the number of the layer.
+        dropped: the fates of all values of the layer's stage that are not kept.
     """
     edges = costs.edges
     before = [edge for edge in edges if edge.producer == layer - 1]
@@ -92,9 +90,9 @@ def beside(name: str, theirs: Judged, ours: Judged) -> str:
     """Writes the line that compares two plans.
 
     Args:
-        name: of the other system's format.
-        theirs: the cost of its plan.
-        ours: the cost of the plan of jvpipe.
+        name: the name of the other system's format.
+        theirs: the cost of the other system's plan.
+        ours: the cost of jvpipe's plan.
 
     >>> beside("megatron", Judged(0.5, 4 * 2**30), Judged(0.4, 3 * 2**30))
     'megatron: 500.00 ms, 4.00 GiB; jvpipe: 400.00 ms, 3.00 GiB; gain 100.00 ms (20.0%), 1.00 GiB'

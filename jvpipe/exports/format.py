@@ -1,8 +1,8 @@
-"""The format of another system: which parts of a plan it covers,
-and how an export is refused that would lose some.
+"""The format of another system, and the check that an export loses nothing of a plan.
 
-A plan is written, what was written is read back, and the two plans are compared (`losses`). So no
-format has a list of what it cannot say: whatever comes back changed is lost, and is named.
+To export a plan, the format writes it, reads the text back, and compares the two plans (`losses`).
+So a format needs no list of what it cannot express: whatever comes back changed is lost, and is
+named in the message.
 """
 
 import re
@@ -21,11 +21,14 @@ from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
 
 VERSION = 1
-"""The version of written files. A file of another version is refused."""
+"""The version of written files; it must grow if the meaning of a file changes.
+
+A file of another version is refused.
+"""
 
 
 class PlanPart(StrEnum):
-    """A part of a plan that a format may leave to another file."""
+    """The parts of a plan that a format may leave to another file."""
 
     CUTS = "cuts"  # how many layers each stage has
     PLACES = "places"  # the devices of the stages
@@ -37,9 +40,9 @@ class PlanPart(StrEnum):
 class Format:
     """A format, with the functions that write and read it.
 
-    `write` may change what the format cannot say to the nearest that it can. `silent` are the parts
-    that the system expects in another file, so their absence is not a loss. `comment` begins a
-    comment line; it is empty if the format has no comments.
+    If the format cannot express a plan, `write` writes the nearest plan that it can express.
+    `silent` are the parts of a plan that the other system expects in another file, so their absence
+    is not a loss. `comment` begins a comment line; it is empty if the format has no comments.
     """
 
     name: str
@@ -52,8 +55,8 @@ class Format:
         """Writes a plan.
 
         Raises:
-            ValueError: the format cannot say all of the plan and `lossy` is not set, or it can say
-                nothing that is near the plan.
+            ValueError: the format cannot express all of the plan and `lossy` is false, or it can
+                express nothing that is near the plan.
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
@@ -71,7 +74,7 @@ class Format:
             )
         if not self.comment:
             return text
-        # By the first line a file of another version is refused; the others name what was lost.
+        # `load` refuses a file of another version by the first line. The others name the losses.
         head = [
             f"jvpipe {self.name} {VERSION}",
             *(f"nearest; lost: {loss}" for loss in lost),
@@ -82,12 +85,12 @@ class Format:
         """Reads a plan.
 
         Raises:
-            ValueError: the text is not of this format or version, or does not fit the model; in one
-                line.
+            ValueError: the text is not of this format or version, or does not fit the model. The
+                message is one line.
         """
         first_line = text.partition("\n")[0]
         words = first_line.removeprefix(self.comment).split() if self.comment else []
-        # Files that another program wrote have no line of ours, and are read without a check.
+        # A file that another program wrote lacks the first line, and is read without this check.
         is_ours = words[:1] == ["jvpipe"]
         if is_ours and words[1:] != [self.name, str(VERSION)]:
             raise ValueError(
@@ -108,11 +111,11 @@ def outline_for(plan: Plan) -> Outline:
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
     """Returns the task lists of a plan's step.
 
-    Other systems update once per step: a plan without a schedule, or one that updates within a
-    step, is exported as 1F1B. `losses` reports the second.
+    Other systems update once per step. So a plan whose schedule updates within a step is exported
+    as 1F1B, which `losses` reports. A plan without a schedule is exported as 1F1B, too.
     """
     schedule = rule_named(plan.schedule or "1f1b")
-    # Weights of several versions, which no other system has.
+    # No other system has the several versions of weights that asynchronous schedules need.
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
     return lists_of(plan, schedule, microbatches)
@@ -131,14 +134,14 @@ def rule_named(name: str) -> Schedule:
 
 def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
     """Returns the schedules among `names` that run `chunks` stages per device."""
-    # "interleaved" stands for a family: it has a member for each number of chunks from two on.
+    # "interleaved" names a family, which has a schedule for each number of chunks from two on.
     families = {Interleaved().name: Interleaved(chunks=max(2, chunks))}
     rules = [families.get(name) or find_schedule(name) for name in names]
     return [rule for rule in rules if rule.chunks == chunks]
 
 
 def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
-    """Sorts task lists by device, as other systems expect them; a plan sorts them by first stage."""
+    """Sorts task lists by device, as other systems expect; a plan has them by first stage."""
 
     def devices_of(tasks: Sequence[Task]) -> tuple[int, ...]:
         return plan.stages[tasks[0].stage].devices
@@ -149,7 +152,7 @@ def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
 def ranks_of(lists: TaskLists) -> dict[int, int]:
     """Returns the number of the list that runs each stage.
 
-    Raises ValueError unless it is exactly one.
+    Raises ValueError unless exactly one list runs each stage.
     """
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
@@ -169,21 +172,21 @@ def rule_of(
     microbatches: int,
     names: tuple[str, ...],
 ) -> str:
-    """Returns the name of the rule whose task lists a plan has, or else of the nearest rule.
+    """Returns the name of the rule that makes a plan's task lists, or else of the nearest rule.
 
-    The nearest is the first with as many chunks.
+    The nearest rule is the first one with the plan's number of chunks (stages per device).
 
     Args:
-        plan: whose task lists are compared.
-        microbatches: of a step.
-        names: of the rules that the format knows.
+        plan: the plan whose task lists are compared.
+        microbatches: the number of micro-batches of a step.
+        names: the names of the rules that the format knows.
 
     Raises:
-        ValueError: no rule has as many chunks as the plan.
+        ValueError: no rule has the plan's number of chunks.
     """
     devices = plan.device_count
     chunks = max(1, len(plan.stages) // devices)
-    # Chunks in the shape of a V lie on other devices than those that loop.
+    # Chunks in a vee lie on other devices than chunks in a loop, which the format assumes.
     fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
     if not fitting:
         raise ValueError(
@@ -199,16 +202,16 @@ def losses(
     back: Plan,
     silent: frozenset[PlanPart],
 ) -> Iterator[str]:
-    """Yields in words each difference between a plan and what its exported file is read back as.
+    """Yields, in words, each difference between a plan and the plan that its file is read back as.
 
     Args:
-        plan: as it was exported.
-        back: as it was read back.
-        silent: the parts that the format does not cover; differences in them are no loss.
+        plan: the plan that was exported.
+        back: the plan that was read back.
+        silent: the parts that the format does not cover, in which differences are not losses.
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
-        # What follows compares one turn: replicas run the same tasks.
+        # Replicas run the same tasks, so the rest compares the plan of one replica of each stage.
         yield f"devices of replicated stages: {list(plan.replicas)}"
         plan = plan.turn(0)
     if plan.keep_last:
@@ -238,7 +241,7 @@ def losses(
 
 
 def _lists(back: Plan, microbatches: int) -> TaskLists | None:
-    """Returns the task lists of a plan that was read back, and None if its schedule cannot run it."""
+    """Returns the task lists of a plan that was read back; None if its schedule cannot run it."""
     try:
         return lists_for(back, microbatches)
     except ValueError:
@@ -255,14 +258,15 @@ def with_lists(
     lists: TaskLists,
     names: tuple[str, ...],
 ) -> Plan:
-    """Gives a plan the schedule with these task lists.
+    """Returns a plan with the schedule that has given task lists.
 
-    It is the first rule that makes just these lists. If none does, the plan holds the lists itself.
+    It is the first rule that makes exactly these lists. If no rule does, the plan holds the lists
+    itself.
 
     Args:
-        plan: whose stages the lists are of.
-        lists: one for each device, in any order.
-        names: of the rules that the format knows.
+        plan: a plan with the stages that the lists name.
+        lists: the tasks of each device; the devices may be in any order.
+        names: the names of the rules that the format knows.
 
     Raises:
         ValueError: a stage, a micro-batch or a task is missing, or occurs more than once.

@@ -1,5 +1,6 @@
-"""All formats, by name. They register themselves with `Plan.export`,
-which stands on a lower floor.
+"""The table of all formats by name.
+
+Importing this file fills the table of `Plan.export`, because jvpipe/ir must not import this folder.
 """
 
 from jvpipe.exports.format import Format
@@ -16,7 +17,7 @@ EXPORTS.update({name: fmt.export for name, fmt in FORMATS.items()})
 
 
 def find_format(name: str) -> Format:
-    """Returns the format of a name; raises ValueError with the names there are."""
+    """Returns the format of a name; raises ValueError that lists all names for an unknown one."""
     if name not in FORMATS:
         raise ValueError(did_you_mean("format", name, list(FORMATS)))
     return FORMATS[name]

@@ -1,10 +1,11 @@
-"""JaxPP: a Python file with tables of literals, and the few lines that pass them to JaxPP.
+"""The format of JaxPP: a Python file with tables of literals, and code that passes them to JaxPP.
 
-    MARKS      the last layer of each stage
-    DEVICES    the device of each stage
-    ORDER      for each device its tasks, such as "0F0 0F1 0B0 0B1"
+    MICROBATCHES    the number of micro-batches of a step
+    MARKS           the last layer of each stage
+    DEVICES         the device of each stage
+    ORDER           the tasks of each device, such as "0F0 0F1 0B0 0B1"
 
-Reading takes the tables from the syntax tree. Nothing of the file is run.
+Reading takes the tables from the syntax tree; nothing of the file is run.
 """
 
 import ast
@@ -60,7 +61,7 @@ _HEAD = (
 
 
 def _write(plan: Plan, outline: Outline) -> str:
-    """Writes the tables and the code that reads them."""
+    """Writes the tables, and the code that reads them."""
     names = [layer.name for layer in outline.layers]
     marks = [names[end - 1] for end in accumulate(plan.cuts)]
     lists = by_device(plan, lists_for(plan, outline.microbatches))
@@ -78,9 +79,9 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Splits all backwards of a list, as JaxPP demands once one of them is split.
+    """Splits all backwards of a list, because JaxPP demands that if one of them is split.
 
-    JaxPP also wants each W of the first stage right behind its I, wherever ours is.
+    JaxPP also wants each W of the first stage directly after its I, so it is moved there.
     """
     parts = list[Task]()
     for task in tasks:
@@ -94,7 +95,7 @@ def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads the tables; raises ValueError if they do not fit the model, or cannot run."""
+    """Reads the tables; raises ValueError if they do not fit the model, or if tasks cannot run."""
     tables = _tables(text)
     marks, devices, order = (tables[name] for name in ("MARKS", "DEVICES", "ORDER"))
     names = [layer.name for layer in outline.layers]
@@ -120,10 +121,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tables(text: str) -> dict[str, list[Any]]:
-    """Returns the lists of literals that a file assigns to names.
-
-    Raises ValueError if one is missing.
-    """
+    """Returns the lists that a file assigns to names; raises ValueError if a table is missing."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, MemoryError, RecursionError) as error:

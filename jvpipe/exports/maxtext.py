@@ -1,9 +1,10 @@
-"""MaxText: a configuration with equal stages, all of whose forwards run before the first backward.
+"""The format of MaxText: a configuration with equal stages, which run as under GPipe.
 
 The file is a complete configuration: it names MaxText's `base.yml` as the source of all other
-fields. MaxText runs the embedding and the head outside its pipeline; here they belong to the first
-and last stage. Unless `set_remat_policy_on_pipeline_iterations` is false, MaxText keeps the inputs
-of blocks and nothing else, even if `remat_policy` is none.
+fields. MaxText runs the embedding outside of its pipeline, and the head as well; here the embedding
+belongs to the first stage and the head to the last one. Unless
+`set_remat_policy_on_pipeline_iterations` is false, MaxText keeps only the inputs of blocks, even if
+`remat_policy` is none.
 """
 
 import re
@@ -39,7 +40,7 @@ def _write(plan: Plan, outline: Outline) -> str:
 def _read(text: str, outline: Outline) -> Plan:
     """Reads the fields, written as lines of YAML or as `name=value`.
 
-    Raises ValueError if they do not fit.
+    Raises ValueError if they do not fit the model.
     """
     fields = dict[str, str]()
     for line in text.splitlines():
@@ -57,7 +58,7 @@ def _read(text: str, outline: Outline) -> Plan:
     repeats = _number(fields, "num_pipeline_repeats", -1)
     if total != blocks:
         raise ValueError(f"base_num_decoder_layers is {total}, the model has {blocks} blocks")
-    if repeats == -1 and per_stage > 0:  # MaxText's default: as often as it takes
+    if repeats == -1 and per_stage > 0:  # MaxText's default: as often as the blocks require
         repeats = blocks // (stages * per_stage)
     if stages * per_stage * repeats != blocks:
         raise ValueError(

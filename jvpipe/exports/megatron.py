@@ -1,9 +1,10 @@
-"""Megatron-LM: options of its command line, one of which draws the stages.
+"""The format of Megatron-LM: options of its command line, one of which draws the stages.
 
-    Et*3|t*4|t*4|t*3L    four stages: E the embedding, t a block, L the head and the loss
+    Et*3|t*4|t*4|t*3L    four stages: E is the embedding, t a block, L the head with the loss
 
-Stages go round the ranks, chunk after chunk. With `full` recomputation by `block`, the first blocks
-of each stage, as many as `--recompute-num-layers` says, keep only their inputs.
+Stages lie on the ranks in a loop, so a rank with several stages (chunks) has every n-th one. With
+`full` recomputation by `block`, the first `--recompute-num-layers` blocks of each stage keep only
+their inputs.
 """
 
 import re
@@ -39,7 +40,7 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads options, or a bare layout, which has one stage on each rank."""
+    """Reads options, or a layout alone, whose stages then lie on one rank each."""
     options = _options(shlex.split(text, comments=True))
     if "--pipeline-model-parallel-layout" not in options:
         flags = brief(", ".join(options))
@@ -70,8 +71,9 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Returns options by name, flags with an empty value. Words before the first option are the
-    layout.
+    """Returns the values of options by name; flags have an empty value.
+
+    Words before the first option are taken for the layout.
     """
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = {"--pipeline-model-parallel-layout": "".join(words[:first])} if first else {}
@@ -86,14 +88,14 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _again(options: dict[str, str], largest: int) -> int:
-    """Returns how many blocks of each stage are computed again.
+    """Returns how many blocks of each stage are recomputed.
 
     Args:
-        options: by name.
-        largest: the blocks of the largest stage.
+        options: the options by name.
+        largest: the number of blocks of the largest stage.
 
     Raises:
-        ValueError: they are recomputed in a way that a plan cannot say.
+        ValueError: blocks are recomputed in a way that a plan cannot express.
     """
     granularity = options.get("--recompute-granularity")
     if granularity is None:
@@ -121,7 +123,7 @@ def _number(options: dict[str, str], name: str, default: int) -> int:
 def _unrolled(layout: str) -> str:
     """Writes out the repetitions of a layout: (tt|)*2 becomes tt|tt|.
 
-    The length is checked on the way, so that a short text cannot fill the memory.
+    The length is checked first, because a short text such as t*9999999 could fill the memory.
     """
     layout = layout.replace(",", "").replace(" ", "")
     parts = list[str]()

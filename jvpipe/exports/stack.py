@@ -1,5 +1,6 @@
-"""Plans of stacks: models of an embedding, equal blocks and a head,
-the only ones that most systems can cut.
+"""Plans of stacks, which are models of an embedding, equal blocks and a head.
+
+Most other systems can cut only such models.
 """
 
 from dataclasses import dataclass, replace
@@ -11,15 +12,17 @@ from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules.schedule import Schedule
 
 _NORM = 0.1
-"""The share of a block that a norm may be."""
+"""By which share the bytes of two blocks may differ, since one of them may have one more norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStack:
-    """The layers of each block: block k is layers `starts[k]` to `starts[k + 1]`.
+    """The layers of each block: block k has the layers from `starts[k]` up to `starts[k + 1]`.
 
-    layers    0 1 2 3 4 5 6 7 8
-              e e b b b B B B h      starts (2, 5, 8): an embedding, two blocks, a head
+    In this example with two blocks, b and B, between an embedding and a head, `starts` is (2, 5, 8):
+
+    layer     0 1 2 3 4 5 6 7 8
+    part      e e b b b B B B h
     """
 
     starts: tuple[int, ...]
@@ -33,9 +36,7 @@ class BlockStack:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan of a stack: stage s has `counts[s]` blocks and recomputes the first `again` of them
-    whole.
-    """
+    """A plan of a stack: stage s has `counts[s]` blocks, of which it recomputes the first `again`."""
 
     counts: tuple[int, ...]
     again: int
@@ -47,9 +48,9 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
     """Finds the blocks of a model.
 
     Args:
-        outline: of its layers.
-        strict: refuses several stacks, such as an encoder and a decoder, and blocks of unlike
-            sizes.
+        outline: the outline of the model's layers.
+        strict: whether models with several stacks, such as an encoder and a decoder, and blocks of
+            different sizes are refused.
 
     Raises:
         ValueError: the model is not a stack; the message says what it has instead.
@@ -66,7 +67,7 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
     if strict and (numbers := [number for _, number in names]) != list(range(len(names))):
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
     end = 1 + max(i for i, block in enumerate(block_of) if block)
-    # Layers before the first block are the embedding, those behind the last one the head.
+    # Layers before the first block are the embedding, layers after the last block the head.
     stack = BlockStack((*starts, end), len(block_of))
     if strict:
         _check_alike(outline, stack)
@@ -76,15 +77,15 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 def _check_alike(outline: Outline, stack: BlockStack) -> None:
     """Raises ValueError unless all blocks have equally many values, and nearly equally many bytes.
 
-    The last layer of the last block may have more values: a trace puts a norm or a gather that
-    comes before the head into the layer that ends the block.
+    The last layer of the last block may have other values, because a trace puts a norm or a gather
+    that comes before the head into the layer that ends the block.
     """
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
     values = [[len(layer.values) for layer in block] for block in blocks]
     sizes = [sum(layer.parameter_bytes for layer in block) for block in blocks]
     for k in range(1, len(blocks)):
         is_last = k == len(blocks) - 1 and len(values[k]) == len(values[0])
-        # The last block may leave another value to the head.
+        # The last layer of the last block may have another number of values.
         alike_but_last = is_last and values[k][:-1] == values[0][:-1]
         alike = values[k] == values[0] or alike_but_last
         difference = abs(sizes[k] - sizes[0])
@@ -101,13 +102,13 @@ def layout_of(
     """Returns the layout that is nearest to a plan.
 
     Each cut moves to the start of the nearest block. A block counts as recomputed if any of its
-    values is not kept; the layout recomputes as many blocks of each stage as the stage with the
-    most of them.
+    values is not kept. The layout has one number of recomputed blocks for all stages, which is that
+    of the stage with the most recomputed blocks.
 
     Args:
-        plan: with any cuts and fates.
-        outline: of its model.
-        names: of the schedules that the format knows.
+        plan: a plan with any cuts and fates.
+        outline: the outline of the plan's model.
+        names: the names of the schedules that the format knows.
         equal: whether the format gives all stages the same number of blocks.
 
     Raises:
@@ -117,7 +118,7 @@ def layout_of(
     stages = len(plan.stages)
     rule = rule_of(plan, outline.microbatches, names)
     cuts = list[int]()
-    layer = 0  # at which the stage ends
+    layer = 0  # the first layer of the next stage
     for stage in plan.stages[:-1]:
         layer += len(stage.layers)
         distances = [abs(start - layer) for start in stack.starts]
@@ -153,9 +154,9 @@ def plan_of(
     """Returns the plan of a layout.
 
     Args:
-        layout: blocks per stage, and the rest.
-        outline: of the model.
-        strict: see `stack_of`.
+        layout: the layout.
+        outline: the outline of the model.
+        strict: as for `stack_of`.
 
     Raises:
         ValueError: the layout does not cover the blocks.
@@ -179,7 +180,7 @@ def plan_of(
     )
     with_fates = []
     for stage, (first, end) in zip(plan.stages, pairwise(ends), strict=True):
-        # The first blocks of a stage, as other systems do.
+        # Other systems recompute the first blocks of a stage.
         recomputed = range(first, min(end, first + layout.again))
         names = [name for block in recomputed for name in _values(outline, stack, block)]
         with_fates.append(replace(stage, fates=dict.fromkeys(names, Fate.RECOMPUTE)))
@@ -191,8 +192,9 @@ def _check_rounds(
     devices: int,
     microbatches: int,
 ) -> None:
-    """Raises ValueError if micro-batches pass chunks in uneven rounds: other systems order these
-    differently.
+    """Raises ValueError if micro-batches pass chunks in uneven rounds.
+
+    Other systems order the tasks of such rounds differently.
     """
     if rule.chunks > 1 and microbatches % devices:
         raise ValueError(
@@ -206,7 +208,7 @@ def _values(
     stack: BlockStack,
     block: int,
 ) -> list[str]:
-    """Returns the names of all values that a block can compute again from its input."""
+    """Returns the names of all values that a block can recompute from its input."""
     first, end = stack.starts[block : block + 2]
     layers = outline.layers[first:end]
     return [name for layer in layers for name in (*layer.values, *layer.inner)]

@@ -1,15 +1,18 @@
-"""torch.distributed.pipelining: the CSV of a schedule with its sends (`compute_comms`),
-a line for each rank.
+"""The format of torch.distributed.pipelining: the CSV of a schedule, with a line for each rank.
 
-    0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD      rank 0: RECV_B receives what rank 1 sends back
-    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD      rank 1
+The lists have the sends and receives of a rank as well (torch's `compute_comms`). Each cell begins
+with the stage, and ends with the micro-batch if the action has one:
 
-A RECV is written when its SEND is, behind all that its rank has been given so far. Every rank thus
-meets its sends and receives in one common order, so no two ranks can wait for each other.
-REDUCE_GRAD, behind the last backward of a stage, divides its gradients by the number of
-micro-batches: torch adds this to schedules of its own, but nothing to a file that has sends. The
-file holds the order of tasks and nothing else; the layers of a stage are those of the module that
-torch is given.
+    rank 0    0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
+    rank 1    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
+
+SEND_F and RECV_F pass an activation on, SEND_B and RECV_B pass its cotangent back. A RECV is
+written when its SEND is written, after everything that its rank has been given so far. So all ranks
+meet sends and receives in the order of one common list, and no two ranks can wait for each other.
+REDUCE_GRAD, after the last backward of a stage, divides the stage's gradients by the number of
+micro-batches. Torch adds this action to its own schedules, but adds nothing to a file with sends.
+The file holds only the order of tasks. The layers of a stage are those of the module that torch is
+given.
 """
 
 import csv
@@ -51,10 +54,10 @@ def _write(plan: Plan, outline: Outline) -> str:
 def with_sends(lists: TaskLists) -> list[list[str]]:
     """Adds SEND, RECV and REDUCE_GRAD to task lists.
 
-    The lists are played: in each round every rank runs its next task, if that is ready.
+    The lists are played: in each round every rank runs its next task, if the task is ready.
 
     Args:
-        lists: of each rank.
+        lists: the tasks of each rank.
 
     Returns:
         The cells of each rank.
@@ -68,11 +71,11 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
     done = set[Task]()
-    at = [0] * len(lists)  # the next task of each rank
-    # How many tasks of a stage are still to add to its gradients.
+    at = [0] * len(lists)  # the position of each rank's next task
+    # `backwards` counts the tasks of each stage that have yet to add to the stage's gradients.
     adding = (task for tasks in lists for task in tasks if task.kind in _ADDS)
     backwards = Counter(task.stage for task in adding)
-    # Ends: in each round a task runs, or none ever will.
+    # The loop ends: if no task runs in a round, none ever will.
     while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
         before = sum(at)
         for r, tasks in enumerate(lists):
@@ -89,18 +92,17 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
                 rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
                 rows[rank[to]].append(f"{to}RECV_{letter}{task.microbatch}")
             backwards[task.stage] -= task.kind in _ADDS
-            # The gradients of a stage are complete once its last backward, or weight half, has
-            # added to them.
+            # The gradients of a stage are complete after its last B or W.
             if task.kind in _ADDS and not backwards[task.stage]:
                 rows[r].append(f"{task.stage}REDUCE_GRAD")
-        if sum(at) == before:  # a round in which nothing ran is followed by others like it
+        if sum(at) == before:  # nothing ran, so nothing will run in the next round either
             stuck = [tasks[at[r]] for r, tasks in enumerate(lists) if at[r] < len(tasks)]
             raise cannot_progress({task: _needs(task, last) for task in stuck})
     return rows
 
 
 def _next_stage(task: Task, last: int) -> int | None:
-    """Returns the stage that waits for the result of a task; `last` is the last stage."""
+    """Returns the stage that waits for a task's result, or None; `last` is the last stage."""
     if task.kind == Kind.F:
         return task.stage + 1 if task.stage < last else None
     sends_back = task.kind in (Kind.B, Kind.I) and task.stage > 0
@@ -108,7 +110,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Returns the tasks one of which must be done before a task; `last` is the last stage."""
+    """Returns the tasks of which one must be done before a task; `last` is the last stage."""
     s, _, m = task
     match task.kind:
         case Kind.F:
@@ -123,7 +125,7 @@ def _needs(task: Task, last: int) -> list[Task]:
 
 
 def _ready(task: Task, done: set[Task], last: int) -> bool:
-    """Tells whether a task can run once others are done."""
+    """Tells whether a task can run after those that are done."""
     needs = _needs(task, last)
     return not needs or not done.isdisjoint(needs)
 
@@ -131,8 +133,7 @@ def _ready(task: Task, done: set[Task], last: int) -> bool:
 def _read(text: str, outline: Outline) -> Plan:
     """Reads task lists, with sends or without.
 
-    The file does not say which layers a stage has, so the stages get as many layers each as is
-    possible.
+    The file does not say which layers a stage has, so the layers are divided evenly among stages.
 
     Raises:
         ValueError: the lists or their sends cannot run, or the model has too few layers.
@@ -152,7 +153,7 @@ def _read(text: str, outline: Outline) -> Plan:
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
-    # The first stages get the layers that are left over.
+    # The first stages get one more layer each if the division leaves a rest.
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
     devices = [rank[s] for s in range(stages)]
     plan = Plan.from_cuts(counts, devices, outline=outline)
@@ -160,7 +161,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tasks(row: Iterable[str]) -> Iterable[Task]:
-    """Yields the tasks of a line, without its sends."""
+    """Yields the tasks of a line, without its sends and receives."""
     for cell in row:
         match = _CELL.fullmatch(cell)
         if match is None:
@@ -170,11 +171,11 @@ def _tasks(row: Iterable[str]) -> Iterable[Task]:
 
 
 def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
-    """Raises ValueError unless the sends are those that the tasks need, and no rank waits for ever.
+    """Raises ValueError unless the tasks get the sends that they need, and no rank waits for ever.
 
     Args:
         rows: the cells of each rank, as they were read.
-        sent: the cells that we write for the same tasks.
+        sent: the cells that `with_sends` makes for the same tasks.
     """
     for r, (row, expected_row) in enumerate(zip(rows, sent, strict=True)):
         count = Counter(filter(_SENDS.search, row))
@@ -184,7 +185,7 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
             raise ValueError(
                 f"rank {r} must send and receive other values: {cell} {count[cell]} times, not {expected[cell]}"
             )
-    # The order may be another than ours, so it is played too, this time with the sends.
+    # The file may have another order of sends, so its lists are played, too, now with the sends.
     last = max(int(re.split(r"\D", cell)[0]) for row in rows for cell in row)
     done = set[str]()
     at = [0] * len(rows)
@@ -204,7 +205,7 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
 
     Args:
         cell: the action.
-        done: those that have run. One of those that the action waits for is enough.
+        done: the actions that have run.
         last: the last stage.
     """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
@@ -212,7 +213,8 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     s = int(match[1])
     word = match[2]
     m = match[3]
-    # A neighbour's result comes over a RECV, or directly if both stages are on one rank.
+    # One of the actions in `waits_for` must have run. A neighbour's result comes by a RECV, or
+    # directly if both stages are on one rank.
     match word:
         case "SEND_F":
             waits_for = {f"{s}F{m}"}

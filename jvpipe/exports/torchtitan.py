@@ -1,4 +1,4 @@
-"""torchtitan: a TOML configuration that lists the modules of each stage in its table `[parallelism]`."""
+"""The format of torchtitan: a TOML configuration that lists the modules of each stage."""
 
 import re
 import tomllib
@@ -30,7 +30,7 @@ def _write(plan: Plan, outline: Outline) -> str:
     schedule = next(name for name, ours in SCHEDULES.items() if ours == family)
     ends = accumulate(layout.counts, initial=0)
     names = [[f"layers.{k}" for k in range(a, b)] for a, b in pairwise(ends)]
-    # What is not numbered goes with the first and the last part.
+    # The embedding goes into the first part, the norm and the head into the last one.
     names[0] = FIRST + names[0]
     names[-1] += LAST
     rows = "".join(f"  {_row(row)},\n" for row in names)
@@ -47,7 +47,7 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _row(names: list[str]) -> str:
-    """Writes a list of texts in TOML."""
+    """Writes a list of texts as a TOML array."""
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
@@ -67,7 +67,7 @@ def _read(text: str, outline: Outline) -> Plan:
     if mode not in ("none", "full"):
         raise ValueError(f"activation checkpoints {brief(mode)} cannot be read: none and full can")
     looped = schedule == "Interleaved1F1B"
-    # A file without a degree has two chunks per rank if it loops.
+    # By default an interleaved schedule has two chunks per rank, others have one.
     usual = len(counts) // 2 if looped else len(counts)
     degree = table.get("pipeline_parallel_degree", usual)
     chunks, rest = divmod(len(counts), degree) if is_whole(degree) and degree > 0 else (0, 1)
@@ -83,7 +83,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns a table of the file, empty if the file lacks it."""
+    """Returns a table of the file; an empty one if the file lacks it."""
     table = tables.get(name, {})
     if not isinstance(table, dict):
         raise ValueError(f"[{name}] must be a table, not {brief(table)}")

@@ -1,1 +1,1 @@
-"""Plain data that every other part reads: layers, plans, tasks, buffers."""
+"""Plain data that all other folders except util read: layers, plans, tasks, rows, buffers."""

@@ -1,4 +1,7 @@
-"""The buffer table: every array of a step, whose it is, how large, and where it lies."""
+"""The buffer table: every array of a step, with the value that it holds, its size and its place.
+
+A place is the number of a device, or of a mesh of devices.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,26 +14,26 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import VALUES, Owner, Value, ValueKind
 
 HOST = -1
-"""Stands for the host's memory where a place's number would.
+"""The number of the host's memory, used in place of a device's number.
 
-Tables by place have a last row for it.
+It is -1, because a table by memory has the devices' rows first and then the host's as the last.
 """
 
 
 class Copy(StrEnum):
     """The copies of a value that may lie at a place."""
 
-    OWN = "own"  # what reads it there reads this one
-    UNUSED = "unused"  # a program yields it and nobody reads it
+    OWN = "own"  # the usual copy, which programs at the place read
+    UNUSED = "unused"  # a program yields it, and nobody reads it
     RECOMPUTED = "recomputed"  # yielded by a forward that was recomputed
     HOST = "host"  # swapped out: in the host's memory
     FETCHED = "fetched"  # back from the host
-    AWAY = "away"  # on the host between the rows that read the value there, each of which has it fetched
-    STALE = "stale"  # left behind by what has moved
+    AWAY = "away"  # optimizer state that lies on the host, from where each update fetches it
+    STALE = "stale"  # left behind by a value that has moved
 
     @property
     def is_read(self) -> bool:
-        """Tells whether a program that reads the value there reads this copy, unless it is redirected."""
+        """Tells whether programs at the place read this copy, unless a pass redirects them."""
         match self:
             case Copy.OWN | Copy.RECOMPUTED | Copy.AWAY:
                 return True
@@ -41,7 +44,7 @@ class Copy(StrEnum):
 
     @property
     def is_swap(self) -> bool:
-        """Tells whether a swap made it."""
+        """Tells whether a swap made this copy."""
         match self:
             case Copy.HOST | Copy.FETCHED:
                 return True
@@ -52,7 +55,7 @@ class Copy(StrEnum):
 
     @property
     def on_host(self) -> bool:
-        """Tells whether it lies in the host's memory."""
+        """Tells whether this copy lies in the host's memory."""
         return self in (Copy.HOST, Copy.AWAY)
 
 
@@ -68,7 +71,7 @@ class Spot(NamedTuple):
     copy: Copy = Copy.OWN
 
     def shifted(self, microbatches: int, versions: int) -> "Spot":
-        """Names the same copy in another round of a stream, a number of micro-batches and versions later."""
+        """Names the same copy some micro-batches and versions later in a stream."""
         return Spot(self.value.shifted(microbatches, versions), self.place, self.copy)
 
     def __str__(self) -> str:
@@ -77,7 +80,7 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """An array of a step: one copy of a `value`, at or beside a `place`."""
+    """An array of a step: one copy of a `value` at a `place`, or on the host of the place."""
 
     value: Value
     place: int
@@ -86,26 +89,27 @@ class Buffer:
 
     @property
     def spot(self) -> Spot:
-        """Its name."""
+        """The name of the buffer."""
         return Spot(self.value, self.place, self.copy)
 
     @property
     def memory(self) -> int:
-        """The memory that it takes: that of its place, or the host's."""
+        """The memory in which the buffer lies: the number of its place, or HOST."""
         return HOST if self.copy.on_host else self.place
 
     @property
     def owner(self) -> Owner:
-        """On whose account its bytes are."""
+        """The account to which the buffer's bytes are counted."""
         return VALUES[self.value.kind].owner
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A step as rows in the order of their dispatch; a place's own list is the rows that run there.
+    """A step as rows in the order of their dispatch, over a table of buffers.
 
-    The first `persistent` buffers exist before the step; `final` are the buffers that hold the same
-    things after it.
+    The first `persistent` buffers exist before the step. `final` are the buffers that hold the same
+    values after the step, in the same order; the next step finds its state in them. `metrics` are
+    other buffers that outlive the step.
     """
 
     rows: tuple[Row, ...]
@@ -115,7 +119,7 @@ class Lowered:
     metrics: tuple[int, ...]
 
     def changes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Returns, per row, the buffers that are born and those that die at it."""
+        """Returns, for each row, the buffers that begin with it and those that end with it."""
         alive = set(range(self.persistent))
         changes = []
         for row in self.rows:
@@ -128,17 +132,21 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that a device holds in a step, at which row, and who holds them."""
+    """The most bytes that a memory holds in a step, the row at which it does, and their accounts.
+
+    `row` is None if the most bytes are held before the first row. `holders` are pairs of an account
+    and its bytes, the largest first.
+    """
 
     bytes: int
     row: Row | None
     holders: tuple[tuple[str, int], ...]
 
     def beside(self, owner: str, size: int) -> "Peak":
-        """Returns the peak while an owner holds more.
+        """Returns the peak with more bytes.
 
         Args:
-            owner: who does.
+            owner: the account to which the bytes are added.
             size: the additional bytes.
         """
         if not size:
@@ -148,14 +156,14 @@ class Peak:
 
 
 def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple[Peak, ...]:
-    """Counts the peak of each place, and last that of the host.
+    """Finds the peak of each place and, last, that of the host.
 
     Args:
         lowered: the step.
-        places: how many there are.
-        temporary: bytes that the program of each row takes while it runs.
+        places: the number of places.
+        temporary: for each row, the bytes that its program takes while it runs; empty if unknown.
     """
-    live = np.zeros(places + 1, int)  # HOST, -1, is the last one
+    live = np.zeros(places + 1, int)  # by memory; HOST is -1, which is the last element
     for buffer in lowered.buffers[: lowered.persistent]:
         live[buffer.memory] += buffer.bytes
     best = live.copy()
@@ -166,7 +174,7 @@ def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple
             buffer = lowered.buffers[b]
             live[buffer.memory] += buffer.bytes
             grown.add(buffer.memory)
-        # What dies with a row is still there while it runs.
+        # Buffers that end with a row still exist while it runs.
         for d in grown:
             running = temporary[i] if temporary and d == row.place else 0
             if live[d] + running > best[d]:
@@ -186,13 +194,15 @@ def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple
 def _holders(
     lowered: Lowered, memory: int, until: int, temporary_bytes: int
 ) -> tuple[tuple[str, int], ...]:
-    """Counts the bytes by owner in a memory while a row runs, the largest first; older versions are their own owner.
+    """Counts the bytes of each account in a memory while a row runs, the largest first.
+
+    Versions of a parameter other than its newest count to an account of their own.
 
     Args:
         lowered: the step.
-        memory: of a place, or HOST.
-        until: the row; -1: before the first one.
-        temporary_bytes: what its program takes, at its place.
+        memory: the number of a place, or HOST.
+        until: the number of the row; -1 for the time before the first row.
+        temporary_bytes: the bytes that the row's program takes at its place.
     """
     alive = set(range(lowered.persistent))
     for i, (born, dead) in enumerate(lowered.changes()[: until + 1]):

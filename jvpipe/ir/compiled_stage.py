@@ -1,4 +1,4 @@
-"""What a target's compiler says of each stage of a plan, beside what was planned without asking it."""
+"""The bytes of each stage of a plan as a target's compiler counts them, beside the planned ones."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,17 @@ from jvpipe.util.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CompiledStage:
-    """A stage's bytes as planned and as compiled: where several stages share a device, those of the device.
+    """A stage's bytes as planned and as compiled; those of its device if stages share one.
 
-    `row` is where the device holds the most: its program has `temporary_bytes`, where the plan
-    counted on `working_bytes` for all that the layer works with. `padding_bytes` is what buffers
-    take beyond their elements, as the target lays them; `host_bytes` are copies of values on the
-    host.
+    Attributes:
+        target: the accelerator that was compiled for.
+        planned_bytes: the peak by the plan.
+        compiled_bytes: the peak by the compiler.
+        row: the row of the step at which the device holds the most.
+        temporary_bytes: the temporary memory of that row's program, by the compiler.
+        working_bytes: the same by the plan, for everything that the layer works with.
+        padding_bytes: what buffers take beyond their elements in the target's layout.
+        host_bytes: the bytes of copies of values on the host.
     """
 
     target: str
@@ -27,11 +32,11 @@ class CompiledStage:
 
     @property
     def peak_bytes(self) -> int:
-        """The larger: what to reckon with."""
+        """The larger of both peaks, which a limit has to allow for."""
         return max(self.planned_bytes, self.compiled_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the part of a stage's JSON that a compiler has said."""
+        """Returns the entries of a stage's JSON that follow from the compiler's answer."""
         return {
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,
@@ -47,7 +52,7 @@ class CompiledStage:
         }
 
     def __str__(self) -> str:
-        """Says what differs, and why.
+        """Writes both peaks, and why they differ.
 
         >>> print(CompiledStage("h100", 2**20, 3 * 2**20, "0B3", 2**21, 2**18, 0, 0))
         3.00 MiB by the compiler for h100, 1.00 MiB planned: at 0B3, 2.00 MiB of temporaries (256.00 KiB planned)

@@ -1,4 +1,8 @@
-"""Slices of a micro-batch: what the replicas of a stage work on, and how the whole is made of them."""
+"""Slices of a micro-batch's examples, on which the replicas of a stage work.
+
+Replicas are several places that run the same stage. `Over` says how a value depends on the
+examples, and so how the whole value follows from those that replicas make on their slices.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +11,7 @@ from typing import NamedTuple
 
 
 class Examples(NamedTuple):
-    """The examples of a micro-batch from `start` up to `stop`, which is not among them.
+    """The examples of a micro-batch from `start` up to, but without, `stop`.
 
     >>> print(Examples(2, 4))
     2:4
@@ -18,7 +22,7 @@ class Examples(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -26,7 +30,7 @@ class Examples(NamedTuple):
 
 
 def divided(examples: int, parts: int) -> tuple[Examples | None, ...]:
-    """Divides a micro-batch into slices whose sizes differ by at most one; None: one part has all of it.
+    """Divides a micro-batch into slices whose sizes differ by at most one; a single one is None.
 
     >>> [str(part) for part in divided(8, 3)], divided(8, 1)
     (['0:2', '2:5', '5:8'], (None,))
@@ -40,22 +44,23 @@ def divided(examples: int, parts: int) -> tuple[Examples | None, ...]:
 class Over(StrEnum):
     """The ways in which a value depends on the examples of a micro-batch."""
 
-    NONE = "none"  # on none of them: it is the same for every slice
-    ALONG = "along"  # it has a part for each, along one of its axes
-    SUM = "sum"  # a sum over them
-    MEAN = "mean"  # a mean over them
-    MIXED = "mixed"  # in any other way
-    MAX = "max"  # the largest over slices of them, as the user says
-    LAST = "last"  # what the last slice gives, as the user says
-    FIRST = "first"  # of the model state, as the user says: what any slice gives, such as the first
+    NONE = "none"  # it depends on no example: it is the same for every slice
+    ALONG = "along"  # it has a part for each example, along one of its axes
+    SUM = "sum"  # it is a sum over the examples
+    MEAN = "mean"  # it is a mean over the examples
+    MIXED = "mixed"  # it depends on them in any other way
+    # The following ones are found by no trace: a user chooses them.
+    MAX = "max"  # it is the largest of the slices' values
+    LAST = "last"  # it is the last slice's value
+    FIRST = "first"  # for model state: it is the same for all slices, so the first one's is taken
     ADDED = (
-        "added"  # of the model state, as the user says: what it was, and what each slice adds to it
+        "added"  # for model state: it is the previous state, plus what each slice has added to it
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a value lies over the examples; `axis` is where those of ALONG are."""
+    """How a value depends on the examples; with ALONG, `axis` is the axis of the examples."""
 
     over: Over
     axis: int = -1
@@ -63,9 +68,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How the edges between layers, the aux of a loss and the loss lie over the examples of a micro-batch.
+    """How the values that replicas exchange depend on the examples of a micro-batch.
 
-    So do the leaves of the model state that a loss makes; None: each replica makes all of it.
+    The values are edges (tensors between layers), the aux of a loss, the loss itself, and the
+    leaves of the model state that the loss makes. None in `state` means that each replica makes the
+    whole leaf.
     """
 
     tensors: tuple[Spread, ...]

@@ -1,4 +1,9 @@
-"""The fates of what forwards leave for backwards, and updates for updates, resolved from a plan's names."""
+"""The fates of a plan, resolved from names to layers and edges.
+
+A fate says what happens to a value between the task that makes it and the task that reads it: it is
+kept, swapped to the host, or recomputed. Tensors have fates between forward and backward, the
+optimizer's state has fates between updates.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,19 +13,29 @@ from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 from jvpipe.util.names import did_you_mean
 
 UPDATES_HELD = 2
-"""The updates that a place has room for the state of, if it lies on the host: one runs, others come or leave."""
+"""For how many updates a place has room, if their optimizer state lies on the host.
+
+One update runs while the state of others comes or leaves. With one, nothing would overlap; planners
+count this many times the state of the largest update.
+"""
 Edge = tuple[int, int]
-"""A stage, and a tensor that it makes or reads."""
+"""A stage, and the index of a tensor that it makes or reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fates:
-    """The fate of every candidate of every layer, and of every edge that a stage holds.
+    """The fates of all candidates of layers, and of all edges that a stage holds.
 
-    `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them
-    that go to the host in between. `recomputed` are layers whose forward runs once more before the
-    backward of what reads their outputs. `away` are edges that go to the host in between, `dropped`
-    those that their stage recomputes.
+    A candidate is a value inside a layer whose fate can be chosen; an edge is a tensor between
+    layers, as one stage holds it.
+
+    Attributes:
+        kept: for each layer, the candidates that its forward saves.
+        swapped: for each layer, the kept candidates that go to the host until the backward.
+        recomputed: the layers whose forward runs once more, before the backward of a layer that
+            reads their outputs.
+        away: the edges that go to the host until the backward.
+        dropped: the edges that their stage recomputes.
     """
 
     kept: tuple[frozenset[str], ...]
@@ -49,7 +64,7 @@ class Fates:
         dropped = frozenset(edge for edge, fate in edges.items() if FATES[fate].again)
         recomputed = frozenset(graph.tensors[t].producer for _, t in dropped)
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
-        for layer in recomputed:  # what it leaves is recomputed with its outputs, and needs no fate
+        for layer in recomputed:  # its residuals are recomputed with its outputs, and need no fate
             fates[layer] = {}
         by_layer = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
         return Fates(
@@ -62,7 +77,7 @@ class Fates:
 
 
 def _typed(plan: Plan) -> Plan:
-    """Returns a plan whose fates are `Fate`: users write them as text, too."""
+    """Returns a plan whose fates are of type `Fate`; users may write them as text."""
     stages = []
     for stage in plan.stages:
         fates = {name: Fate(fate) for name, fate in stage.fates.items()}
@@ -76,13 +91,13 @@ def left_by(
     fates: Mapping[str, Fate],
     column: Callable[[FateInfo], bool],
 ) -> frozenset[str]:
-    """Finds the candidates that a layer's forward leaves, of which a column of the table of fates is true.
+    """Finds the candidates of a layer for whose fate a column of the table `FATES` is true.
 
     Args:
-        graph: that has the layer.
-        layer: whose candidates have fates.
-        fates: by name; what is not named is kept.
-        column: of the table.
+        graph: the graph that has the layer.
+        layer: the layer.
+        fates: the fates by name; a candidate without a name there is kept.
+        column: the column, a function of a line of the table.
     """
     label = graph.label(layer)
     left: set[str] = set()
@@ -118,9 +133,10 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
 
 
 def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
-    """Finds the edges that a plan names.
+    """Finds the fates of the edges that a plan names.
 
-    Raises ValueError where it names what a stage does not know or make.
+    Raises ValueError for a name that its stage does not know, and for an edge to recompute that its
+    stage does not make.
     """
     fates: dict[Edge, Fate] = {}
     for s, stage in enumerate(plan.stages):

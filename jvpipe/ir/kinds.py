@@ -1,4 +1,9 @@
-"""The kinds of tasks and rows: one enum, and one table of what every part of the house must know of each."""
+"""The kinds of tasks and rows, with one table of their properties.
+
+A task is one action of a stage on a micro-batch; a row is one program or one copy. The table
+`KINDS` says what all parts of jvpipe must know of each kind, so a new kind is a new line of it
+(docs/adding_a_kind.md).
+"""
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -7,30 +12,30 @@ from enum import Enum, StrEnum
 class Kind(StrEnum):
     """The kinds of tasks and rows.
 
-    Their values are their letters in lists, timelines and traces.
+    Their values are the letters by which lists, timelines and traces name them.
     """
 
     F = "F"  # forward
     B = "B"  # backward
-    I = "I"  # noqa: E741 - the papers' letter: the half of a backward that gives the cotangents of inputs
-    W = "W"  # the other half: it adds the gradients of weights
+    I = "I"  # noqa: E741 - the papers' letter: the half of a backward that gives inputs' cotangents
+    W = "W"  # the other half of a backward, which adds the gradients of weights
     R = "R"  # recompute a forward for a backward
     U = "U"  # update: one piece of the optimizer
     E = "E"  # evaluate: a forward that leaves nothing for a backward
     SEND = "SEND"  # copy to another place
-    RETURN = "RETURN"  # a SEND of a cotangent, where whole stages are simulated
-    MOVE = "MOVE"  # copy what belongs to a layer that changes places
+    RETURN = "RETURN"  # a SEND of a cotangent, in simulations of whole stages
+    MOVE = "MOVE"  # copy a value of a layer that changes places
     FEED = "FEED"  # bring a leaf of the batch from the host
     OUT = "OUT"  # copy to the host
     IN = "IN"  # copy back from the host
-    FREE = "FREE"  # wait until a copy is there, then end its source
-    DROP = "DROP"  # end what nobody will read
-    ARRIVE = "ARRIVE"  # make a mark of what has come from another process
-    RECEIPT = "RECEIPT"  # wait until what another process was offered has arrived there
+    FREE = "FREE"  # wait until a copy has arrived, then end the buffer that was copied
+    DROP = "DROP"  # end buffers that nobody will read
+    ARRIVE = "ARRIVE"  # make a mark from copies that have come from another process
+    RECEIPT = "RECEIPT"  # wait until a buffer that was offered to another process has arrived there
     ZERO = "ZERO"  # make accumulators
     LOSS = "LOSS"  # sum the losses of a step's micro-batches
-    WEIGHT = "WEIGHT"  # sum the weights of an update's micro-batches
-    SHIFT = "SHIFT"  # predict or correct weights
+    WEIGHT = "WEIGHT"  # sum the losses' weights of an update's micro-batches
+    SHIFT = "SHIFT"  # predict or correct parameters
     SETTLE = "SETTLE"  # note what an update did
     SLICE = "SLICE"  # take the part of a value that a replica works on
     CONCAT = "CONCAT"  # join the parts that replicas of another stage have made
@@ -38,7 +43,7 @@ class Kind(StrEnum):
 
 
 class Runs(Enum):
-    """The things that a row is bound to."""
+    """The things that a row makes the controller do."""
 
     LAYER = "a layer's program"
     PROGRAM = "another program"
@@ -57,7 +62,10 @@ class Link(Enum):
 
 
 class Grouped(Enum):
-    """What a row is where consecutive layers of a task run as one program; any other ends a group."""
+    """The roles of rows where consecutive layers of a task run as one program (a group).
+
+    A row without a role ends the group.
+    """
 
     PART = "a part of a group of its kind"
     WITH_NEXT = "a part of the group of what follows"
@@ -67,16 +75,24 @@ class Grouped(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KindInfo:
-    """The line of a kind in the table.
+    """The properties of a kind, which is a line of the table `KINDS`.
 
-    `look`: its name and its colour in pictures. `weight`: seconds relative to a forward of the same
-    layer, where an order is made without measuring. `in_flight`: how many micro-batches more are in
-    flight on its stage afterwards; `between`: how many more are between the halves of their
-    backward. `back`: of those that read weights, if they read them as a backward does.
-    `accumulates`: adds to sums of gradients. `busy`: work that a device is there for, which bubbles
-    are measured by. `link`: of copies. `gathers`: reads what others tell it, by copies.
-    `watched`: a copy whose end is worth knowing.
-    `grouped`: where layers run in groups.
+    Attributes:
+        runs: what the row makes the controller do.
+        look: its name and its colour in pictures.
+        weight: its seconds relative to a forward of the same layer, for orders that are made
+            without measuring.
+        in_flight: by how much it changes the number of micro-batches in flight on its stage.
+        between: by how much it changes the number of micro-batches that are between the two halves
+            of their backward.
+        back: for kinds that read weights, whether they read the version of a backward; None for
+            other kinds.
+        accumulates: it adds to sums of gradients.
+        busy: it counts as work of a device; bubbles are the time without such work.
+        link: the link that it takes if it is a copy.
+        gathers: it reads values that other layers have made for it, by copies.
+        watched: it is a copy whose end the controller takes note of.
+        grouped: its role where layers run in groups.
     """
 
     runs: Runs
@@ -94,7 +110,7 @@ class KindInfo:
 
     @property
     def computes(self) -> bool:
-        """Tells whether it runs a program, so that it occupies its device.
+        """Tells whether rows of this kind run a program, and so occupy their device.
 
         >>> [KINDS[kind].computes for kind in (Kind.B, Kind.SEND)]
         [True, False]

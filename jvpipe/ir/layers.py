@@ -1,4 +1,7 @@
-"""The layer graph: what a model is once its loss has been traced and cut at its narrow places."""
+"""The layer graph: a model's layers and the values between them.
+
+A loss is traced to equations, which are cut into layers at places where few bytes cross.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,22 +13,28 @@ from jvpipe.ir.values import NEVER, Value, ValueKind
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Names a value that a layer reads or writes, of any micro-batch: the `index`-th of its `kind`."""
+    """The name of a value that a layer reads or writes, without its micro-batch.
+
+    The value is the `index`-th of its `kind`.
+    """
 
     kind: ValueKind
     index: int
 
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""The axes of a place that each dimension of an array is cut along; () where each device of the place has it whole."""
+"""For each dimension of an array, the axes of a place along which it is cut.
+
+() means that each device of the place has the whole array.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """The shape and type of an array, and the name a reader knows it by.
+    """The shape and type of an array, and the name by which users know it.
 
-    `spec` says how it lies over the devices of a place, if there are several; `bytes` are those of
-    one of them.
+    `spec` says how the array lies over the devices of a place, if there are several; `bytes` are
+    those of one device.
     """
 
     name: str
@@ -36,17 +45,22 @@ class Array:
 
 
 Source = tuple[Literal["input", "output", "residual"], int]
+"""A value of a layer's forward that its backward reads, by its position among those of its sort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The interface between a layer's forward and its backward: what is left, taken and given.
+    """The interface between a layer's forward and its backward.
 
-    All indices are positions in the layer's `reads` (inputs) and `writes` (outputs). `residuals`
-    exist for the backward alone; `sources` are the inputs, outputs and residuals it reads;
-    `cotangents` the outputs whose cotangents it takes; `partial` the inputs whose cotangent it adds
-    to a sum that comes in; `gradients` and `returned` the inputs whose gradients and cotangents it
-    yields.
+    All indices are positions in the layer's `reads` (inputs) or `writes` (outputs).
+
+    Attributes:
+        residuals: values that the forward yields for the backward alone.
+        sources: the inputs, outputs and residuals that the backward reads.
+        cotangents: the outputs whose cotangents the backward takes.
+        partial: the inputs whose cotangents the backward adds to sums that it takes.
+        gradients: the inputs (parameters) whose gradients the backward yields.
+        returned: the inputs (tensors) whose cotangents the backward yields.
     """
 
     residuals: tuple[Array, ...]
@@ -58,16 +72,17 @@ class Signature:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no backward: nobody trains the layer, or anything before it."""
+        """Whether the layer has no backward, because neither it nor an earlier layer is trained."""
         return not (self.sources or self.cotangents or self.gradients or self.returned)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSignature:
-    """The interface of a backward in two halves: `input` yields cotangents alone, `weight` gradients alone.
+    """The interface of a backward in two halves.
 
-    `handed` is what the first leaves the second, beside what the forward left. The second adds to
-    no partial sums.
+    The half `input` yields only cotangents, the half `weight` only gradients. `handed` are the
+    values that the first half leaves for the second, besides those that the forward has left. Only
+    the first half adds to partial sums.
     """
 
     handed: tuple[Array, ...]
@@ -77,7 +92,7 @@ class SplitSignature:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value that crosses from the layer that makes it straight to each layer that reads it."""
+    """A tensor between layers (an edge): it goes directly from its producer to each reader."""
 
     array: Array
     producer: int
@@ -87,9 +102,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A leaf of the parameters; several readers mean that it is tied, the first one owns it.
+    """A leaf of the parameters.
 
-    One that is `frozen` has no gradient and no update, and one version for good.
+    If several layers read it, it is tied, and the first reader owns it. A `frozen` parameter has no
+    gradient and no update, so it always has the same version.
     """
 
     array: Array
@@ -104,11 +120,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A run of equations between two narrow cuts: the unit of placement, compilation and migration.
+    """Consecutive equations between two narrow cuts.
 
-    `reads` are in the order of its program's inputs (parameters first), `writes` of its outputs.
-    `candidates` are the values inside it whose fate can be chosen: kept, swapped or recomputed.
-    `flops` counts the products of one forward.
+    A layer is the unit that is placed, compiled and moved. `reads` are in the order of its
+    program's inputs (parameters first), and `writes` in the order of its outputs. `candidates` are
+    the values inside it whose fate can be chosen: kept, swapped or recomputed. `flops` counts the
+    operations in the products of one forward.
     """
 
     id: int
@@ -129,7 +146,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """Layers in the order of their forwards, and the values between them, for one micro-batch."""
+    """The layers in the order of their forwards, and the values between them, per micro-batch."""
 
     layers: tuple[Layer, ...]
     tensors: tuple[Tensor, ...]
@@ -138,15 +155,15 @@ class LayerGraph:
     state: tuple[Array, ...] = ()
     constants: tuple[Array, ...] = ()
     aux: tuple[Array, ...] = ()
-    aux_groups: tuple[tuple[int, ...], ...] = ()  # a pair is a `Weighted`
-    weighted: bool = False
+    aux_groups: tuple[tuple[int, ...], ...] = ()  # leaves of a metric; a pair is a `Weighted`
+    weighted: bool = False  # whether the loss is a `Weighted`
     loss_bytes: int = 4
     seed_bytes: int = 16
-    aux_chosen: tuple[AuxReduction | None, ...] = ()  # what the user says of each leaf of aux
-    state_chosen: tuple[StateReduction | None, ...] = ()  # those of the model state
+    aux_chosen: tuple[AuxReduction | None, ...] = ()  # the user's choice for each group of aux
+    state_chosen: tuple[StateReduction | None, ...] = ()  # and for each leaf of the model state
 
     def label(self, layer: Layer) -> str:
-        """Names a layer as plans do: with its id where several layers have that name.
+        """Names a layer as plans do: with its id if several layers have the same name.
 
         >>> layers = tuple(Layer(i, name, (), ()) for i, name in enumerate(["dense", "dense", "head"]))
         >>> [LayerGraph(layers, (), ()).label(layer) for layer in layers]
@@ -157,7 +174,7 @@ class LayerGraph:
 
     @property
     def examples(self) -> int:
-        """The examples of a micro-batch."""
+        """The number of examples of a micro-batch."""
         return self.batch[0].shape[0]
 
     def owned(self, layer: int) -> tuple[int, ...]:
@@ -165,11 +182,11 @@ class LayerGraph:
         return tuple(i for i, p in enumerate(self.parameters) if p.owner == layer)
 
     def trained(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        """Filters parameters: returns those that have a gradient and an update."""
+        """Returns those of some parameters that have a gradient and an update."""
         return tuple(p for p in parameters if not self.parameters[p].frozen)
 
     def parameter(self, p: int, version: int) -> Value:
-        """Names a version of a parameter; a frozen one has no other than the first.
+        """Names a version of a parameter; all versions of a frozen parameter have the same name.
 
         >>> w = Array("w", (), "int8", 1)
         >>> graph = LayerGraph((), (), (Parameter(w, (0,)), Parameter(w, (0,), frozen=True)))
@@ -186,14 +203,18 @@ class LayerGraph:
         return next(layer.id for layer in self.layers if Ref(ValueKind.LOSS, 0) in layer.writes)
 
     def aux_reduction(self, group: int) -> AuxReduction | None:
-        """Tells how a leaf of aux is reduced over the micro-batches; None: stacked. A pair is `Weighted`: a mean."""
+        """Tells how a group of aux is reduced over the micro-batches; None if it is stacked.
+
+        Unless the user chooses, a `Weighted` (a pair of leaves) and a floating-point scalar are
+        reduced by a mean.
+        """
         first = self.aux[self.aux_groups[group][0]]
         is_mean = len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
         said = self.aux_chosen[group] if self.aux_chosen else None
         return said or (AuxReduction.MEAN if is_mean else None)
 
     def skips(self) -> Iterator[Tensor]:
-        """Yields the tensors that are read beyond the next layer."""
+        """Yields the tensors that a layer after the next one reads."""
         return (t for t in self.tensors if t.readers[-1] > t.producer + 1)
 
     def tied(self) -> Iterator[Parameter]:

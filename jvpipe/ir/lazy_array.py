@@ -1,4 +1,4 @@
-"""Arrays that are read where they are to lie: parameters in a file, or examples that other processes need."""
+"""Lazy arrays, which are read only where they are needed: parameters in a file, or examples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,17 +8,18 @@ import numpy as np
 
 
 class LazyArray(jax.ShapeDtypeStruct):
-    """An array of which only shape and type are known until it is read, such as a tensor in a file.
+    """An array with only its shape and type known until it is read, such as a tensor in a file.
 
-    Parameters may be such arrays: `Pipeline.init` reads each by itself, in the process that owns
-    it, and keeps no copy. So may the leaves of a batch: each process reads the examples that its
-    own stages and replicas read, and no others.
+    Parameters may be lazy arrays: `Pipeline.init` reads them one after another, each in the process
+    that owns it, and keeps no copy. The leaves of a batch may be lazy arrays, too: each process
+    reads only the examples that its own stages and replicas work on.
 
     Args:
-        shape: of the whole.
-        dtype: of its numbers.
-        read: called without arguments it reads the whole; with some, the part at these indices of
-            the first axes, the last of which may be a slice.
+        shape: the shape of the whole array.
+        dtype: the type of its numbers.
+        read: reads the whole array if it is called without arguments. Arguments are indices of the
+            first axes, and the last of them may be a slice; then it reads the part at these indices.
+        at: the indices of the part that this array stands for.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
     >>> rows[1]
@@ -36,7 +37,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         self._read, self._at = read, at
 
     def __getitem__(self, i: int | slice) -> "LazyArray":
-        """Returns the part at an index of the first axis, or at neighbouring ones, still to be read."""
+        """Returns the part at an index or a slice of the first axis, which is not read yet."""
         before, begin = self._at, 0
         if before and isinstance(before[-1], slice):
             before, begin = before[:-1], before[-1].start
@@ -51,7 +52,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         return LazyArray(self.shape[1:], self.dtype, self._read, *before, begin + i)
 
     def astype(self, dtype: Any) -> "LazyArray":
-        """Returns the same array of another type, still to be read."""
+        """Returns the same array with another type, which is not read yet."""
         if np.dtype(dtype) == self.dtype:
             return self
         cast = lambda *at: np.asarray(self._read(*at)).astype(dtype)  # noqa: E731
@@ -61,7 +62,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         """Reads the numbers.
 
         Raises:
-            ValueError: what was read is of another shape or type.
+            ValueError: the array that was read has another shape or type.
         """
         array = np.asarray(self._read(*self._at))
         if array.shape != self.shape or array.dtype != self.dtype:

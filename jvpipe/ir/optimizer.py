@@ -1,4 +1,7 @@
-"""What an optimizer is to jvpipe; optax itself, which takes long to import, is left to whoever makes one."""
+"""The protocol of an optimizer.
+
+It lets jvpipe name the type without importing optax, which takes long to import.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -15,10 +18,10 @@ class Optimizer(Protocol):
 
     @property
     def init(self) -> Callable[..., Any]:
-        """Maps parameters to a first state."""
+        """The function from parameters to the first state."""
         ...
 
     @property
     def update(self) -> Callable[..., Any]:
-        """Maps gradients, a state and parameters to updates and the next state."""
+        """The function from gradients, a state and parameters to updates and the next state."""
         ...

@@ -1,4 +1,4 @@
-"""The outline of a model that a plan is for: what other systems must know of its layers to be told the plan."""
+"""The outline of a model: what exporting a plan to other systems must know about its layers."""
 
 import re
 from dataclasses import dataclass
@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from jvpipe.ir.layers import LayerGraph
 
 Block = tuple[str, int]
-"""A module that is repeated: what its name begins with, and its number."""
+"""One of several repeated modules: the beginning of its name, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOutline:
-    """A layer by name; `block` is that of its parameters, if they are of a numbered module.
+    """The outline of a layer.
 
-    `values` are what its forward leaves for its backward, by the names that plans know; `inner` are
-    the tensors that no layer of another block reads.
+    `block` is the numbered module that its parameters belong to, if there is one. `values` are the
+    values that its forward may leave for its backward, by the names that plans use. `inner` are the
+    tensors that it makes and that no layer of another block reads.
     """
 
     name: str
@@ -26,7 +27,7 @@ class LayerOutline:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The layers of a model, and the micro-batches of a step."""
+    """The outlines of a model's layers, and the number of micro-batches of a step."""
 
     layers: tuple[LayerOutline, ...]
     microbatches: int
@@ -50,9 +51,9 @@ def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
 
 
 def block_of(path: str) -> Block | None:
-    """Finds the numbered module of a parameter's path.
+    """Finds the numbered module that a parameter's path names.
 
-    A whole number comes before a number at the end of a word.
+    A key that is a number counts before a number at the end of a word.
 
     >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
     (('blocks', 3), ('blocks', 3), ('h', 2))
@@ -68,6 +69,6 @@ def block_of(path: str) -> Block | None:
 
 
 def _block(graph: LayerGraph, layer: int) -> Block | None:
-    """Finds the block of a layer: that of the first of its parameters that is in one."""
+    """Finds the block of a layer: the first block that a path of its parameters names."""
     paths = (graph.parameters[i].array.name for i in graph.owned(layer))
     return next(filter(None, map(block_of, paths)), None)

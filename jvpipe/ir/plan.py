@@ -1,4 +1,8 @@
-"""A plan: which layers run on which devices, each tensor's fate, and the schedule."""
+"""A plan: which layers run on which devices, the fates of tensors, and the schedule.
+
+A fate says what happens to a tensor between the forward that makes it and the backward that reads
+it: it is kept, swapped to the host, or recomputed.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +28,12 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FateInfo:
-    """What every part must know of a fate.
+    """The properties of a fate, which is a line of the table `FATES`.
 
-    `saved`: the forward's program gives the tensor to the backward. `away`: it lies on the host in
-    between. `again`: its layer's forward runs once more before the backward.
+    Attributes:
+        saved: the forward's program yields the tensor for the backward.
+        away: the tensor lies on the host between forward and backward.
+        again: the forward of the tensor's layer runs once more before the backward.
     """
 
     saved: bool
@@ -40,20 +46,21 @@ FATES: dict[Fate, FateInfo] = {
     Fate.SWAP: FateInfo(saved=True, away=True, again=False),
     Fate.RECOMPUTE: FateInfo(saved=False, away=False, again=True),
 }
-"""The one table of fates."""
+"""The one table of fates (docs/adding_a_fate.md)."""
 STATE_FATES = tuple(fate for fate, info in FATES.items() if info.saved)
-"""The fates of the optimizer's state, which no forward can compute again."""
+"""The fates that the optimizer's state can have; no forward can compute state again."""
 MOST_LAYERS = 1_000_000
-"""Far more than a model has."""
+"""More layers than any model has; larger numbers in a user's input are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Consecutive layers on one device, or on several that share the examples of each micro-batch.
 
-    `devices` are indices into the pipeline's devices; with several, each of them is a replica of
-    the stage. `fates` names what is not kept; `state_fates` are those of the optimizer's state
-    between updates, by the path of the parameter that it belongs to.
+    `devices` are indices into the pipeline's devices; if there are several, each of them is a
+    replica of the stage. `fates` has the fates of the stage's tensors by name; a tensor without a
+    name there is kept. `state_fates` has the fates of the optimizer's state between updates, by the
+    path of the parameter that the state belongs to.
     """
 
     layers: tuple[int, ...]
@@ -64,14 +71,17 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages in the order of the forward; `schedule` and `planner` say what it was made for (None: any) and by.
+    """The stages of a pipeline in the order of the forward, with the schedule that they are for.
 
-    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything.
-    `splits` are the places, inside of what a trace calls a layer, at which layers are cut in two:
-    the stages count both halves. `tasks` are those of each device in order, as text (none: as the
-    schedule's rule has them); where they split backwards, those of the layers in `unsplit` stay
-    whole. `outline` is what exporting it must know of its model; it does not belong to the plan,
-    and is not saved.
+    `schedule` is the name of the schedule that the plan was made for (None: it fits any), and
+    `planner` the name of the planner that made it. With `keep_last` the last micro-batch of a step
+    keeps everything, whatever the fates. `splits` are positions inside of traced layers, at which
+    these layers are cut in two; the stages count both halves as layers.
+
+    `tasks` are the tasks of each device in order, as text; empty if the schedule's rule gives them.
+    If they split backwards, the backwards of the layers in `unsplit` stay whole. `outline` is what
+    an export must know of the model. It is not part of the plan, so it is neither compared nor
+    saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
@@ -90,9 +100,9 @@ class Plan:
     def from_cuts(
         layers: Sequence[int], devices: Sequence[int | Sequence[int]] | None = None, **kwargs: Any
     ) -> "Plan":
-        """Makes a plan from the number of layers per stage.
+        """Makes a plan from the number of layers of each stage.
 
-        Stage s runs on device s, or on `devices[s]` (one or more).
+        Stage s runs on device s or, if `devices` are given, on `devices[s]` (one or several).
 
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
         (0, 1)
@@ -130,7 +140,7 @@ class Plan:
 
     @property
     def device_count(self) -> int:
-        """The number of devices that it needs.
+        """The number of devices that the plan needs.
 
         >>> Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]).device_count
         2
@@ -148,7 +158,7 @@ class Plan:
         return any(count > 1 for count in self.replicas)
 
     def on(self, devices: Sequence[Sequence[int]]) -> "Plan":
-        """Returns a plan of the same stages on other devices, one or several for each.
+        """Returns a plan of the same stages on other devices, one or several for each stage.
 
         >>> Plan.from_cuts([2, 1]).on([(0, 1), (2,)]).replicas
         (2, 1)
@@ -160,7 +170,9 @@ class Plan:
         return replace(self, stages=stages)
 
     def turn(self, m: int) -> "Plan":
-        """Returns the plan of a micro-batch if the devices of each stage take turns: with those whose turn it is.
+        """Returns the plan of a micro-batch, with the device of each stage whose turn it is.
+
+        It holds if the devices of a stage take turns with whole micro-batches.
 
         >>> [Plan.from_cuts([2, 1], devices=[(0, 1), 2]).turn(m).stages[0].devices for m in range(3)]
         [(0,), (1,), (0,)]
@@ -174,16 +186,16 @@ class Plan:
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)
 
     def with_schedule(self, schedule: str) -> "Plan":
-        """Returns the same placement for another schedule.
+        """Returns the same stages for another schedule, without task lists of the plan's own.
 
-        Task lists are dropped, for they belong to one schedule.
+        The task lists are dropped because they belong to one schedule.
         """
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
-        """Returns the plan for a pipeline of this schedule.
+        """Returns the plan for a pipeline with a given schedule.
 
-        Raises ValueError if it was made for another.
+        Raises ValueError if the plan was made for another schedule.
 
         >>> Plan.from_cuts([2, 1]).under("gpipe").schedule
         'gpipe'
@@ -196,11 +208,14 @@ class Plan:
         return self.with_schedule(schedule)
 
     def without_fates(self) -> "Plan":
-        """Returns the same placement with everything kept between forwards and backwards."""
+        """Returns the same plan with everything kept between forwards and backwards."""
         return replace(self, stages=tuple(replace(stage, fates={}) for stage in self.stages))
 
     def check(self, layers: int, devices: int) -> None:
-        """Raises ValueError unless every layer is in one stage, in order, on devices that exist."""
+        """Raises ValueError unless the plan fits a model and a number of devices.
+
+        Each layer must be in one stage, in order, and devices and fates must exist.
+        """
         placed = [layer for stage in self.stages for layer in stage.layers]
         if missing := sorted(set(range(layers)) - set(placed)):
             raise ValueError(
@@ -223,7 +238,7 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a device is two replicas of a stage, or of stages that do not share all devices."""
+        """Raises ValueError if a device is two replicas, or if stages share only some devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             for at, device in enumerate(stage.devices):
@@ -236,20 +251,22 @@ class Plan:
             holder |= dict.fromkeys(stage.devices, s)
 
     def to_json(self) -> dict[str, Any]:
-        """Turns the plan into plain data, as JSON knows it."""
+        """Turns the plan into plain data for JSON."""
         data = asdict(replace(self, outline=None))
         del data["outline"]
         return data
 
     def export(self, format: str, lossy: bool = False) -> str:
-        """Writes the plan for another system: docs/export.md says what each can say.
+        """Writes the plan for another system; docs/export.md says what each format can express.
 
         Args:
             format: "megatron", "torchtitan", "torch-csv", "maxtext" or "jaxpp".
-            lossy: write the nearest that can be said, and what is lost in a comment.
+            lossy: write the nearest plan that the format can express, with comments that name what
+                is lost.
 
         Raises:
-            ValueError: the format cannot say all of it; the message names what would be lost.
+            ValueError: the format cannot express all of the plan, and `lossy` is false. The message
+                names what would be lost.
         """
         if format not in EXPORTS:
             raise ValueError(did_you_mean("format", format, list(EXPORTS)))
@@ -260,7 +277,7 @@ class Plan:
         """Reads a plan that `to_json` wrote.
 
         Raises:
-            ValueError: it is not a plan; the message names the entry.
+            ValueError: the data are not a plan; the message names the entry.
         """
         entries = _entries("a plan", data, ("stages", "schedule", "planner"))
         list_of_stages = several(entries["stages"])
@@ -292,7 +309,7 @@ class Plan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            ValueError: there is no such file, or it does not hold a plan.
+            ValueError: the file cannot be read, or does not hold a plan.
         """
         file = checked_path(path)
         try:
@@ -304,7 +321,10 @@ class Plan:
 
 
 EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}
-"""How a plan is written in each format: `jvpipe.exports` fills it, whose floor is above this one."""
+"""The functions that write a plan, by the name of the format.
+
+`jvpipe.exports` fills this table, because this folder must not import that one.
+"""
 
 
 def _stage(s: int, data: Any) -> Stage:
@@ -331,13 +351,13 @@ def _fates(what: str, data: Any, allowed: Sequence[Fate]) -> dict[str, Fate]:
 
 
 def _check_fates(what: str, fates: Mapping[str, Any], allowed: Sequence[Fate]) -> None:
-    """Raises ValueError if a fate is not among those that are allowed."""
+    """Raises ValueError if a fate is not among the allowed ones."""
     if unknown := [fate for fate in fates.values() if fate not in allowed]:
         raise ValueError(f"{what} has unknown fates {unknown}: there are {', '.join(allowed)}")
 
 
 def _entries(what: str, data: Any, needed: Sequence[str]) -> Mapping[str, Any]:
-    """Checks that what JSON holds is a mapping with all entries that are needed."""
+    """Returns data that are a mapping with all needed entries; raises ValueError otherwise."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} must map {', '.join(needed)}, and is {brief(data)}")
     if missing := [name for name in needed if name not in data]:

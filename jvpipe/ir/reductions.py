@@ -1,4 +1,8 @@
-"""Reductions that a user chooses by pattern: of aux over micro-batches and replicas, of model state over replicas."""
+"""Reductions that a user chooses by pattern, for leaves of aux and of the model state.
+
+Aux is reduced over replicas and micro-batches, model state over replicas alone. Replicas are
+several places that run the same stage, each on a slice of every micro-batch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +14,7 @@ from jvpipe.util.brief import brief
 
 
 class AuxReduction(StrEnum):
-    """How a leaf of aux is reduced over the slices of a micro-batch, and then over the micro-batches of a step."""
+    """The reductions of a leaf of aux, over a micro-batch's slices and then over micro-batches."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -19,16 +23,16 @@ class AuxReduction(StrEnum):
 
 
 class StateReduction(StrEnum):
-    """What a leaf of the model state is made of, where replicas have each made it of their slice of a micro-batch."""
+    """The reductions of a leaf of the model state, over the replicas that have made the leaf."""
 
-    MEAN = "mean"  # over the examples
-    SUM = "sum"  # of what each has added
-    SAME = "same"  # as that of any of them
+    MEAN = "mean"  # the mean over the examples
+    SUM = "sum"  # the previous leaf, plus what each replica has added to it
+    SAME = "same"  # the leaf of any replica, because all are the same
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """What a user says of leaves, by patterns of their paths; the trace says the rest."""
+    """The reductions that a user chooses, by patterns of paths; others follow from the trace."""
 
     aux: Mapping[str, AuxReduction] = field(default_factory=dict)
     state: Mapping[str, StateReduction] = field(default_factory=dict)
@@ -41,12 +45,12 @@ def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, 
     """Reads reductions by pattern, as a user gave them.
 
     Args:
-        option: its name.
+        option: the name of the option, for messages.
         reductions: names of reductions by pattern.
-        kind: of reductions.
+        kind: the enum of the reductions.
 
     Raises:
-        ValueError: it is not such a mapping, or names another reduction.
+        ValueError: `reductions` is not such a mapping, or names an unknown reduction.
 
     >>> checked_reduction("aux_reduce", {"largest": "max"}, AuxReduction)
     {'largest': <AuxReduction.MAX: 'max'>}
@@ -67,12 +71,12 @@ def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, 
 
 
 def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tuple[R | None, ...]:
-    """Returns the reduction that the user chose for each leaf, if any; later patterns win.
+    """Returns the reduction that the user chose for each leaf, or None; later patterns win.
 
     Args:
-        option: its name.
+        option: the name of the option, for messages.
         patterns: reductions by pattern.
-        paths: of the leaves.
+        paths: the paths of the leaves.
 
     Raises:
         ValueError: a pattern matches no leaf.

@@ -1,4 +1,7 @@
-"""Rows: lowered tasks, one program or copy each, on one place."""
+"""Rows: what the tasks of a schedule are lowered to; each is one program or one copy on one place.
+
+A place is the number of a device, or of a mesh of devices.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +13,10 @@ from jvpipe.ir.values import ValueKind
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer's program under the `layout`-th of the layouts in which a step's micro-batches run, for some examples."""
+    """A layer's program for some examples; `layout` is the number of a layout of the step.
+
+    A layout is the plan, the fates and the programs that a micro-batch runs with.
+    """
 
     layout: int
     examples: Examples | None = None
@@ -25,10 +31,7 @@ class ZeroRun:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """The `piece`-th piece of the optimizer's update.
-
-    One that `keeps` does not overwrite its parameters.
-    """
+    """A piece of the optimizer's update; with `keeps` it does not overwrite its parameters."""
 
     piece: int
     keeps: bool = False
@@ -36,21 +39,21 @@ class PieceRun:
 
 @dataclass(frozen=True, slots=True)
 class ShiftRun:
-    """Weights moved by `updates` times what is remembered of one update; back if it is negative."""
+    """Weights moved ahead by `updates` times the remembered update, or back if it is negative."""
 
     updates: int
 
 
 @dataclass(frozen=True, slots=True)
 class SettleRun:
-    """The memory of what an update did; `tau`: the updates between a forward and its update."""
+    """The memory of an update; `tau` is the number of updates between a forward and its update."""
 
     tau: int
 
 
 @dataclass(frozen=True, slots=True)
 class SumRun:
-    """The sum of so many scalars."""
+    """The sum of `count` scalars."""
 
     count: int
 
@@ -67,7 +70,7 @@ class SliceRun:
 
 @dataclass(frozen=True, slots=True)
 class ConcatRun:
-    """Parts of a value one after another along an axis."""
+    """Parts of a value, joined one after another along an axis."""
 
     of: Ref
     axis: int
@@ -75,9 +78,10 @@ class ConcatRun:
 
 @dataclass(frozen=True, slots=True)
 class JoinRun:
-    """What several replicas have of an edge that has no axis of examples, for a stage of another width.
+    """An edge without an axis of examples, for a stage with another number of replicas.
 
-    It is the sum of what they have, each times its weight; without weights, each as it is.
+    It is the sum of the values that the replicas of its stage have, each times its weight. Without
+    weights it is their plain sum.
     """
 
     of: Ref
@@ -86,17 +90,20 @@ class JoinRun:
 
 @dataclass(frozen=True, slots=True)
 class AddRun:
-    """Gradients of one more replica added to what those before it have come to, in place."""
+    """Gradients of one more replica, added in place to the sum of the replicas before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """Model state made of what replicas have made of their examples, rather than a sum of gradients."""
+    """Model state that is made of the replicas' parts, rather than a sum of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferRun:
-    """The source's half of a copy between processes: the `number`-th row of all offers it to a `process`."""
+    """The source's half of a copy between processes: it offers a buffer to another `process`.
+
+    `number` is the number of the copy's row in the whole step; both halves have it.
+    """
 
     number: int
     process: int
@@ -104,7 +111,10 @@ class OfferRun:
 
 @dataclass(frozen=True, slots=True)
 class AskRun:
-    """The target's half of a copy between processes: what the `number`-th row of all offers is asked of a `process`."""
+    """The target's half of a copy between processes: it asks another `process` for a buffer.
+
+    `number` is the number of the copy's row in the whole step; both halves have it.
+    """
 
     number: int
     process: int
@@ -112,20 +122,23 @@ class AskRun:
 
 @dataclass(frozen=True, slots=True)
 class ArriveRun:
-    """The mark of what copies have brought from another process, the first of them the `number`-th row of all."""
+    """The mark that copies from another process have arrived.
+
+    `number` is the number of the first copy's row in the whole step.
+    """
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """Rows of consecutive layers, which one program runs one after another."""
+    """Rows of consecutive layers that one program runs, one after another."""
 
     parts: tuple["Row", ...]
 
 
 Wire = tuple[tuple[int, ...], tuple[int, ...]]
-"""What a part of a group reads and what it writes, by numbers of the group's own."""
+"""The arrays that a part of a group reads and those that it writes, by the group's own numbers."""
 
 
 Run = (
@@ -146,17 +159,17 @@ Run = (
     | GroupRun
     | None
 )
-"""What tells rows of one kind and layer apart; None if the kind says it all."""
+"""What distinguishes rows of one kind and layer; None if nothing needs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A lowered task: what the controller dispatches, one program or one copy.
+    """One program or one copy, which the controller dispatches.
 
-    `place` is where it runs. `reads`, `writes` and `frees` are ids in the buffer table; a buffer
-    both read and written is updated in place. Where a row is of no stage, layer or micro-batch it
-    says -1. A copy between places is one row: it runs at its source, and its target is where the
-    buffer that it writes lies.
+    `place` is where it runs. `reads`, `writes` and `frees` are numbers of buffers in the buffer
+    table; a buffer both read and written is updated in place. The buffers that it `frees` end with
+    it. A row of no stage, layer or micro-batch has -1 there. A copy between places is one row: it
+    runs at its source, and its target is the place of the buffer that it writes.
 
     >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))
     1F2[layer 4]
@@ -174,14 +187,15 @@ class Row:
 
     @property
     def parts(self) -> tuple["Row", ...]:
-        """The rows that its program runs: those of a group, else itself."""
+        """The rows that its program runs: the parts of a group, or else the row itself."""
         return self.run.parts if isinstance(self.run, GroupRun) else (self,)
 
     @property
     def wires(self) -> tuple[Wire, ...]:
-        """What each part takes and yields, and at last what the row does, by numbers that do not name buffers.
+        """The arrays that each part takes and yields, and last those of the row itself.
 
-        What the row reads comes first, so rows that are wired alike can run one program.
+        Arrays have the row's own numbers rather than those of buffers: first those that the row
+        reads, then those that its parts write. So rows with equal wires can run the same program.
 
         >>> parts = Row(Kind.F, 0, 0, 0, 5, (7,), (8,)), Row(Kind.F, 0, 0, 1, 5, (8, 3), (9,))
         >>> Row(Kind.F, 0, 0, 0, 5, (7, 3), (9,), run=GroupRun(parts)).wires
@@ -199,7 +213,7 @@ class Row:
     def __str__(self) -> str:
         stage, microbatch = (
             n if n >= 0 else "" for n in (self.stage, self.microbatch)
-        )  # of all, of none
+        )  # a row of no stage or micro-batch leaves that number out
         where = f"{stage}{self.kind}{microbatch}"
         layers = list(dict.fromkeys(part.layer for part in self.parts))
         if len(layers) > 1:

@@ -1,4 +1,8 @@
-"""How parameters lie over the inner axes of a place of several devices: a user's rules, and what they come to."""
+"""The rules by which a user cuts parameters over the devices of a place, and their results.
+
+A place may be a mesh of several devices with named axes. A spec says along which of these axes each
+dimension of an array is cut.
+"""
 
 import math
 import re
@@ -10,10 +14,10 @@ from jvpipe.ir.layers import Array, Spec
 
 @dataclass(frozen=True)
 class Sharding:
-    """Rules from paths of parameters to axes, and the sizes of these axes.
+    """Rules that map paths of parameters to specs, and the sizes of the axes.
 
-    A path that no rule matches has its parameter whole on each device of a place. Batches are cut
-    along `batch_axis`, example by example, if there is one.
+    A parameter whose path no rule matches lies whole on each device of a place. If there is a
+    `batch_axis`, the examples of a batch are divided along this axis.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})
@@ -27,14 +31,14 @@ class Sharding:
     batch_axis: str | None = None
 
     def specs(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Spec]:
-        """Finds the axes that each parameter is cut along, by its path.
+        """Finds the axes along which each parameter is cut.
 
         Args:
-            shapes: of the parameters, by their paths.
+            shapes: the shapes of the parameters, by their paths.
 
         Raises:
-            ValueError: a rule matches nothing, two of them differ about a parameter, or one cannot
-                be cut so.
+            ValueError: a rule matches no parameter, two rules differ about a parameter, or a
+                parameter cannot be cut as its rule says.
         """
         ruled: dict[str, tuple[str, Spec]] = {}
         for rule, spec in self.rules.items():
@@ -56,28 +60,28 @@ class Sharding:
         return {path: ruled[path][1] if path in ruled else () for path in shapes}
 
     def laid(self, array: Array, spec: Spec) -> Array:
-        """Returns an array that is cut so; its bytes are those of one device.
+        """Returns an array that is cut by a spec; its bytes are those of one device.
 
         Args:
-            array: as a whole.
+            array: the whole array.
             spec: the axes along which it is cut.
         """
         return replace(array, spec=spec, bytes=array.bytes // math.prod(map(self._parts, spec)))
 
     def divides(self, shape: tuple[int, ...], spec: Spec) -> bool:
-        """Tells whether an array can be cut so, in parts that are alike.
+        """Tells whether a spec cuts an array into parts of equal shape.
 
         Args:
-            shape: of the array.
+            shape: the shape of the array.
             spec: the axes along which it is to be cut.
         """
         return all(size % self._parts(axes) == 0 for size, axes in zip(shape, spec, strict=False))
 
     def batch(self, array: Array) -> Array:
-        """Returns a leaf of a micro-batch as it lies.
+        """Returns a leaf of a micro-batch, cut along `batch_axis` if there is one.
 
         Raises:
-            ValueError: the devices of a place cannot share its examples evenly.
+            ValueError: the size of that axis does not divide the number of examples.
         """
         if self.batch_axis is None:
             return array
@@ -92,7 +96,7 @@ class Sharding:
         return math.prod(self.axes[axis] for axis in _several(axes))
 
     def _check(self, path: str, shape: tuple[int, ...], spec: Spec) -> None:
-        """Raises ValueError if a parameter cannot be cut so."""
+        """Raises ValueError if a parameter cannot be cut by a spec."""
         if len(spec) > len(shape):
             raise ValueError(
                 f"sharding {words(spec)} has {len(spec)} dimensions, parameter '{path}' has {len(shape)}: its shape is "
@@ -107,7 +111,7 @@ class Sharding:
 
 
 def _several(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the axes of a dimension.
+    """Returns the axes along which a dimension is cut, as a tuple.
 
     >>> _several(None), _several("model"), _several(("data", "model"))
     ((), ('model',), ('data', 'model'))

@@ -1,4 +1,4 @@
-"""What a timeline shows: stretches of time in which a device did one thing, copies between devices, bytes held."""
+"""The contents of a timeline: tasks on devices, copies between devices, and bytes over time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +9,12 @@ from jvpipe.ir.kinds import Kind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task on one row of a timeline.
+    """One task in one line of a timeline.
 
-    `device` names the row: a device, or a link where transfers are to be seen beside the work they
-    overlap. Spans of one row follow each other. `name` is the task's text form (`2F0`); times count
-    from any common origin; `args` is whatever else to show (JSON-able).
+    `device` names the line: a device, or a link, so that transfers are seen beside the work that
+    they overlap. Spans of one line do not overlap. `name` is the text form of the task (`2F0`).
+    Times count from an origin that all spans share. `args` has other values to show, which JSON can
+    hold.
 
     >>> span = Span("cpu:0", "2F0", 1.0, 1.5, Kind.F)
     >>> span.end_s - span.start_s
@@ -29,9 +30,9 @@ class Span:
 
 
 class Hop(NamedTuple):
-    """One end of a copy between devices: where it leaves, or where it `arrives`.
+    """One end of a copy between devices: the device that it leaves or, if `arrives`, reaches.
 
-    Both ends have its `key`.
+    Both ends of a copy have the same `key`.
     """
 
     key: str
@@ -41,7 +42,7 @@ class Hop(NamedTuple):
 
 
 class Level(NamedTuple):
-    """How many bytes a place holds from a moment on: a device, or the host."""
+    """The bytes that a device or the host holds from a moment on."""
 
     place: str
     at_s: float
@@ -50,7 +51,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All that a timeline shows of some steps; the levels of a place are in the order of time."""
+    """Everything that a timeline shows of some steps; the levels of a place are ordered by time."""
 
     spans: tuple[Span, ...]
     levels: tuple[Level, ...] = ()

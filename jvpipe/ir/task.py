@@ -1,4 +1,7 @@
-"""Tasks: what a schedule orders per stage."""
+"""Tasks: the actions of stages on micro-batches that a schedule puts in order.
+
+Also the text and CSV forms of tasks, which torch.distributed.pipelining reads.
+"""
 
 import csv
 import re
@@ -11,13 +14,13 @@ from jvpipe.util.brief import brief
 
 _TEXT = re.compile(r"([0-9]+)([A-Z]+)([0-9]+)")
 _OF_TORCH = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""Kinds that lists of torch have too, by the same letters."""
+"""The kinds of tasks that torch's lists have, too, by the same letters."""
 
 
 class Task(NamedTuple):
     """One action of one stage on one micro-batch.
 
-    The text form is that of torch.distributed.pipelining.
+    Its text form is that of torch.distributed.pipelining, and files depend on it.
 
     >>> str(Task(2, Kind.F, 0)), Task.parse("1B3") == Task(1, Kind.B, 3)
     ('2F0', True)
@@ -42,17 +45,18 @@ class Task(NamedTuple):
 
 
 TaskLists = tuple[tuple[Task, ...], ...]
+"""The tasks of each device (or stage), in the order in which it runs them."""
 
 
 def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
-    """Writes task lists, a line per device, as torch.distributed.pipelining reads them (`compute_only`).
+    """Writes task lists as a CSV file with a line per device, which torch reads (`compute_only`).
 
     Args:
-        path: of the file.
-        lists: the tasks of each device, or their text, as `Plan.tasks` holds them.
+        path: the path of the file.
+        lists: the tasks of each device, or their text as `Plan.tasks` holds it.
 
     Raises:
-        ValueError: there are no tasks, a text is not a task, or torch has no word for a task.
+        ValueError: there are no lists, a text is not a task, or torch has no such kind of task.
     """
     if not lists or isinstance(lists, str):
         raise ValueError(
@@ -68,7 +72,7 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
 
 
 def _for_torch(text: str) -> str:
-    """Returns the text of a task, checked to be one that torch has a word for."""
+    """Returns the text of a task; raises ValueError if torch has no such kind of task."""
     task = Task.parse(text)
     if task.kind not in _OF_TORCH:
         raise ValueError(
@@ -78,7 +82,7 @@ def _for_torch(text: str) -> str:
 
 
 def read_csv(path: str | Path) -> TaskLists:
-    """Reads task lists; empty cells (idle slots) are passed over."""
+    """Reads task lists from a CSV file; empty cells, which stand for idle time, are skipped."""
     with Path(path).open(newline="") as file:
         return tuple(
             tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file)
@@ -95,7 +99,7 @@ def text(tasks: Sequence[Task]) -> str:
 
 
 def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
-    """Makes the error for tasks that wait for what never comes.
+    """Makes the error for tasks that wait for tasks which cannot run.
 
     >>> print(cannot_progress({"0B0": ["1B0"], "1B0": ["1F0"]}))
     the schedule cannot progress: 0B0 waits for 1B0; 1B0 waits for 1F0

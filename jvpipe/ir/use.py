@@ -1,4 +1,4 @@
-"""The uses of weights: which version each layer read or made, for which micro-batch."""
+"""The uses of weights: the version that each layer read or made for each micro-batch."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ from jvpipe.ir.kinds import Kind
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One layer, one micro-batch: the version that its forward (F) or backward (B) read, or that its update (U) made.
+    """The version of weights that a layer's task read or made for a micro-batch.
 
-    Numbers count from a first one that whoever keeps the use knows. `tied` are the versions of
-    parameters (by index) that follow another stage. `shift` is, for a forward, how many updates
-    ahead its weights were predicted; of a backward, by how many they were corrected.
+    A forward (F) or backward (B) read it, an update (U) made it. Micro-batches and versions are
+    counted from a step's first ones or from the run's, depending on where the use is kept. `tied`
+    are the versions of parameters (by index) that follow another stage. `shift` is the number of
+    updates by which a forward's weights were predicted, or a backward's weights corrected.
     """
 
     kind: Kind
@@ -22,7 +23,7 @@ class Use:
     shift: int = 0
 
     def moved(self, microbatches: int, versions: int) -> "Use":
-        """Returns the same use, its micro-batch and version counted from other ones.
+        """Returns the same use, with a number added to its micro-batch and one to its versions.
 
         >>> use = Use(Kind.F, 2, 1, 0).moved(8, 8)
         >>> use.microbatch, use.version
@@ -40,7 +41,9 @@ class Use:
 
 
 def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
-    """Lists the uses of a synchronous step: all of its micro-batches read one version, and one update makes the next.
+    """Lists the uses of a synchronous step.
+
+    All micro-batches read version 0, and one update makes version 1.
 
     >>> [f"{use.kind}{use.microbatch} {use.version}" for use in synchronous_uses(1, 2)]
     ['F0 0', 'B0 0', 'F1 0', 'B1 0', 'U1 1']

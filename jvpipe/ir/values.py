@@ -1,4 +1,8 @@
-"""Values: what a run computes, named without saying where it lies."""
+"""Values: the names of everything that a run computes, without the place where it lies.
+
+The tables here say what all parts of jvpipe must know of each kind of value, so a new kind of value
+is a new line of `VALUES`.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,68 +11,97 @@ from typing import NamedTuple
 from jvpipe.ir.examples import Examples
 
 NONE = -1
-"""Stands where an operation or a row is of no stage, layer or micro-batch, or a value of no layer."""
+"""The number of a stage, layer or micro-batch for an operation, a row or a value that has none."""
 NEVER = -(10**9)
-"""Stands where a value is of no micro-batch or version; counted from a later step, others may be below 0."""
+"""The number of a micro-batch or version for a value that has none.
+
+It is far below 0, because steps of a stream count from their own beginning, so that micro-batches
+and versions of earlier steps have numbers below 0.
+"""
 
 
 class ValueKind(StrEnum):
-    """The kinds of values. The comment says what tells values of a kind apart."""
+    """The kinds of values.
 
-    PARAMETER = "parameter"  # index: leaf; version: the updates before it, NEVER if it is frozen
-    OPTIMIZER = "optimizer"  # index: leaf of the optimizer's state; layer: whose, NONE for what belongs to all
-    STATE = "state"  # index: leaf of the model state; micro-batch: the one that finds it, NEVER if nobody writes it
-    CONSTANT = "constant"  # index: of the arrays that the loss captured
-    BATCH = "batch"  # index: leaf; micro-batch
+    The comment beside a kind lists the fields of `Value` that distinguish values of the kind. The
+    comment above it says what the values are.
+    """
+
+    # a leaf of the parameters; version: the number of updates before it, NEVER if it is frozen
+    PARAMETER = "parameter"  # index: the leaf; version
+    # a leaf of the optimizer's state; layer: NONE for the global program's
+    OPTIMIZER = "optimizer"  # index: the leaf; layer
+    # a leaf of the model state; micro-batch: the one that reads it, NEVER if no layer writes it
+    STATE = "state"  # index: the leaf; micro-batch
+    # an array that the loss captured
+    CONSTANT = "constant"  # index
+    BATCH = "batch"  # index: the leaf; micro-batch
     SEED = "seed"  # micro-batch
-    TENSOR = "tensor"  # index: edge between layers; micro-batch
-    COTANGENT = "cotangent"  # index: edge; micro-batch: the sum so far, last reader first
-    RESIDUAL = "residual"  # index: of those that the layer's forward leaves; layer; micro-batch
-    HANDED = (
-        "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
-    )
-    GRADIENT = "gradient"  # index: leaf; layer: the reader whose sum it is; version: the update that takes it
-    LOSS = "loss"  # index: 0 the total, 1 the weight; micro-batch
-    AUX = "aux"  # index: leaf; micro-batch
-    WEIGHT = "weight"  # layer: that of the loss; version: the update whose micro-batches are summed
-    METRIC = "metric"  # index: which; micro-batch: the first of its step
-    EXCHANGE = "exchange"  # index: a small value between the optimizer's pieces; layer: its maker; micro-batch
-    PREDICTED = "predicted"  # index: leaf; micro-batch: a parameter moved ahead for a forward
-    CORRECTED = "corrected"  # index: leaf; micro-batch: a parameter moved back for a backward
-    DELTA = "delta"  # index: leaf: the running mean of a parameter's updates
-    APPLIED = "applied"  # index: leaf: a parameter's last update
-    UPDATES = "updates"  # layer: how many updates its deltas have seen
-    MARK = "mark"  # index: the row of the copy that has arrived
+    # an edge: a tensor between layers
+    TENSOR = "tensor"  # index: the edge; micro-batch
+    # the sum of an edge's cotangents so far, which begins with the last reader
+    COTANGENT = "cotangent"  # index: the edge; micro-batch
+    # a value that a layer's forward leaves for its backward
+    RESIDUAL = "residual"  # index: its number in the layer; layer; micro-batch
+    # a value that the first half of a backward leaves for the second
+    HANDED = "handed"  # index: its number in the layer; layer; micro-batch
+    # a sum of gradients; version: the number of the update that takes it
+    GRADIENT = "gradient"  # index: the leaf; layer: the reader whose sum it is; version
+    LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
+    AUX = "aux"  # index: the leaf; micro-batch
+    # the sum of the losses' weights; version: the number of the update that takes it
+    WEIGHT = "weight"  # layer: that of the loss; version
+    METRIC = "metric"  # index; micro-batch: the first of its step
+    # a small value between the optimizer's pieces
+    EXCHANGE = "exchange"  # index; layer: its maker; micro-batch
+    # a parameter moved ahead for a forward
+    PREDICTED = "predicted"  # index: the leaf; micro-batch
+    # a parameter moved back for a backward
+    CORRECTED = "corrected"  # index: the leaf; micro-batch
+    # the running mean of a parameter's updates
+    DELTA = "delta"  # index: the leaf
+    # a parameter's last update
+    APPLIED = "applied"  # index: the leaf
+    # the number of updates that a layer's deltas have seen
+    UPDATES = "updates"  # layer
+    # a small array that says that a copy to another process has arrived
+    MARK = "mark"  # index: the row of the copy
 
 
 class Owner(StrEnum):
-    """On whose account a buffer's bytes are."""
+    """The accounts to which the bytes of buffers are counted in reports and ledgers."""
 
     PARAMETER = "parameter"
-    VERSION = "version"  # of parameters: stashed, predicted, corrected, and what is remembered of their updates
+    # stashed, predicted and corrected parameters, and what is remembered of their updates
+    VERSION = "version"
     OPTIMIZER = "optimizer"
     STATE = "state"
     CONSTANT = "constant"
-    HANDED = (
-        "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
-    )
+    HANDED = "handed"  # values that the first half of a backward leaves for the second
     GRADIENT = "gradient"
     RESIDUAL = "residual"
     EDGE = "edge"
     BATCH = "batch"
     METRIC = "metric"
-    TEMPORARY = "temporary"  # of a program while it runs
+    TEMPORARY = "temporary"  # memory of a program while it runs
 
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """The line of a kind in the table.
+    """The properties of a kind of value, which is a line of the table `VALUES`.
 
-    `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer
-    runs. `fed`: comes from the host when it is read. `follows`: belongs to a layer, so that it has
-    arrived elsewhere before it ends where the layer was. `passed_on`: grows from reader to reader,
-    so that it is no longer where it was sent from. `gathered`: updates of other layers gather it,
-    by copies. `remembered`: what updates did, kept in a stream from one to the next.
+    Attributes:
+        owner: the account to which the bytes of its buffers are counted.
+        lasts: it lies on the devices between steps.
+        alone: there is one copy of it, at the place where its layer runs.
+        fed: it comes from the host when a program reads it.
+        follows: it belongs to a layer. If the layer moves, its old buffer ends only after the value
+            has arrived at the new place.
+        passed_on: each reader adds to it and passes it on, so it is no longer valid at the place
+            that it was sent from.
+        gathered: updates of other layers read it, by copies.
+        remembered: it records what updates did, and is kept in a stream from one update to the
+            next.
     """
 
     owner: Owner
@@ -109,10 +142,10 @@ VALUES: dict[ValueKind, ValueInfo] = {
 
 
 class Value(NamedTuple):
-    """A thing that is computed: its kind, and what tells it from others of its kind.
+    """The name of a thing that is computed: its kind, and what distinguishes it within the kind.
 
-    It does not know where it lies. `examples` are those of its micro-batch that it is made of (of
-    each, if it is a sum over several); None: of all.
+    The name does not say where the value lies. `examples` are the examples of its micro-batch that
+    the value is made of (of each micro-batch, if it is a sum over several); None stands for all.
 
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1
@@ -126,7 +159,7 @@ class Value(NamedTuple):
     examples: Examples | None = None
 
     def shifted(self, microbatches: int, versions: int) -> "Value":
-        """Names the same value in another round of a stream, a number of micro-batches and versions later.
+        """Names the same value some micro-batches and versions later in a stream.
 
         >>> str(Value(ValueKind.PARAMETER, 4, version=1).shifted(8, -2))
         'parameter 4 version -1'

@@ -1,3 +1,4 @@
-"""Lowering: task lists become rows,
-by passes of which each is a pure function of the one before.
+"""Lowering: passes that turn the task lists of a schedule into rows (one program or one copy each).
+
+Each pass depends only on the result of the pass before it.
 """

@@ -1,12 +1,12 @@
-"""The buffer table while a step is lowered: each buffer under the name that it has by now.
+"""The buffer table while a step is lowered: the numbers of buffers, and their present names.
 
-A buffer's number is for good, its name (a `Spot`) is not: an update in place turns version 3 of a
-parameter into version 4, and what has moved away is stale. The table keeps names and numbers in
-step, both ways:
+The number of a buffer never changes. Its name does (a `Spot`: a value, its place, and which of the
+copies there): an update in place turns version 3 of a parameter into version 4, and a value that
+has moved leaves a copy that is named stale. Three mappings keep names and numbers together:
 
-    ids         name -> number      of all buffers that may be asked for again
-    spots       number -> name      of every buffer
-    current     (value, place) -> the buffer that a program there reads
+    ids         name -> number              for the buffers that may be asked for again
+    spots       number -> name              for every buffer
+    current     (value, place) -> number    for the copy that a program at the place reads
 """
 
 from dataclasses import replace
@@ -16,8 +16,10 @@ from jvpipe.ir.values import Value
 
 
 class BufferTable:
-    """The buffers of a step. `places` are all places that may hold one, in the order in which they
-    became known.
+    """The buffers of a step, with their names.
+
+    `places` are the places that may hold a buffer, in the order in which they became known; if
+    several hold a value, `holder` returns the first of them.
 
     >>> from jvpipe.ir.values import ValueKind
     >>> table, old = BufferTable(), Value(ValueKind.PARAMETER, 0, version=3)
@@ -43,13 +45,13 @@ class BufferTable:
         size: int,
         copy: Copy = Copy.OWN,
     ) -> int:
-        """Returns the id of a copy of a value at a place, made if there is none yet.
+        """Returns the number of the buffer with a copy of a value at a place, made if missing.
 
         Args:
-            value: that it is a copy of.
-            place: where it lies.
-            size: in bytes.
-            copy: which of the copies there.
+            value: the value.
+            place: where the copy lies.
+            size: of the copy, in bytes.
+            copy: which of the value's copies at the place.
         """
         spot = Spot(value, place, copy)
         if spot not in self.ids:
@@ -67,26 +69,28 @@ class BufferTable:
         size: int,
         copy: Copy,
     ) -> int:
-        """Returns the id of a new copy of a value at a place, which takes the name of an older one.
+        """Returns the number of a new buffer with a copy of a value at a place.
+
+        An older buffer of the same name loses the name.
 
         Args:
-            value: that it is a copy of.
-            place: where it lies.
-            size: in bytes.
-            copy: which of the copies there.
+            value: the value.
+            place: where the copy lies.
+            size: of the copy, in bytes.
+            copy: which of the value's copies at the place.
         """
         self.ids.pop(Spot(value, place, copy), None)
         return self.buffer(value, place, size, copy)
 
     def rename(self, b: int, spot: Spot) -> None:
-        """Gives a buffer another name; what else had that name has lost it.
+        """Gives a buffer another name; another buffer of that name loses it.
 
         Args:
             b: the buffer.
             spot: its new name, at the same place.
         """
         old = self.spots[b]
-        # Another buffer may have taken the old name since: then that one keeps it.
+        # If another buffer has taken the old name meanwhile, that buffer keeps the name.
         if self.ids.get(old) == b:
             del self.ids[old]
         if self.current.get((old.value, old.place)) == b:
@@ -98,7 +102,7 @@ class BufferTable:
             self.current[spot.value, spot.place] = b
 
     def leave(self, b: int) -> None:
-        """Marks what is left of a value that has moved: nobody reads it there."""
+        """Marks the buffer that a moved value leaves behind, so that no program reads it there."""
         spot = self.spots[b]
         if spot.copy is not Copy.AWAY:
             self.rename(b, spot._replace(copy=Copy.STALE))
@@ -107,13 +111,13 @@ class BufferTable:
         self.current.pop((spot.value, spot.place), None)
 
     def forget(self, spot: Spot) -> None:
-        """Takes a name out of the table; its buffer stays."""
+        """Takes a name out of the table, so that nobody finds its buffer; the buffer stays."""
         b = self.ids.pop(spot)
         if self.current.get((spot.value, spot.place)) == b:
             del self.current[spot.value, spot.place]
 
     def holder(self, value: Value) -> int | None:
-        """Returns a place that holds a value, if there is one."""
+        """Returns a place that holds a value, or None if no place does."""
         for place in self.places:
             if (value, place) in self.current:
                 return place

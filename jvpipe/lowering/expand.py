@@ -1,23 +1,30 @@
 """Expanding: a task of a stage becomes the operations of its layers, over values.
 
-A task is a stage, a kind and a micro-batch. Stage 1 has layers 3 and 4 here, and layer 3 has no
-halves:
+A task is a stage, a kind and a micro-batch: 1F2 is the forward of micro-batch 2 on stage 1. An
+operation is the work of one program. The values that it reads and writes do not yet have a place
+(the number of a device). In this example stage 1 has layers 3 and 4. Layer 3 is recomputed, has no
+weights to train, and its backward cannot be split. Micro-batch 2 is the first that runs backward,
+so that layer 4 has no accumulator of gradients yet:
 
+    task   operations, in the order in which they run
     1F2    F(layer 3) F(layer 4)
     1B2    R(layer 3) ZERO(layer 4) B(layer 4) B(layer 3)
     1I2    R(layer 3) I(layer 4) B(layer 3)
     1W2    ZERO(layer 4) W(layer 4)
 
-What a layer reads and writes follows from the graph, what it leaves and recomputes from the
-layout's fates, and which weights it reads from the schedule's rule.
+Three things decide about an operation. The graph says which values a layer reads and writes. The
+fates of the micro-batch's layout say which values the layer leaves for its backward and which are
+recomputed. The rule of the schedule says which version of the weights the layer reads.
 
 A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them.
-In a split backward a layer that has no halves runs whole: with the first half of its stage if
-others wait for its cotangents, else with the second.
+In a split backward a layer without halves runs its whole backward once: with the first half (I) of
+its stage if it returns cotangents, because other layers wait for them, and otherwise with the
+second half (W).
 
-Sums have one order, whatever the cut: gradients are added to one accumulator (ZERO makes it)
-micro-batch by micro-batch, cotangents of an edge from its last reader to its first. So results do
-not depend on the plan.
+The order of summation is the same for every plan. Gradients are added to one accumulator, which
+ZERO makes, in the order in which the micro-batches run backward. Cotangents of an edge (a tensor
+between layers) are added from the edge's last reader to its first. A different order would round
+differently, so results would depend on the plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +42,13 @@ from jvpipe.lowering.weight_rule import Weights
 
 
 class Expander:
-    """Expands tasks one after another; `existing` are the values made so far and not yet forgotten."""
+    """An expander of tasks, one after another.
+
+    Args:
+        graph: the layers, and the values between them.
+        weights: the schedule's rule: which weights a task reads, and where gradients are added.
+        existing: the values made so far and not yet forgotten; each operation updates this set.
+    """
 
     def __init__(self, graph: LayerGraph, weights: Weights, existing: set[Value]) -> None:
         self.graph = graph
@@ -55,16 +68,18 @@ class Expander:
         delivers: Sequence[Delivery] = (),
         forgets: Sequence[Value] = (),
     ) -> Operation:
-        """Makes an operation. From here on what it writes exists, and what it forgets does not.
+        """Makes an operation, and notes which values exist from here on.
+
+        The values that it writes exist; those that it forgets do not.
 
         Args:
             kind: of the operation.
-            layer: or NONE.
+            layer: the layer that runs, or NONE.
             m: the micro-batch, or NONE.
             reads: the values that it reads.
             writes: the values that it yields.
-            run: tells it from others of its kind.
-            delivers: the values that go elsewhere.
+            run: what distinguishes it from other operations of its kind and layer.
+            delivers: the values that go to layers which may run elsewhere.
             forgets: the values that nobody reads afterwards.
         """
         self.existing.update(write.value for write in writes)
@@ -92,13 +107,13 @@ class Expander:
     ) -> Value:
         """Names a value that a layer reads for a micro-batch.
 
-        It reads the model state as the micro-batch before left it.
+        A layer reads the model state as the micro-batch before `m` left it.
 
         Args:
-            layer: that reads.
-            ref: one of its inputs.
+            layer: the layer that reads.
+            ref: one of the layer's inputs.
             m: the micro-batch.
-            back: by its backward rather than its forward.
+            back: whether the layer's backward reads the value, rather than its forward.
         """
         match ref.kind:
             case ValueKind.PARAMETER:
@@ -110,7 +125,7 @@ class Expander:
                 )
             case ValueKind.CONSTANT:
                 return Value(ValueKind.CONSTANT, ref.index)
-            case ValueKind.STATE if ref.index not in self._written:  # the same for all
+            case ValueKind.STATE if ref.index not in self._written:  # one for all micro-batches
                 return Value(ValueKind.STATE, ref.index)
             case ValueKind.STATE | ValueKind.BATCH | ValueKind.SEED | ValueKind.TENSOR:
                 return Value(ref.kind, ref.index, microbatch=m)
@@ -120,7 +135,7 @@ class Expander:
     def written_by(self, ref: Ref, m: int) -> Value:
         """Names a value that a layer writes for a micro-batch.
 
-        The model state that it writes is for the next micro-batch.
+        The model state that the layer writes is named after the next micro-batch, which reads it.
         """
         if ref.kind is ValueKind.STATE:
             m += 1
@@ -146,12 +161,12 @@ class Expander:
     # Tasks
 
     def forward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields a layer's forward; what it makes goes straight to the layers that read it.
+        """Yields a layer's forward, whose outputs go straight to the layers that read them.
 
         Args:
-            layer: that runs.
+            layer: the layer that runs.
             m: the micro-batch.
-            layout: of the micro-batch.
+            layout: the plan, fates and programs of the micro-batch.
         """
         yield from self.weights.shifts(
             layer,
@@ -161,7 +176,7 @@ class Expander:
         )
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
         writes = [self._write(ref, m) for ref in layer.writes]
-        # Nobody reads these residuals if the layer will be recomputed: R makes them again.
+        # Nobody reads the residuals of a layer that will be recomputed: R makes them again.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
@@ -179,8 +194,8 @@ class Expander:
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a forward that leaves nothing for a backward.
 
-        The model state stays as it is: every micro-batch reads that of the first, and what the
-        program writes of it nobody reads.
+        The model state stays as it is: every micro-batch reads the state that the first one finds,
+        and nobody reads the state that the program writes.
         """
         reads = []
         for ref in layer.reads:
@@ -203,23 +218,26 @@ class Expander:
         )
 
     def backward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields a layer's whole backward, after recomputing what it needs.
+        """Yields a layer's whole backward, after the forwards that are recomputed for it.
 
         Args:
-            layer: that runs.
+            layer: the layer that runs.
             m: the micro-batch.
-            layout: of the micro-batch.
+            layout: the plan, fates and programs of the micro-batch.
         """
         signature = layout.signatures[layer.id]
         yield from self._backward(Kind.B, layer, m, layout, signature)
 
     def input_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields what a layer does for the cotangents of its inputs, in a backward that is split.
+        """Yields the first half of a layer's backward, which gives the cotangents of its inputs.
+
+        A layer without halves runs its whole backward here if it returns cotangents; otherwise
+        `weight_half` runs it.
 
         Args:
-            layer: that runs.
+            layer: the layer that runs.
             m: the micro-batch.
-            layout: of the micro-batch.
+            layout: the plan, fates and programs of the micro-batch.
         """
         halves = layout.halves.get(layer.id)
         if halves is not None:
@@ -235,12 +253,14 @@ class Expander:
             yield from self.backward(layer, m, layout)
 
     def weight_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields the second half of a layer's backward, which adds its gradients.
+        """Yields the second half of a layer's backward, which adds the gradients of its weights.
+
+        A layer without halves runs its whole backward here, unless `input_half` has run it.
 
         Args:
-            layer: that runs.
+            layer: the layer that runs.
             m: the micro-batch.
-            layout: of the micro-batch.
+            layout: the plan, fates and programs of the micro-batch.
         """
         halves = layout.halves.get(layer.id)
         if halves is not None:
@@ -265,21 +285,21 @@ class Expander:
         takes: Sequence[Array] = (),
         leaves: Sequence[Array] = (),
     ) -> Iterator[Operation]:
-        """Yields a backward or a half of it, after recomputing what it needs.
+        """Yields a backward or one half of it, after the forwards that are recomputed for it.
 
-        What the program reads and writes stands in the order of its signature:
+        The program takes and yields arrays in these orders, which are those of programs/layer.py:
 
-            reads     sources, cotangents, partial sums of cotangents, what is handed over, sums of gradients
-            writes    sums of gradients, cotangents of the inputs, what is handed over
+            reads     sources, cotangents, partial sums of cotangents, handed values, gradient sums
+            writes    gradient sums, cotangents of the inputs, handed values
 
         Args:
             kind: B, I or W.
-            layer: that runs.
+            layer: the layer that runs.
             m: the micro-batch.
-            layout: of the micro-batch.
-            signature: what it reads and yields.
-            takes: what the other half has handed it.
-            leaves: what it hands to the other half.
+            layout: the plan, fates and programs of the micro-batch.
+            signature: what the program reads and yields.
+            takes: the values that the first half has handed to the second; for W alone.
+            leaves: the values that the first half hands to the second; for I alone.
         """
         if signature.is_idle:
             return
@@ -298,7 +318,8 @@ class Expander:
             tensor = self.graph.tensors[ref.index]
             cotangent = self._cotangent(ref, m)
             writes.append(Write(cotangent, tensor.array.bytes))
-            # The sum so far goes to the reader before this one; the first reader's, to the producer.
+            # The sum so far goes to the reader before this layer, or to the producer if this layer
+            # is the first reader.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
@@ -320,8 +341,9 @@ class Expander:
         layout: MicrobatchLayout,
         signature: Signature,
     ) -> Iterator[Operation]:
-        """Yields what a backward needs first: dropped values, accumulators, and the version of
-        the weights that it reads.
+        """Yields the operations that a backward needs first.
+
+        They recompute dropped values, make accumulators, and compute the weights that it reads.
         """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:
@@ -335,12 +357,12 @@ class Expander:
         yield from self.weights.shifts(layer, m, parameters, back=True)
 
     def losses(self, layer: Layer, batch: range, weight: Value) -> Iterator[Operation]:
-        """Yields the sums of the losses and of aux, once every micro-batch of a step has its own.
+        """Yields the operation that sums the losses and aux of a step, once all of them exist.
 
         Args:
-            layer: that has just run.
+            layer: the layer whose forward has just run.
             batch: the micro-batches of the step.
-            weight: names the sum of the weights.
+            weight: the name of the sum of the losses' weights.
         """
         graph = self.graph
         if not (layer.writing(ValueKind.LOSS) or layer.writing(ValueKind.AUX)):
@@ -356,7 +378,7 @@ class Expander:
             writes.append(Write(weight, graph.loss_bytes))
         for group, (value, members) in enumerate(zip(groups, graph.aux_groups, strict=True)):
             size = graph.aux[members[0]].bytes if members else 0
-            if graph.aux_reduction(group) is None:  # then they are stacked
+            if graph.aux_reduction(group) is None:  # the leaves of all micro-batches are stacked
                 size *= len(batch)
             writes.append(Write(value, size))
         yield self.operation(
@@ -367,7 +389,7 @@ class Expander:
             writes,
         )
 
-    # Parts of them
+    # Parts of operations
 
     def _residuals(
         self,
@@ -390,7 +412,7 @@ class Expander:
         return writes
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
-        """Lists what a forward makes for other layers; losses are summed where they are made."""
+        """Lists a forward's outputs for other layers; losses are summed where they are made."""
         graph = self.graph
         delivers = []
         for ref in layer.writes:
@@ -409,9 +431,7 @@ class Expander:
         return delivers
 
     def _state_layers(self, k: int) -> tuple[int, ...]:
-        """Returns the layers that hold a leaf of the model state: those that read it, else those
-        that write it.
-        """
+        """Returns the layers that hold a leaf of the model state: its readers, else its writers."""
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
         writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
@@ -429,7 +449,7 @@ class Expander:
         return self.graph.parameters[p].array.bytes
 
     def _source(self, layer: Layer, source: Source, m: int) -> Value:
-        """Names what a backward reads of its forward: an input, an output or a residual."""
+        """Names a value that a backward reads of its forward: an input, an output or a residual."""
         kind, i = source
         match kind:
             case "input":
@@ -458,16 +478,16 @@ class Expander:
         m: int,
         layout: MicrobatchLayout,
     ) -> Iterator[Operation]:
-        """Recomputes an edge if its stage dropped it."""
+        """Recomputes an edge if the reader's stage dropped it after the forward."""
         if layout.drops(reader, ref):
             producer = self.graph.tensors[ref.index].producer
             yield from self._recompute(self.graph.layers[producer], m, layout)
 
     def _recompute(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Recomputes a layer's forward, once; it leaves what backwards read.
+        """Runs a layer's forward again, at most once per micro-batch, for the backwards that read it.
 
-        What the layer reads may have been dropped, too: then its producers run first. That ends,
-        because producers come before readers in the graph.
+        The inputs of the layer may have been dropped, too; then the layers that make them run
+        first. The recursion ends, because producers come before readers in the graph.
         """
         if (layer.id, m) in self._recomputed:
             return

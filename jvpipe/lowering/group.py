@@ -1,15 +1,17 @@
 """Grouping: rows of consecutive layers of a task become one row, which one program runs.
 
-    1F2[layer 3]  1F2[layer 4]  1SEND2                ->  1F2[layers 3 to 4]  1SEND2
-    1R2[layer 4]  1B2[layer 4]  1B2[layer 3]          ->  1B2[layers 4 to 3]
-    1F2[layer 3]  1SEND2  FEED  1F2[layer 4]          ->  FEED  1F2[layers 3 to 4]  1SEND2
+    rows of single layers                             rows after grouping
+    1F2[layer 3]  1F2[layer 4]  1SEND2                1F2[layers 3 to 4]  1SEND2
+    1R2[layer 4]  1B2[layer 4]  1B2[layer 3]          1B2[layers 4 to 3]
+    1F2[layer 3]  1SEND2  FEED  1F2[layer 4]          FEED  1F2[layers 3 to 4]  1SEND2
 
-What only a group writes, reads and ends stops being a buffer: it is temporary to its program. What
-is fed to it, and fresh accumulators, come before the group; copies of what it makes for other
-places come after it; all else ends it.
+A buffer that is made, read and ended within a group stops being a buffer, and becomes temporary
+memory of the group's program. Rows that feed the batch and rows that make fresh accumulators go
+before the group. Copies of the group's results to other places go after it. Any other row between
+the layers ends the group.
 
-This is the last pass, over rows that are whole, so the others do not know it: layers stay what is
-planned, moved, saved and measured, and what rows do stays in its order.
+This is the last pass of lowering, and no other pass knows about groups: planning, moving, saving
+and measuring still work on layers. Grouping does not change the order in which layers run.
 """
 
 from collections import Counter
@@ -27,8 +29,8 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     """Returns a step in which consecutive layers of a task are one row.
 
     Args:
-        lowered: the step, of one process.
-        joins: tells whether a row may share its program.
+        lowered: the rows of a step that one process runs.
+        joins: tells whether a row may share a program with others.
 
     >>> from jvpipe.ir.buffers import Buffer
     >>> from jvpipe.ir.values import Value, ValueKind
@@ -44,24 +46,24 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     for row in rows:
         touched.update({*row.reads, *row.writes})
     assert ended <= touched.keys(), "what ends is read or written before"
-    # Buffers that end and are touched by a single row: nobody else sees them.
+    # Buffers that end and that a single row touches: no other row sees them.
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
-    # Which row ends a buffer is found again: a group touches less than its parts did.
+    # Where buffers end is found again, because a group touches fewer buffers than its parts did.
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
 
 
 def _without(row: Row, made_within: set[int]) -> Row:
-    """Returns a row; of a group without what is made within one row."""
+    """Returns a row; if it is a group, it no longer writes the buffers that are made within it."""
     if len(row.parts) == 1:
         return row
     return replace(row, writes=tuple(b for b in row.writes if b not in made_within))
 
 
 class _Key(NamedTuple):
-    """What the rows of a group have in common."""
+    """The stage, micro-batch and kind that the rows of a group have in common."""
 
     stage: int
     microbatch: int
@@ -70,15 +72,16 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Group:
-    """A group that rows still join: its parts, and the copies that wait for it."""
+    """A group that rows may still join: its parts, and the copies that go after it."""
 
     key: _Key
     parts: list[Row] = field(default_factory=list)
     copies: list[Row] = field(default_factory=list)
 
     def takes(self, row: Row, key: _Key) -> bool:
-        """Tells whether a row can be its next part: none that overwrites what a copy has yet to
-        read.
+        """Tells whether a row can be the group's next part.
+
+        It cannot if it would overwrite a buffer that one of the waiting copies reads or writes.
         """
         copied: set[int] = set()
         for copy in self.copies:
@@ -86,10 +89,11 @@ class _Group:
         return key == self.key and copied.isdisjoint(row.writes)
 
     def precedes(self, row: Row) -> bool:
-        """Tells whether a row of another place needs it to have run: it touches what this writes,
-        or overwrites.
+        """Tells whether the group has to run before a row of another place.
+
+        It has to if the row touches a buffer that the group writes, or writes a buffer that the
+        group reads. A buffer that both only read needs no order.
         """
-        # Reading what this only reads, too, needs no order.
         for mine in (*self.parts, *self.copies):
             if not {*row.reads, *row.writes}.isdisjoint(mine.writes):
                 return True
@@ -98,7 +102,7 @@ class _Group:
         return False
 
     def rows(self) -> Iterator[Row]:
-        """Yields its row, and the copies after it."""
+        """Yields the group's row, and then the copies that go after it."""
         if len(self.parts) > 1:
             yield _one(self.parts, self.key.kind)
         else:
@@ -107,10 +111,11 @@ class _Group:
 
 
 def _one(parts: Sequence[Row], kind: Kind) -> Row:
-    """Makes one row of a kind of several.
+    """Makes one row of several parts.
 
-    What it overwrites leads what it writes, in the order in which it is read: a compiler that looks
-    for a place for each result among what it may overwrite finds its own.
+    The buffers that the row overwrites come first among those that it writes, in the order in which
+    they are read. A compiler that seeks memory for each result among the inputs that it may
+    overwrite then finds for each result the buffer which that result overwrites.
     """
     made: set[int] = set()
     reads: dict[int, None] = {}
@@ -133,7 +138,7 @@ def _one(parts: Sequence[Row], kind: Kind) -> Row:
 def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row]:
     """Yields groups, and the rows around them.
 
-    Each place has one group at a time that rows still join.
+    Each place has at most one group at a time that rows may still join.
     """
     groups: dict[int, _Group] = {}  # by place
     for row, kind in zip(rows, _kinds(rows), strict=True):
@@ -153,7 +158,8 @@ def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row
         elif group and role is Grouped.BEFORE:
             yield row
             continue
-        elif group and role is Grouped.AFTER and row.run is None:  # not to another process
+        # A copy to another process has a `run`, and ends the group.
+        elif group and role is Grouped.AFTER and row.run is None:
             group.copies.append(row)
             continue
         else:
@@ -167,9 +173,12 @@ def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row
 
 
 def _kinds(rows: Sequence[Row]) -> list[Kind]:
-    """Returns the kind of the group that each row would be part of."""
+    """Returns, for each row, the kind of the group that it would be part of.
+
+    It is the row's own kind, or that of the next part at its place for a row that goes with it (R).
+    """
     kinds: list[Kind] = []
-    following: dict[int, Kind] = {}  # by place: of the next row that leads a group
+    following: dict[int, Kind] = {}  # by place: the kind of the next part of a group
     for row in reversed(rows):
         role = KINDS[row.kind].grouped
         if role is Grouped.PART:

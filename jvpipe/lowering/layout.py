@@ -1,5 +1,7 @@
-"""The layout of a micro-batch: its plan, the fates of what it leaves,
-and the programs that were made for these.
+"""The layout of a micro-batch: its plan, the fates of its tensors, and the programs of its layers.
+
+A fate says whether a tensor is kept, swapped to the host or recomputed between the forward that
+makes it and the backward that reads it. The programs depend on the fates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +18,7 @@ from jvpipe.ir.values import Value, ValueKind
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """What the programs of layers take and give on a slice of the micro-batch: those of the layers
-    that run on it.
-    """
+    """The signatures of the programs that run on one slice of the micro-batch, by layer."""
 
     signatures: Mapping[int, Signature]
     halves: Mapping[int, SplitSignature]
@@ -26,10 +26,10 @@ class SliceLayout:
 
 @dataclass(frozen=True)
 class MicrobatchLayout:
-    """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart.
+    """The plan, fates and programs of a micro-batch; `number` identifies a layout within its step.
 
-    `halves` belong to the layers whose backwards are split, by layer. `sliced` are the programs of
-    the slices that replicas work on.
+    `signatures` says what each layer's programs take and yield. `halves` says the same of backwards
+    that are split in two, and `sliced` of the programs for the slices that replicas work on.
     """
 
     number: int
@@ -51,9 +51,9 @@ class MicrobatchLayout:
 
         Args:
             graph: the layers.
-            plan: their stages and fates.
-            signatures: what each layer's programs, made for these fates, take and give.
-            number: which of the layouts of its step it is.
+            plan: the stages of the layers, and the fates.
+            signatures: what each layer's programs, made for these fates, take and yield.
+            number: the layout's number among those of its step.
 
         >>> from jvpipe.ir.layers import Array
         >>> from jvpipe.ir.plan import Fate, Stage
@@ -85,18 +85,16 @@ class MicrobatchLayout:
         return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
-        """Tells whether a layer's stage drops an edge after the forward, to recompute it for the
-        backward.
-        """
+        """Tells whether a layer's stage drops an edge after the forward and recomputes it later."""
         edge = self.stage[layer.id], ref.index
         return ref.kind is ValueKind.TENSOR and edge in self.fates.dropped
 
     def swapped(self, stage: int, m: int) -> list[Value]:
-        """Lists what goes to the host after a stage's forward: swapped residuals, and swapped
-        edges.
+        """Lists the residuals and edges that go to the host after a stage's forward.
 
-        An edge goes only if a backward of the stage reads it, and if no other stage of its device
-        makes or reads it.
+        A residual is a value that a forward leaves for its own backward; an edge is a tensor
+        between layers. A swapped edge goes only if a backward of the stage reads it, and if no
+        other stage on the same devices makes or reads it.
         """
         layers = self.layers(stage)
         values: list[Value] = []
@@ -115,7 +113,7 @@ class MicrobatchLayout:
                             m,
                         )
                     )
-        # An edge is one buffer for all stages of a device: it leaves if a single one uses it.
+        # All stages of a device share one buffer of an edge: it leaves only if one stage uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:
@@ -123,7 +121,7 @@ class MicrobatchLayout:
         return values
 
     def _stages_at(self, stage: int, t: int) -> set[int]:
-        """Finds the stages on the device of a stage that make or read an edge."""
+        """Finds the stages on the same devices as a given stage that make or read an edge."""
         tensor = self.graph.tensors[t]
         stages = self.plan.stages
         devices = stages[stage].devices

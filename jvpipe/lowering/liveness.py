@@ -1,10 +1,14 @@
 """Liveness: each buffer ends with the last row that touches it, unless it outlives the step.
 
-    F     writes a
-    SEND  reads a
-    B     reads a, writes b         frees a; b stays if it is final or a metric
+A row is one program or one copy. To touch a buffer is to read it or to write it.
 
-So a row says all that happens to memory: what it writes begins, what it frees ends.
+    row    touches               frees
+    F      writes a
+    SEND   reads a
+    B      reads a, writes b     a; b stays if it is final or a metric
+
+So the rows say everything that happens to memory: a buffer begins with the first row that writes
+it, unless it exists before the step, and ends with the row that frees it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +19,7 @@ from jvpipe.ir.rows import Row
 
 
 def last_touches(rows: Sequence[Row]) -> dict[int, int]:
-    """Returns, by buffer, the number of the last row that reads or writes it."""
+    """Returns, for each buffer, the number of the last row that reads or writes it."""
     last: dict[int, int] = {}
     for number, row in enumerate(rows):
         for buffer in (*row.reads, *row.writes):
@@ -30,14 +34,15 @@ def live(
     final: Iterable[int],
     metrics: Iterable[int],
 ) -> Lowered:
-    """Makes a step of rows: every buffer is freed at the last row that touches it.
+    """Makes a step of rows, in which each buffer is freed at the last row that touches it.
 
     Args:
         rows: in the order of their dispatch.
-        buffers: the table.
-        persistent: how many of the buffers, the first ones, exist before the step.
-        final: those that take the place of the persistent ones after it, in their order.
-        metrics: those that the step yields besides.
+        buffers: the table of all buffers; rows name them by their positions.
+        persistent: how many buffers exist before the step; they are the first of the table.
+        final: the buffers that hold the same values after the step, in the order of the persistent
+            ones. The next step finds its state in this order.
+        metrics: the other buffers that outlive the step.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> from jvpipe.ir.values import Value, ValueKind
@@ -47,7 +52,7 @@ def live(
     [(), (0,)]
     """
     final, metrics = tuple(final), tuple(metrics)
-    # What outlives the step is freed by none of its rows.
+    # No row of the step frees a buffer that outlives the step.
     rows = freeing(rows, {*final, *metrics})
     return Lowered(
         tuple(rows),
@@ -61,12 +66,11 @@ def live(
 def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
     """Returns the rows, each with the buffers that end with it.
 
-    A buffer that no row touches ends with none: what has to go untouched is dropped by a row of
-    its own (DROP).
+    A buffer that no row touches never ends. A row DROP touches such a buffer where it has to end.
 
     Args:
         rows: in the order of their dispatch.
-        lasting: buffers that end with none of them.
+        lasting: the buffers that no row ends.
     """
     ending: dict[int, list[int]] = {}
     for buffer, number in last_touches(rows).items():
@@ -79,12 +83,12 @@ def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
 
 
 def renumbered(rows: Iterable[Row], ids: Mapping[int, int], microbatches: int = 0) -> list[Row]:
-    """Returns the rows over other numbers of buffers, their micro-batches counted from a later one.
+    """Returns the rows with other numbers of buffers, and micro-batches counted from a later one.
 
     Args:
-        rows: to be renumbered.
-        ids: the new number of each buffer that they touch.
-        microbatches: the micro-batch from which they count from now on.
+        rows: the rows to renumber.
+        ids: the new number of each buffer that the rows touch.
+        microbatches: the micro-batch that becomes number 0.
     """
 
     def new(buffers: Iterable[int]) -> tuple[int, ...]:

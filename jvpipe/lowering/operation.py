@@ -1,4 +1,4 @@
-"""Operations: what is computed from which values, before anything has a place."""
+"""Operations: the work of programs on values, before anybody has said at which place they run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jvpipe.ir.values import Value
 
 
 class Write(NamedTuple):
-    """A value that an operation yields, its size, and which copy of it that is."""
+    """A value that an operation yields, its size, and which of the value's copies it yields."""
 
     value: Value
     bytes: int
@@ -21,10 +21,10 @@ class Write(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A value that goes to where these layers run, as soon as it exists.
+    """A value that is sent, as soon as it exists, to the places where some layers run.
 
-    `examples` are the slices of those of their replicas that get it; None: the first replica gets
-    it, or the only one.
+    If a layer runs on replicas, `examples` are the slices of the replicas that get the value. None
+    stands for the first replica, or for the only one.
     """
 
     value: Value
@@ -34,12 +34,12 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One computation, of a layer or of none (for all), for a micro-batch or for none (a whole
-    step).
+    """One computation of a layer for a micro-batch.
 
-    A value both read and written is updated in place. `delivers` are copies that leave at once for
-    layers that may run elsewhere. What it `forgets` nobody reads afterwards. Its `examples` tell
-    which replica of its layer's stage runs it (None: the first one).
+    `layer` is NONE if it concerns all layers, `microbatch` is NONE if it concerns a whole step. A
+    value both read and written is updated in place. `delivers` are values that are sent at once to
+    layers which may run elsewhere. No later operation reads the values that it `forgets`.
+    `examples` are those of the replica that runs it (None: the first replica of the stage).
 
     >>> from jvpipe.ir.values import ValueKind
     >>> edge = Value(ValueKind.TENSOR, 7, microbatch=0)
@@ -66,17 +66,20 @@ def summed(
     sums: Sequence[Value],
     writes: Sequence[Write],
 ) -> Iterator[Operation]:
-    """Yields what adds up the gradients of several replicas in their order.
+    """Yields the operations that add up the gradients of several replicas, in the replicas' order.
 
-        REDUCE   sums  = first + second       one replica after another sends its own,
-        REDUCE   sums += third                so that only one replica's lie beside the sums
+        REDUCE   sums  = first + second
+        REDUCE   sums += third
+
+    Each REDUCE takes the gradients of one more replica. So the gradients of only one other replica
+    lie beside the sums at a time.
 
     Args:
-        layer: whose gradients.
+        layer: the layer whose gradients they are.
         m: the micro-batch, or NONE.
-        parts: those of each replica.
-        sums: what they come to.
-        writes: the same, with their bytes.
+        parts: the gradients of each replica.
+        sums: the names of the sums.
+        writes: the same names, with their bytes.
     """
     if not sums:
         return

@@ -1,21 +1,25 @@
-"""One order of dispatch for the lists of all devices:
-each task as early as what it waits for allows.
+"""Merges the task lists of all stages into one order of dispatch, as early as dependencies allow.
 
 The controller dispatches all tasks from one thread, so the lists of all stages have to become one
-list. It is the order in which tasks would start if every stage were equally fast:
+list. Its order is the one in which the tasks would start if every stage were equally fast. In the
+drawing each column is one unit of time; a forward takes one and a backward two:
 
-    stage 0   F0 F1       B0 B0 F2 B1 B1          a forward takes one unit of time, a backward two
+    stage 0   F0 F1       B0 B0 F2 B1 B1
     stage 1      F0 B0 B0 F1 B1 B1 F2
 
-    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 1F2 ...
+    the one list    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 1F2 ...
 
-A heap holds the next task of each stage whose needs are met, with the time from which it may start;
-stages that still wait are asked again after each task. Every turn either starts the earliest task
-or puts it off to when its device is free, so it ends. If several tasks could start at the same
-time, whoever sends goes before whoever receives: backwards from the last stage on, then forwards
-from the first device on, of which each takes its latest stage. For there are devices (GPUs) whose
-buffers can be used only after all that was enqueued before they were made: so a copy finds as
-little as possible ahead of it where it arrives.
+A heap holds the next task of each stage, once everything that the task waits for has started and
+its end is known, with the time from which the task may start. Stages whose next task still waits
+are asked again after each started task. Each turn of the loop takes the earliest task off the heap.
+The turn either starts that task, or puts it back with the time when its device is free. The loop
+ends, because a task is put back again only if another task has started on its device meanwhile.
+
+If several tasks could start at the same time, a task that sends goes before the task that receives:
+first backwards, from the last stage on, then forwards, from the first device on, where a device
+takes its latest stage first. The reason is that on some devices (GPUs) a buffer can be used only
+after all work that was enqueued there before the buffer was made. If the sender is dispatched
+first, as little work as possible is ahead of the copy at the device where it arrives.
 """
 
 import heapq
@@ -38,14 +42,14 @@ def dispatch_order(
     """Merges task lists by simulated start time.
 
     Args:
-        lists: per stage, its tasks in the order it runs them.
-        waits_for: the tasks of other stages that a task needs the results of.
+        lists: for each stage, its tasks in the order in which it runs them.
+        waits_for: the tasks of other stages whose results a task needs.
         seconds: how long a task takes; only ratios matter.
         device: where a task runs; stages on one device take turns.
         done: tasks that ran before.
 
     Raises:
-        ValueError: the lists cannot progress; it says which task waits for what.
+        ValueError: the lists cannot progress; the message says which task waits for which others.
 
     >>> lists = tuple(tuple(Task(s, kind, 0) for kind in (Kind.F, Kind.B)) for s in range(2))
     >>> needs = {Task(1, Kind.F, 0): [Task(0, Kind.F, 0)], Task(0, Kind.B, 0): [Task(1, Kind.B, 0)]}
@@ -54,13 +58,17 @@ def dispatch_order(
     ['0F0', '1F0', '1B0', '0B0']
     """
     ended = dict.fromkeys(done, 0.0)
-    free: dict[int, float] = {}  # by device: when it is
-    position = [0] * len(lists)  # by stage: of its next task
+    free: dict[int, float] = {}  # by device: when it is free
+    position = [0] * len(lists)  # by stage: the position of its next task
     order: list[Task] = []
-    ready: list[tuple[float, int, int, int]] = []  # a time, who goes first then, the stage twice
+    # The heap: earliest start, then rank, then the negative stage; last the stage itself.
+    ready: list[tuple[float, int, int, int]] = []
 
     def offer(stage: int) -> bool:
-        """Puts the next task of a stage on the heap, if its needs are met."""
+        """Puts the next task of a stage on the heap, if nothing that it waits for is missing.
+
+        Tells whether it did.
+        """
         if position[stage] == len(lists[stage]):
             return False
         following = lists[stage][position[stage]]
@@ -77,16 +85,16 @@ def dispatch_order(
         start, rank, _, stage = heapq.heappop(ready)
         task = lists[stage][position[stage]]
         d = device(task)
-        if start < free.get(d, 0.0):  # its device is busy until later: look again then
+        if start < free.get(d, 0.0):  # the device is still busy: look again when it is free
             heapq.heappush(ready, (free[d], rank, -stage, stage))
             continue
         ended[task] = free[d] = start + seconds(task)
         order.append(task)
         position[stage] += 1
         waiting.add(stage)
-        # Whoever waited for this task may be able to start now.
+        # Stages whose next task waited for this one may go on now.
         waiting -= {s for s in tuple(waiting) if offer(s)}
-    # Nothing can start any more: either all tasks have ended, or they wait for each other.
+    # Nothing can start any more: either all tasks have ended, or the rest wait for each other.
     stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
     if stuck:
         missing: dict[Task, list[Task]] = {}
@@ -97,11 +105,12 @@ def dispatch_order(
 
 
 class _Neighbours:
-    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in
-    its backward.
+    """The stages that each stage waits for under a plan.
 
-    Those follow from the edges between layers, and from tied parameters: the owner sends each
-    version on to the other readers, and its update takes the gradients of all.
+    A stage's forward waits for the forwards of the stages in `before`, its backward for the
+    backwards of the stages in `after`. Stages are connected by edges (tensors between their layers)
+    and by tied parameters: the owner of a tied parameter sends each version to the other readers,
+    and the owner's update takes the gradients of all readers.
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
@@ -118,7 +127,7 @@ class _Neighbours:
                 self._connect(parameter.owner, parameter.readers, back=True)
 
     def _connect(self, source: int, readers: Iterable[int], *, back: bool) -> None:
-        """Notes that stages wait for one another where a layer's value goes to layers of others."""
+        """Notes that the readers of a layer's value wait for it and, with `back`, it for them."""
         s = self.stage[source]
         for reader in readers:
             r = self.stage[reader]
@@ -129,12 +138,13 @@ class _Neighbours:
 
 
 class Waits:
-    """The tasks that tasks wait for, for values and model state.
+    """A function from a task to the tasks that it waits for, because of values and model state.
 
     Args:
         graph: the layers.
-        plans: those of each micro-batch.
-        split: the stages and micro-batches whose backward is split: I gives what others wait for.
+        plans: the plan of each micro-batch.
+        split: pairs of a stage and a micro-batch whose backward is split in I and W; other stages
+            wait for I, which gives the cotangents.
     """
 
     def __init__(
@@ -148,7 +158,7 @@ class Waits:
         neighbours = {id(plan): _Neighbours(graph, plan) for plan in plans}
         self.at = [neighbours[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
-        self._carried: list[tuple[int, int]] = []  # readers of model state, and who writes it
+        self._carried: list[tuple[int, int]] = []  # a reader of model state, and the writer
         for layer in graph.layers:
             for k in layer.reading(ValueKind.STATE):
                 if k in writer:
@@ -171,12 +181,12 @@ class Waits:
             case Kind.W:
                 yield Task(s, Kind.I, m)
             case Kind.U:
-                return  # it follows its stage's backward in the list
+                return  # an update follows its stage's backward in the list
             case _:
                 raise AssertionError(f"nobody says what {task} waits for")
 
     def _state_writers(self, s: int, m: int) -> Iterator[Task]:
-        """Yields the forwards of the micro-batch before whose model state a stage reads."""
+        """Yields the forwards of micro-batch m - 1 that write model state which stage s reads."""
         here = self.at[m].stage
         before = self.at[m - 1].stage
         writers = [writer for reader, writer in self._carried if here[reader] == s]
@@ -192,17 +202,17 @@ def order(
     done: Collection[Task] = (),
     waits_too: Callable[[Task], Iterable[Task]] = lambda task: (),
 ) -> list[Task]:
-    """Returns the tasks of all stages in one order in which they can be dispatched, as if all were
-    equally fast.
+    """Returns the tasks of all stages in one order of dispatch, as if all stages were equally fast.
 
-    The order follows from the plan alone, never from measured seconds: it decides what a device
-    holds at which moment, and that has to be known before anything runs.
+    The order follows from the plan alone, never from measured seconds. It decides which buffers a
+    device holds at each moment, and a plan's peak of memory has to be known before anything runs.
 
     Args:
-        waits: for values.
+        waits: finds the tasks that make the values that a task reads.
         lists: the tasks of each stage.
-        done: the tasks before.
-        waits_too: what else a task waits for: versions of the weights, sums of gradients.
+        done: tasks that ran before.
+        waits_too: finds other tasks that a task waits for, because of weight versions or sums of
+            gradients.
     """
 
     def waits_for(task: Task) -> Iterator[Task]:
@@ -219,12 +229,14 @@ def order(
 
 
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
-    """Yields the tasks of other stages that have to add to the same sums of gradients before a task
-    does.
+    """Yields the tasks of other stages that add to the same sums of gradients before a task does.
+
+    There are such tasks if the plan has just changed, so that other stages had the task's layers
+    for the micro-batch before.
 
     Args:
-        plans: of each micro-batch.
-        task: that may add to sums.
+        plans: the plan of each micro-batch.
+        task: any task; only backwards add to sums.
     """
     s, kind, m = task
     if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:

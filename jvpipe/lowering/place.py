@@ -1,13 +1,17 @@
-"""Placing: operations become rows on places,
-and copies stand wherever a value is not where it is read.
+"""Placing: operations become rows on places, with copies of values that lie elsewhere.
 
-    F(layer 3) delivers tensor 7 to layers 4 and 9      ->  1F0[layer 3]  1SEND0[layer 3]
-    B(layer 4) reads a sum that lies where it was       ->  MOVE          1B0[layer 4]
-    U(layer 3) gathers what other layers say            ->  SEND          U[layer 3]
+A place is the number of a device, or of a mesh of devices. A row is one program or one copy.
 
-This is the only pass that knows places. Values that a layer makes for others are sent to them at
-once. What belongs to a layer that has changed places is moved when it is first read at the new one,
-and what it leaves behind is stale.
+    operation                                              rows
+    F(layer 3) delivers tensor 7 to layers 4 and 9     ->  1F0[layer 3]  1SEND0[layer 3]
+    B(layer 4) reads a sum that lies at its old place  ->  MOVE          1B0[layer 4]
+    U(layer 3) gathers sums of other layers            ->  SEND          U[layer 3]
+
+In the first line layers 4 and 9 run at one other place, so one SEND serves both.
+
+This is the only pass that knows places. A value that a layer makes for other layers is sent to
+their places at once. A value that belongs to a layer which has changed places is moved when the
+layer first reads it at the new place, and the copy at the old place is marked stale.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,17 +32,18 @@ from jvpipe.programs.optimizer import OptimizerCut
 
 @dataclass
 class Block:
-    """Rows that belong together: those of a task, or of none."""
+    """Rows that belong together: those of a task, or rows outside of all tasks (`task` is None)."""
 
     task: Task | None
     rows: list[Row] = field(default_factory=list)
 
 
 class Placer(BufferTable):
-    """Places operations one after another, under the plan that holds for each.
+    """A writer of rows: it places operations one after another, under the plan entered last.
 
-    `blocks` hold the rows. `moved` are buffers of layers that have moved, with their copies. With
-    `by_host` whatever moves waits on the host until all of it has left.
+    `blocks` hold the rows. `moved` are pairs of a buffer that has moved and its copy at the new
+    place. With `by_host`, everything that moves goes to the host first, and goes on to its new
+    place only after all of it has left its old places.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -68,9 +73,11 @@ class Placer(BufferTable):
         self.by_host = by_host
         self.blocks: list[Block] = []
         self.moved: list[tuple[int, int]] = []
-        self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
+        self._arriving: list[tuple[int, int]] = []  # copies on the host, with their final buffers
         self._placements: dict[int, Placement] = {}  # by the identity of their plan
-        self._replicated = False  # then what belongs to a layer may stay where it came from
+        # Whether a plan so far has replicas: then a value that is brought to a place also stays
+        # where it came from, and may be read there.
+        self._replicated = False
         self.enter(plan)
         for buffer in self.where.lasting(optimizer):
             self.buffer(buffer.value, buffer.place, buffer.bytes, buffer.copy)
@@ -79,7 +86,7 @@ class Placer(BufferTable):
     # Plans
 
     def enter(self, plan: Plan) -> None:
-        """Places what follows under this plan."""
+        """Makes a plan the one under which operations are placed from here on."""
         if id(plan) not in self._placements:
             self._placements[id(plan)] = Placement(self.graph, plan)
         self.where = self._placements[id(plan)]
@@ -88,7 +95,7 @@ class Placer(BufferTable):
             self.places |= dict.fromkeys(places)
 
     def begin(self, task: Task | None = None) -> None:
-        """Begins a block: the rows from here on are those of a task, or of none."""
+        """Begins a block of rows, for a task or (None) for rows that belong to no task."""
         self.blocks.append(Block(task))
 
     # Rows
@@ -108,11 +115,11 @@ class Placer(BufferTable):
         Args:
             kind: of the row.
             place: where it runs.
-            layer: that it concerns, or NONE.
+            layer: the layer that it concerns, or NONE.
             m: the micro-batch, or NONE.
-            reads: ids of buffers.
-            writes: ids of buffers.
-            run: tells it from others of its kind.
+            reads: the ids of the buffers that it reads.
+            writes: the ids of the buffers that it writes.
+            run: what distinguishes it from other rows of its kind and layer.
         """
         stage = self.where.stage.get(layer, NONE)
         self.blocks[-1].rows.append(
@@ -130,16 +137,16 @@ class Placer(BufferTable):
         )
 
     def metric(self, value: Value) -> int | None:
-        """Returns a buffer of a metric, if there is one.
+        """Returns a buffer that holds a metric, or None if no row has made the metric.
 
-        It lies at home, or where the loss was under an earlier plan, whose last forward may come
-        later.
+        The buffer lies at the present place of the loss, or at the place where an earlier plan has
+        the loss, because the last forward that a metric needs may run under that plan.
         """
         place = self._holder_near(value, self.where.home)
         return None if place is None else self.current[value, place]
 
     def _holder_near(self, value: Value, place: int) -> int | None:
-        """Returns a place that holds a value: this one, if it does."""
+        """Returns a place that holds a value, the given one if possible; None if no place does."""
         return place if (value, place) in self.current else self.holder(value)
 
     # Copies
@@ -152,13 +159,13 @@ class Placer(BufferTable):
         layer: int,
         m: int,
     ) -> int:
-        """Returns a copy of a value at another place, made once.
+        """Returns a copy of a value at another place, which is made unless it exists.
 
         Args:
-            value: to be copied.
+            value: the value to copy.
             source: a place that has it.
             target: the place that gets it.
-            layer: that the row concerns.
+            layer: the layer that the row concerns.
             m: the micro-batch, or NONE.
         """
         if (value, target) not in self.current:
@@ -176,16 +183,17 @@ class Placer(BufferTable):
         layer: int,
         m: int = NONE,
     ) -> int:
-        """Returns a value at a place; what still lies where its layer ran before is moved.
+        """Returns a buffer with a value at a place, and moves the value there if it lies elsewhere.
 
-            place to place          MOVE
-            its fate has changed    OUT, or IN           it stays where it is, on the device or its host
-            by the host             OUT, later IN        when all that moves has left (`commit`)
+            why it moves              rows
+            its layer changes places  MOVE
+            its fate has changed      OUT or IN, between the device of its place and the host
+            `by_host`                 OUT now, IN once all that moves has left its place (`commit`)
 
         Args:
-            value: that is to be there.
-            target: the place.
-            layer: that the row concerns.
+            value: the value.
+            target: the place where it must lie.
+            layer: the layer that the rows concern.
             m: the micro-batch, or NONE.
         """
         copy = self.where.resting(value, self.optimizer)
@@ -210,7 +218,7 @@ class Placer(BufferTable):
             self._arriving.append((host, new))
             return new
         there = self._copied(b, source, target, layer, m, new)
-        if there != new:  # it arrived on the device, and rests on its host
+        if there != new:  # the value has arrived on the device, but is to lie on the device's host
             self.row(Kind.OUT, target, layer, m, [there], [new])
             if there != b:
                 self.row(
@@ -234,15 +242,15 @@ class Placer(BufferTable):
         m: int,
         new: int,
     ) -> int:
-        """Returns a buffer on the device of the target with what lies at a place, or on its host.
+        """Returns a buffer on the target's device that holds what a given buffer holds.
 
         Args:
-            b: the buffer to be copied.
-            source: where it lies.
-            target: where the copy shall be.
-            layer: that the rows concern.
+            b: the buffer to copy, on the device of the source or on that device's host.
+            source: the place of `b`.
+            target: the place of the copy.
+            layer: the layer that the rows concern.
             m: the micro-batch, or NONE.
-            new: what the copy shall be in the end; it is returned if that is on the device.
+            new: the buffer in which the value is to end; it is returned if it lies on the device.
         """
         value = self.spots[b].value
         size = self.buffers[b].bytes
@@ -266,14 +274,13 @@ class Placer(BufferTable):
     # Operations
 
     def perform(self, op: Operation, *, keeps: bool = False, place: int | None = None) -> None:
-        """Writes the row of an operation, after the copies that it needs and before those that it
-        delivers.
+        """Writes an operation's row, between the copies that it needs and those that it delivers.
 
         Args:
-            op: what is computed.
-            keeps: of an update: its parameters are still read, so the new ones take buffers of
-                their own.
-            place: where; that of its layer unless given.
+            op: the operation.
+            keeps: of an update, whether later tasks read the parameters that it takes: then the new
+                version is written to buffers of its own, rather than over the old one.
+            place: where the operation runs; the place of its layer unless given.
         """
         here = self.where.of(op.layer, op.examples) if place is None else place
         reads = [self._read(value, op, here) for value in op.reads]
@@ -302,7 +309,7 @@ class Placer(BufferTable):
                 self.rename(self.current[value, holder], Spot(value, holder, Copy.STALE))
 
     def _deliver(self, op: Operation, here: int) -> None:
-        """Sends what an operation delivers to every other place where one of its readers runs."""
+        """Sends the values that an operation delivers to the other places where they are read."""
         for value, layers, examples in op.delivers:
             targets = [self.where.of(layer, e) for layer in layers for e in examples]
             for target in dict.fromkeys(targets):
@@ -311,12 +318,14 @@ class Placer(BufferTable):
                     self.send(value, here, target, op.layer, op.microbatch)
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
-        """Returns the buffer that an operation reads.
+        """Returns the buffer that an operation reads, once a value that lies elsewhere is brought.
 
-        What is not there is fed, sent or moved first.
+        How it is brought depends on its kind: leaves of the batch are fed from the host, values
+        that an update gathers are sent, and values that belong to the layer are moved.
         """
         layer, m = op.layer, op.microbatch
-        if value.kind is ValueKind.OPTIMIZER:  # a change of plan may have changed its fate alone
+        # A change of plan may have changed the fate of the state and not its place.
+        if value.kind is ValueKind.OPTIMIZER:
             return self.bring(value, here, layer, m)
         if (value, here) in self.current:
             return self.current[value, here]
@@ -330,7 +339,7 @@ class Placer(BufferTable):
             source = self._holder_near(value, place)
             assert source is not None, f"{value} lies nowhere"
             return self.send(value, source, here, value.layer, m)
-        return self.bring(value, here, layer, m)  # it belongs to the layer
+        return self.bring(value, here, layer, m)  # the value belongs to the layer
 
     def _fetched(
         self,
@@ -338,9 +347,10 @@ class Placer(BufferTable):
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> dict[int, int]:
-        """Returns, by buffer that is away, the one that an operation works on in its place.
+        """Returns, for each buffer that lies on the host, a buffer on the device in its place.
 
-        That is fetched if the operation reads it; if it only writes it, it need not come first.
+        The contents are fetched if the operation reads them. A buffer that the operation only
+        writes is made without a fetch.
         """
         fetched: dict[int, int] = {}
         for b in dict.fromkeys((*reads, *writes)):
@@ -355,11 +365,11 @@ class Placer(BufferTable):
         return fetched
 
     def _return(self, op: Operation, written: Mapping[int, int]) -> None:
-        """Copies what an operation has written of buffers that are away back there, in their place.
+        """Copies what an operation has written for buffers that are away back to the host.
 
         Args:
-            op: that has run.
-            written: by buffer that is away, the one that was written.
+            op: the operation that has run.
+            written: for each buffer that is away, the buffer on the device that was written.
         """
         for away, b in written.items():
             value, place, _ = self.spots[away]
@@ -367,7 +377,10 @@ class Placer(BufferTable):
             self.row(Kind.OUT, place, op.layer, op.microbatch, [b], [new])
 
     def _fed_bytes(self, value: Value) -> int:
-        """Returns the bytes of what comes from the host: of a replica's examples, if it is theirs."""
+        """Returns the bytes of a value that is fed from the host.
+
+        For a leaf of the batch, they are the bytes of the replica's examples alone.
+        """
         match value.kind:
             case ValueKind.BATCH:
                 size = self.graph.batch[value.index].bytes
@@ -382,7 +395,7 @@ class Placer(BufferTable):
     def _write(self, write: Write, here: int, *, keeps: bool) -> int:
         """Returns the buffer that an operation writes.
 
-        The next version of a parameter takes the place of the one before, unless that is kept.
+        The next version of a parameter overwrites the version before it, unless that one is kept.
         """
         value, size, copy = write
         if copy is Copy.OWN and (value, here) in self.current:
@@ -396,12 +409,14 @@ class Placer(BufferTable):
     # Changes of plan
 
     def keep(self, spots: Collection[Spot], microbatches: int, versions: int) -> None:
-        """Forgets what belongs to layers, except for these spots.
+        """Forgets the buffers of values that belong to layers, except for the given spots.
+
+        A spot is the name of a buffer: a value, its place, and which of the copies there.
 
         Args:
-            spots: all values, counted from a later micro-batch and version.
-            microbatches: the micro-batch from which they count.
-            versions: the version from which they count.
+            spots: the names to keep, whose micro-batches and versions count from later ones.
+            microbatches: the micro-batch that is number 0 in `spots`.
+            versions: the version that is number 0 in `spots`.
         """
         for spot in list(self.ids):
             if not VALUES[spot.value.kind].follows or spot.copy is Copy.STALE:
@@ -410,9 +425,10 @@ class Placer(BufferTable):
                 self.forget(spot)
 
     def relocate(self, plan: Plan) -> None:
-        """Moves what lies on the devices between steps to where a plan has it.
+        """Moves the values that lie on the devices between steps to where a plan has them.
 
-        Model state comes with its reader.
+        Model state is left out: it moves when its reader first runs at the new place, or by
+        `bring_state`.
         """
         before = self.where.plan
         self.enter(plan)
@@ -431,8 +447,10 @@ class Placer(BufferTable):
         self.enter(before)
 
     def commit(self) -> None:
-        """Frees, once the copies are there, what they were made of: up to here nothing has left its
-        place.
+        """Ends the old buffers of everything that has moved, once their copies have arrived.
+
+        Up to this call every old buffer still exists. With `by_host`, the values that wait on the
+        host go to their new places only after the old buffers have ended.
         """
         staying = {b for _, b in self.lasting()}
         for old, new in self.moved:
@@ -440,7 +458,7 @@ class Placer(BufferTable):
                 place = self.buffers[old].place
                 self.row(Kind.FREE, place, NONE, NONE, [old, new], [])
         leaving = [b for b in range(self.persistent) if b not in staying]
-        for place in self.places:  # what the new plan has elsewhere, or newer
+        for place in self.places:  # the new plan has these values elsewhere, or in newer buffers
             for on_host in (False, True):
                 ids = []
                 for b in leaving:
@@ -454,8 +472,9 @@ class Placer(BufferTable):
         self.moved, self._arriving = [], []
 
     def _arrive(self, host: int, new: int) -> None:
-        """Brings what waits on the host to its place, or to the host of that place by way of its
-        device.
+        """Brings a value that waits on the host to its new place.
+
+        A value that is to lie on the host of that place passes through the place's device.
         """
         value, place, copy = self.spots[new]
         if copy is not Copy.AWAY:
@@ -467,33 +486,32 @@ class Placer(BufferTable):
         self.row(Kind.FREE, place, NONE, NONE, [there, new], [])
 
     def bring_state(self) -> None:
-        """Brings the model state as it is now to wherever the plan has it."""
+        """Brings the newest model state to every place where the plan has it."""
         for k in range(len(self.graph.state)):
             for place in self.where.holding(k):
                 self.bring(self.newest_state(k), place, NONE)
 
     def newest_state(self, k: int) -> Value:
-        """Names a leaf of the model state as the last micro-batch left it: the whole, not a
-        replica's part.
-        """
+        """Names a whole leaf of the model state as the last micro-batch left it."""
         versions = []
         for value, _ in self.current:
-            # The parts of replicas are named by their examples, the whole has none.
+            # The name of a replica's part has the replica's examples, that of the whole has none.
             is_whole = value.kind is ValueKind.STATE and value.examples is None
             if is_whole and value.index == k:
                 versions.append(value)
         return max(versions, key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:
-        """Lists what lies on the devices between steps under the plan: its name then, and its
-        newest buffer there.
+        """Lists the values that lie on the devices between steps under the present plan.
+
+        Each is a pair: the name that the value has between steps, and its newest buffer.
         """
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():
             if not VALUES[value.kind].lasts or value.examples is not None:
                 continue
             key = value.kind, value.index, value.layer, place
-            # Parameters count versions, model state counts micro-batches; the other is NEVER.
+            # Parameters count versions, model state counts micro-batches; the other count is NEVER.
             age = max(value.version, value.microbatch), b
             newest[key] = max(newest.get(key, age), age)
         result = []

@@ -1,4 +1,7 @@
-"""The places of layers under a plan, and of what lies on the devices between steps."""
+"""The places of layers under a plan, and of the values that lie on the devices between steps.
+
+A place is the number of a device, or of a mesh of devices.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from jvpipe.programs.shares import updating
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of every layer of a graph under a plan; a stage that is replicated has several.
+    """The places of every layer of a graph under a plan: several if its stage has replicas.
 
     >>> from jvpipe.ir.layers import Layer, Ref
     >>> layers = (Layer(0, "a", (), ()), Layer(1, "b", (), (Ref(ValueKind.LOSS, 0),)))
@@ -52,21 +55,21 @@ class Placement:
     def slices(self, layer: int) -> tuple[Examples | None, ...]:
         """Returns the examples that each replica of a layer's stage works on.
 
-        (None,) where it is alone.
+        If the stage runs at one place, that is (None,).
         """
         return self._slices[self.stage[layer]]
 
     @cached_property
     def home(self) -> int:
-        """The place of what concerns all layers: that of the loss."""
+        """The place of operations that concern all layers: the first place of the loss."""
         return self.places[self.graph.loss_layer][0]
 
     def of(self, layer: int, examples: Examples | None = None) -> int:
-        """Returns the place of a layer, or of what belongs to none.
+        """Returns the place of a layer, or of operations that belong to no layer.
 
         Args:
-            layer: or NONE.
-            examples: those of the replica that is meant; the first one unless given.
+            layer: the layer, or NONE.
+            examples: the examples of the replica that is meant; the first replica unless given.
         """
         if layer == NONE:
             return self.home
@@ -74,7 +77,7 @@ class Placement:
         return self.places[layer][replica]
 
     def updating(self, optimizer: OptimizerCut) -> dict[int, int]:
-        """Returns the place where each layer is updated, and what belongs to none."""
+        """Returns the place of each layer's update, and under NONE that of the global program."""
         places = {NONE: self.home}
         for layer, replica in updating(self.graph, self.plan, optimizer).items():
             places[layer] = self.places[layer][replica]
@@ -85,8 +88,10 @@ class Placement:
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
 
     def holding(self, k: int) -> tuple[int, ...]:
-        """Returns the places that hold a leaf of the model state: of its readers, else of its
-        writers.
+        """Returns the places that hold a leaf of the model state.
+
+        They are those of the layers that read the leaf, or else of the layers that write it, or
+        else of layer 0.
         """
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
@@ -98,20 +103,21 @@ class Placement:
         return states_away(self.graph, self.plan)
 
     def resting(self, value: Value, optimizer: OptimizerCut) -> Copy:
-        """Tells which copy of a value there is between updates: at its place, or on the host of its
-        place.
-        """
+        """Tells where a value lies between updates: at its place (OWN), or on the host (AWAY)."""
         if value.kind is not ValueKind.OPTIMIZER:
             return Copy.OWN
         parameter = optimizer.state[value.index].parameter
         return Copy.AWAY if parameter in self._away else Copy.OWN
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
-        """Lists what lies on the devices between steps.
+        """Lists the buffers that lie on the devices between steps.
 
-        These are parameters (a copy per place that reads one), the optimizer's state (at the
-        replica that updates the layer, or on its host), model state, constants. Optimizer state of
-        no parameter (step counts) has a copy per layer, so that layers can move.
+        They hold the parameters (a copy at each place that reads one), the optimizer's state (at
+        the replica that updates the layer, or on that replica's host), the model state and the
+        constants. Optimizer state that belongs to no parameter, such as a count of steps, has a
+        copy for each layer, so that a layer can move with its own copy.
+
+        The order of the list is the order of a state's arrays: a step's first buffers are these.
         """
         graph = self.graph
         buffers: list[Buffer] = []
@@ -128,9 +134,9 @@ class Placement:
         for p, parameter in enumerate(graph.parameters):
             reading = self._of_all(parameter.readers)
             add(graph.parameter(p, version=0), reading, parameter.array.bytes)
-        # Optimizer state lies where the update runs, one copy of it.
+        # There is one copy of optimizer state, at the place where the update runs.
         places = self.updating(optimizer)
-        # The global program's state comes before all layers': their numbers are sorted.
+        # Sorting puts the state of the global program (layer NONE, -1) before that of the layers.
         holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
@@ -143,7 +149,8 @@ class Placement:
             )
         written = written_state(graph)
         for k, array in enumerate(graph.state):
-            # State that is written counts micro-batches: between steps it is what the first finds.
+            # State that layers write is named by the micro-batch that reads it. Between steps that
+            # is the first micro-batch of the next step.
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
             add(value, self.holding(k), array.bytes)
         for c, array in enumerate(graph.constants):

@@ -1,14 +1,17 @@
-"""Prefetching: state that lies on the host comes before the updates that read it,
-and goes back beside them.
+"""Prefetching: spreads out the copies of optimizer state between the host and updates.
 
-`i<k>` fetches the state of the k-th update of a place (IN), `U<k>` runs it, `o<k>` copies what it
-wrote back to the host (OUT), `f<k>` waits for that and frees it (FREE). The placer writes each
-update with its copies around it. This pass spreads them out, so that both directions of the link
-are used while a place holds at most twice the largest state of an update. That much is fetched
-before the last forward or backward of the place; later, what leaves makes room.
+A place (a device) runs one update for each of its layers. `i<k>` fetches the optimizer state of
+update k from the host (IN), `U<k>` runs the update, `o<k>` copies the new state back to the host
+(OUT), and `f<k>` waits for that copy and frees the state on the device (FREE). B7 is the last
+backward of the place. Rows run from left to right:
 
     placed       ... B7 i0 U0 o0 i1 U1 o1 i2 U2 o2 i3 U3 o3
     prefetched   i0 i1 B7 U0 o0 U1 o1 f0 i2 U2 o2 f1 i3 U3 o3 f2 f3
+
+The placer writes each update between its own copies. This pass moves the copies, so that both
+directions of the link work at the same time. A place holds at most `UPDATES_HELD` (two) times the
+state of its largest update: that much is fetched before the last forward or backward of the place,
+and every later fetch waits until enough state has left.
 """
 
 from collections import deque
@@ -23,14 +26,17 @@ from jvpipe.ir.rows import Row
 
 BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
-"""A group, a row of it, and whether before, at or after it. Positions compare as their rows follow
-one another.
+"""A position among rows: a group, a row of the group, and whether before, at or after that row.
+
+Positions compare in the order in which their rows run.
 """
 
 
 class _Copy(NamedTuple):
-    """A row of copies: the update after which it stands (-1: before all), and the one that it
-    serves.
+    """A row that copies or frees state.
+
+    `after` is the update after which the row stands (-1: before all updates of its round). `update`
+    is the update whose state it is.
     """
 
     after: int
@@ -40,7 +46,7 @@ class _Copy(NamedTuple):
 
 @dataclass
 class _Visit:
-    """The copies of one update, whose program is the row `at`."""
+    """The copies of one update; `at` is the position of its program: a group and a row of it."""
 
     at: tuple[int, int]
     ins: list[Row]
@@ -48,16 +54,16 @@ class _Visit:
 
     @property
     def fetched(self) -> set[int]:
-        """The buffers that are brought to the place."""
+        """The buffers that the update's copies bring to the place."""
         return {row.writes[0] for row in self.ins}
 
     @property
     def written(self) -> set[int]:
-        """The buffers that leave it."""
+        """The buffers that are copied to the host after the update."""
         return {row.reads[0] for row in self.outs}
 
     def frees(self) -> list[Row]:
-        """Makes the rows that wait until all has left, and free it."""
+        """Makes the rows that wait until the new state is on the host, and then free it."""
         return [
             replace(row, kind=Kind.FREE, reads=row.reads + row.writes, writes=())
             for row in self.outs
@@ -66,19 +72,19 @@ class _Visit:
 
 @dataclass
 class _Round:
-    """Updates of a place with none of its forwards or backwards between them.
+    """Updates of a place without any forward or backward of the place between them.
 
-    `anchor` is the group of the last one.
+    `anchor` is the group with the last forward or backward before them, if there is one.
     """
 
     anchor: int | None
     visits: list[_Visit] = field(default_factory=list)
 
     def position(self, k: int) -> Position:
-        """Returns where rows stand that follow update k.
+        """Returns the position of rows that follow update k.
 
-        For -1 they stand before all updates: at the last forward or backward, which hides the
-        copies.
+        Rows before all updates (k = -1) stand before the last forward or backward, which runs while
+        they copy.
         """
         if k >= 0:
             return (*self.visits[k].at, AFTER)
@@ -89,13 +95,15 @@ class _Round:
     def copies(self, buffers: Sequence[Buffer]) -> Iterator[_Copy]:
         """Yields each copy and each FREE, in the order of their dispatch.
 
-        `room` is what the place has left of twice its largest update. What the next update reads
-        has to come, so it waits for whatever leaves. What later updates read comes as far as there
-        is room, and waits for nothing that has only just begun to leave: that wait would be long.
-        There is always room in the end, for once everything has left, one update fits.
+        `room` is the number of bytes that the place may still take, out of `UPDATES_HELD` times its
+        largest update. The state of the next update has to come, so its fetch waits for any state
+        that leaves. State of later updates comes only while there is room, and waits only for state
+        that began to leave before the update that has just run, because a longer wait would stop
+        the place. The state of the next update always fits in the end: state comes in the order of
+        updates, so once all leaving state has left, only its own first parts are there.
 
         Args:
-            buffers: the table.
+            buffers: the table of buffers.
         """
         visits = self.visits
 
@@ -111,13 +119,13 @@ class _Round:
                 for row in visit.outs:
                     yield _Copy(k, k, row)
                 leaving.extend((k, row) for row in visit.frees())
-                # A buffer that the update consumed has gone, one that it made is new.
+                # Fetched buffers that the update only read are gone; buffers that it made are new.
                 room += total(visit.fetched - visit.written)
                 room -= total(visit.written - visit.fetched)
             while coming:
                 update, row = coming[0]
                 is_next = update <= k + 1
-                # A copy writes one buffer, on the device.
+                # A fetch writes one buffer, on the device.
                 need = buffers[row.writes[0]].bytes
                 while room < need and leaving and (is_next or leaving[0][0] < k):
                     left, free = leaving.popleft()
@@ -133,11 +141,12 @@ class _Round:
 
 
 def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> list[list[Row]]:
-    """Returns the rows of some groups, those that fetch state and bring it back spread out.
+    """Returns the rows of some groups, with the copies of optimizer state spread out.
 
     Args:
-        groups: rows that belong together, in the order of their dispatch; no copy leaves them.
-        buffers: the table.
+        groups: lists of rows that belong together, in the order of their dispatch. The copies of an
+            update are in these groups, and stay in them.
+        buffers: the table of buffers.
 
     >>> from jvpipe.ir.values import Value, ValueKind
     >>> value = Value(ValueKind.OPTIMIZER, 0, 0)
@@ -151,7 +160,7 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
     rounds, moved = _rounds(groups, buffers)
     if not moved:
         return list(map(list, groups))
-    written: dict[int, Position] = {}  # by buffer: where it is made
+    written: dict[int, Position] = {}  # by buffer: the position of the row that makes it
     for g, group in enumerate(groups):
         for i, row in enumerate(group):
             written |= dict.fromkeys(row.writes, (g, i, AT))
@@ -163,7 +172,7 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
         for copy in updates.copies(buffers):
             at = updates.position(copy.after)
             row = copy.row
-            # What a layer that has just moved brings along cannot be fetched before it is there.
+            # The state of a layer that has just moved cannot be fetched before it is on the host.
             if KINDS[row.kind].link is Link.FROM_HOST and written.get(row.reads[0], at) > at:
                 at = (*updates.visits[copy.update].at, BEFORE)
             added.setdefault(at, []).append(row)
@@ -176,7 +185,7 @@ def _with(
     group: Sequence[Row],
     moved: Collection[tuple[int, int]],
 ) -> Iterator[Row]:
-    """Yields the rows of a group, with what is added, and without what is moved."""
+    """Yields the rows of a group, with the rows added there and without the rows moved away."""
     for i, row in enumerate(group):
         yield from added.get((g, i, BEFORE), ())
         if (g, i) not in moved:
@@ -187,10 +196,11 @@ def _with(
 def _rounds(
     groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]
 ) -> tuple[list[_Round], set[tuple[int, int]]]:
-    """Finds the rounds of updates of all places, and the rows that are their copies.
+    """Finds the rounds of updates of all places, and the positions of the rows that copy for them.
 
-    The placer has written each update as IN... U OUT..., all at one place: so the copies to a place
-    that wait in `coming` belong to its next update, and what leaves it belongs to its last one.
+    The placer has written each update as IN... U OUT..., all at one place. So the fetches to a
+    place, which are gathered in `coming`, belong to the place's next update, and copies to the host
+    belong to the place's last update.
     """
     in_use: set[int] = set()  # buffers that updates have fetched
     for group in groups:
@@ -226,6 +236,6 @@ def _rounds(
 
 
 def _is_update(row: Row) -> bool:
-    """Tells whether a row is of a program, and of no forward or backward."""
+    """Tells whether a row runs a program that is neither a forward nor a backward."""
     info = KINDS[row.kind]
     return info.computes and info.back is None

@@ -1,12 +1,15 @@
-"""Projecting: the rows that one process runs, of a step that all processes lower alike.
+"""Projecting: finds the rows that one process runs, of a step that all processes lower alike.
+
+Process 0 has place (device) 0 here, and process 1 has place 1:
 
     all          0F0  0SEND0(t0 -> place 1)  1F0  1B0  1SEND0(g -> place 0)  0B0
     process 0    0F0  0SEND0: offer t0                 1SEND0: ask for g     0B0
     process 1         0SEND0: ask for t0     1F0  1B0  1SEND0: offer g
 
-A copy between two processes is one row, of which each runs its half at its place in the list. All
-lists are in the order of one list, so nobody deadlocks: of all halves that wait for another
-process, the first in that list finds its partner.
+A copy between two processes is one row of the whole step, and each of the two processes runs its
+half of the copy. No deadlock is possible, because every process keeps the order of the whole step:
+take the earliest row there, of which a half still waits. The other process has no earlier row to
+wait for, so it comes to its own half of that row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +23,15 @@ from jvpipe.lowering.receipts import crossings
 
 
 def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lowered:
-    """Returns the rows of one process. The buffer table stays that of all, so that numbers mean the
-    same everywhere.
+    """Returns a step with the rows of one process.
+
+    The buffer table stays that of all processes, so that the number of a buffer means the same
+    buffer in each of them.
 
     Args:
         lowered: a step with its receipts.
-        processes: of each place.
-        process: the process.
+        processes: the process of each place.
+        process: the process whose rows are returned.
     """
 
     def local(buffers: Iterable[int]) -> tuple[int, ...]:
@@ -54,8 +59,8 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
     """Returns a row as its process runs it.
 
-    A FREE of what went to another process only ends its source, and waits for nothing: a receipt
-    has waited for the copy before.
+    FREE waits for a copy and ends the buffer that was copied. If the copy went to another process,
+    a receipt has already waited for it, so the FREE becomes a DROP, which only ends the buffer.
     """
     if row.kind is not Kind.FREE:
         return [row]
@@ -66,12 +71,13 @@ def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[R
 
 
 def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds what brings every process the metrics of a step: copies at its first place of those that
-    lie elsewhere.
+    """Adds the copies that bring the metrics of a step to every process.
+
+    A metric that lies at a place of another process is copied to the process's first place.
 
     Args:
         lowered: a step that yields each of its metrics at one place.
-        processes: of each place.
+        processes: the process of each place.
     """
     rows = list(lowered.rows)
     buffers = list(lowered.buffers)

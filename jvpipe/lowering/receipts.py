@@ -1,17 +1,19 @@
-"""Receipts: what one process offers to another stays as it is until it has arrived there.
+"""Receipts: a buffer that one process offers to another stays unchanged until it has arrived there.
 
-A copy between places of two processes is offered by its source and taken by its target, some time
-later. The source may release its own reference at once, but it must not overwrite or delete the
-buffer before the copy has arrived. It learns of the arrival from a witness, a buffer that depends
-on the copy and has come back anyway (the cotangents of an activation, say); where there is none in
-time, the target sends a mark back:
+A crossing is a copy between places of two processes: the source offers its buffer, and the target
+takes a copy some time later. The source may release its own reference at once, but it must not
+overwrite or delete the buffer before the copy has arrived. The source learns of the arrival from a
+witness: a buffer that depends on the copy and comes back to the source anyway, such as the
+cotangent of an activation that was sent. If no witness comes back in time, the target sends a mark,
+a small array of its own (time runs to the right):
 
     process 0   U SEND(p) ............................ RECEIPT(mark)  B(p) overwrites p
     process 1             ARRIVE(p) SEND(mark)
 
-Copies that follow one another share a mark. So do those of layers that move: what is left of them
-is dropped after it. Where no backward comes back, as in an evaluation, marks keep at most four
-offers open between two processes.
+Crossings that follow one another without other rows between them share a mark, such as those of
+layers that move; the old buffers of such layers are dropped after the mark has come. If no
+backward follows, as in an evaluation, no witness comes back; then marks make sure that at most
+`OPEN_OFFERS` offers from one process to another are open at a time.
 """
 
 from collections import defaultdict
@@ -27,13 +29,18 @@ from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.liveness import freeing
 
 OPEN_OFFERS = 4
+"""How many offers from one process to another may be open if no backward answers them.
+
+A larger number lets the source run further ahead of the target.
+"""
 MARK_BYTES = 4
 
 
 class Crossing(NamedTuple):
-    """The copy that a `row`, by its number, makes of a buffer for another process.
+    """A copy of a buffer for another process.
 
-    `source` and `target` are the processes, `offered` and `copy` their buffers.
+    `row` is the number of the row that makes it. `source` and `target` are the two processes,
+    `offered` is the buffer of the source and `copy` the buffer of the target.
     """
 
     row: int
@@ -44,7 +51,7 @@ class Crossing(NamedTuple):
 
 
 class _Witness(NamedTuple):
-    """A `buffer` that depends on a copy, and the first `row` at the copy's source that reads it."""
+    """A `buffer` that depends on a copy, and the first `row` at the copy's source to read it."""
 
     row: int
     buffer: int
@@ -62,7 +69,7 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
 
     Args:
         lowered: a step.
-        processes: of each place.
+        processes: the process of each place.
     """
     result = []
     for number, row in enumerate(lowered.rows):
@@ -86,12 +93,13 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
 
 
 def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds the rows that wait for the arrival of what was offered, before it is overwritten or
-    deleted.
+    """Adds rows that wait until offered buffers have arrived, before these are spoiled.
+
+    A buffer is spoiled when it is overwritten or deleted.
 
     Args:
         lowered: a step, as one process would run it.
-        processes: of each place.
+        processes: the process of each place.
     """
     crossing = crossings(lowered, processes)
     end = len(lowered.rows)
@@ -105,7 +113,7 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         if x.row in spoilers or x.offered in lowered.final:
             until = spoilers.get(x.row, end)
             witness = witnesses.get(x.row)
-            # A move's deadline is far away: its witness would have to live until then.
+            # The deadline of a move is far away, and a witness would have to live until then.
             is_move = lowered.rows[x.row].kind is Kind.MOVE
             if witness and witness.row <= until and not is_move:
                 receipts.wait([x], witness.buffer, until)
@@ -113,7 +121,8 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
                 to_mark.append(_Deadline(x, until))
         elif not has_backward and x.offered not in lowered.metrics:
             unanswered[x.source, x.target].append(x)
-    # Nothing comes back of these: each has arrived before the fourth offer after it.
+    # Nothing comes back for these offers: a mark makes sure that each has arrived before the
+    # OPEN_OFFERS-th offer after it.
     for offers in unanswered.values():
         for x, later in zip(offers, offers[OPEN_OFFERS:], strict=False):
             to_mark.append(_Deadline(x, later.row))
@@ -123,12 +132,14 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
 
 
 def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Witness]:
-    """Finds, by the row of each crossing, the first thing that comes back to its source of what was
-    made of the copy.
+    """Finds the witness of each crossing, by the crossing's row.
 
-    A set of crossings is an integer with a bit for each, so that what a buffer depends on is an
-    `or` over what its row has read. A crossing leaves the set of its place with its first witness:
-    the inner loop runs once for each crossing in all.
+    The witness is the first buffer at the source that was made from the copy.
+
+    A set of crossings is an integer with one bit per crossing. So the set of crossings that a
+    buffer depends on is the `or` of the sets of all buffers that its row has read. A crossing is
+    taken out of the set of waiting ones when its first witness is found, so the scan over all
+    crossings runs at most once for each of them.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness
@@ -157,11 +168,11 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 
 
 def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
-    """Finds, by the row of each crossing, the row before which what it offers must have arrived.
+    """Finds, by the row of each crossing, its deadline: the row that spoils the offered buffer.
 
-    That row overwrites the buffer, or deletes it. Where the buffer is deleted by the very row that
-    offers it, the deadline is the end of the step. Only arrays that existed before the step are
-    deleted; of other buffers no more than a reference is dropped, which is safe at any time.
+    That row overwrites or deletes the buffer. If the very row that offers the buffer also deletes
+    it, the deadline is the end of the step. Only arrays that existed before the step are deleted;
+    for other buffers the process just drops its reference, which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it
     for x in crossing:
@@ -181,13 +192,13 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
 def _following(
     lowered: Lowered, deadlines: Iterable[_Deadline]
 ) -> list[tuple[list[Crossing], int]]:
-    """Groups the copies from one place to another that follow one another and must have arrived
-    before the same row.
+    """Groups crossings that can share a mark.
 
-    Only copies stand between those of a group, so a mark behind the last is hardly later for the
-    first.
+    The crossings of a group go from the same place to the same place and have the same deadline.
+    Only copies stand between them, so a mark after the last one comes hardly later than one after
+    the first would.
     """
-    # Copies have the same number here exactly if only copies stand between them.
+    # Two copies have the same number in `runs` exactly if only copies stand between them.
     are_runs = [KINDS[row.kind].link is not Link.PEER for row in lowered.rows]
     runs = list(accumulate(are_runs))
     groups: dict[tuple[int, int, int, int], list[Crossing]] = defaultdict(list)
@@ -199,7 +210,7 @@ def _following(
 
 
 class _Receipts:
-    """The rows that are added to a step, by the row before which they stand."""
+    """The rows that are added to a step; `_before` has them by the row before which they stand."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
@@ -207,14 +218,15 @@ class _Receipts:
         self._before: dict[int, list[Row]] = defaultdict(list)
 
     def wait(self, copies: Sequence[Crossing], witness: int, until: int) -> None:
-        """Adds a row that waits for a buffer which depends on copies.
+        """Adds a row that waits for a witness, a buffer that depends on some crossings.
 
-        What would have ended with its offer is read by this row, too, and so lives until then.
+        An offered buffer that would have ended with its offer is also read by the new row, so that
+        the buffer lives until then.
 
         Args:
-            copies: from one place to another.
+            copies: the crossings, all from one place to another.
             witness: the buffer.
-            until: the row before which that is.
+            until: the number of the row before which the new row stands.
         """
         rows = self.lowered.rows
         row = rows[copies[-1].row]
@@ -233,11 +245,11 @@ class _Receipts:
         )
 
     def mark(self, copies: Sequence[Crossing], until: int) -> None:
-        """Adds the rows that make one mark of copies, send it back, and wait for it.
+        """Adds the rows that make one mark for some crossings, send it back, and wait for it.
 
         Args:
-            copies: from one place to another.
-            until: the row before which they must have arrived.
+            copies: the crossings, all from one place to another.
+            until: the number of the row before which they must have arrived.
         """
         number = copies[-1].row
         row = self.lowered.rows[number]
@@ -256,7 +268,7 @@ class _Receipts:
         self.wait(copies, returned, until)
 
     def lowered_with_them(self) -> Lowered:
-        """Returns the step with these rows; every buffer ends with the last row that touches it."""
+        """Returns the step with the added rows; where each buffer ends is found again."""
         if not self._before:
             return self.lowered
         lowered = self.lowered

@@ -1,5 +1,6 @@
-"""The parts of values that replicas work on: their names, their sizes,
-and whose examples they share.
+"""The parts of values that replicas work on: their names, their sizes, and their examples.
+
+Replicas are the places that run the same stage, each on a slice of every micro-batch.
 """
 
 from collections.abc import Sequence
@@ -9,15 +10,15 @@ from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.placement import Placement
 
 Slice = Examples | None
-"""The examples of a replica; None: it is alone and has all of them."""
+"""The examples of a replica; None stands for all examples, which a stage at one place has."""
 
 
 class ReplicaParts:
-    """Names the parts of values.
+    """The names, sizes and examples of the parts that replicas have of values.
 
     Args:
         where: the replicas of each layer.
-        batching: how edges and aux lie over the examples.
+        batching: how edges (tensors between layers) and aux lie over the examples.
     """
 
     def __init__(self, where: Placement, batching: Batching) -> None:
@@ -26,16 +27,17 @@ class ReplicaParts:
         self.graph = where.graph
 
     def named(self, value: Value, examples: Slice) -> Value:
-        """Names the part of a value that is of some examples.
+        """Names the part of a value that belongs to some examples.
 
-        What is the same for all of them is whole.
+        A value that is the same for all examples has no parts: the name of the whole is returned.
         """
         match value.kind:
             case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # of no examples
                 return value
-            case ValueKind.STATE:  # replicas find the whole of it
+            case ValueKind.STATE:  # each replica reads the whole leaf
                 return value
-            # Its cotangent is another matter: each replica has what follows from its examples.
+            # An edge that is the same for all examples still has a cotangent in parts: each replica
+            # has the part that follows from its examples.
             case ValueKind.TENSOR if self.batching.tensors[value.index].over is Over.NONE:
                 return value
             case (
@@ -55,7 +57,7 @@ class ReplicaParts:
     def spread(self, value: Value) -> Spread:
         """Tells how an edge, its cotangent or a leaf of aux lies over the examples.
 
-        Nothing else is cut or joined.
+        Values of other kinds are never cut or joined by examples; for them the answer is MIXED.
         """
         match value.kind:
             case ValueKind.TENSOR | ValueKind.COTANGENT:
@@ -78,20 +80,21 @@ class ReplicaParts:
                 raise AssertionError(f"nobody says how {value} lies over examples")
 
     def part_bytes(self, value: Value, size: int, examples: Slice) -> int:
-        """Returns the bytes of a part of a value, of which the whole has `size` bytes.
+        """Returns the bytes of the part of a value that belongs to some examples.
 
         Args:
-            value: the whole.
-            size: its bytes.
-            examples: of the part.
+            value: the whole value.
+            size: the bytes of the whole value.
+            examples: the examples of the part.
         """
         if examples is None or self.spread(value).over is not Over.ALONG:
             return size
         return size // self.graph.examples * examples.size
 
     def is_shared(self, value: Value) -> bool:
-        """Tells whether replicas make parts of a leaf of the model state, rather than each all of
-        it.
+        """Tells whether replicas make parts of a leaf of the model state, which have to be joined.
+
+        Otherwise each replica makes the whole leaf.
         """
         if value.kind is not ValueKind.STATE:
             return False
@@ -102,7 +105,7 @@ class ReplicaParts:
         return examples or Examples(0, self.graph.examples)
 
     def overlap(self, a: Slice, b: Slice) -> Slice:
-        """Returns the examples that two slices share, which there must be."""
+        """Returns the examples that two slices share; there must be at least one."""
         x = self.whole(a)
         y = self.whole(b)
         shared = Examples(max(x.start, y.start), min(x.stop, y.stop))
@@ -120,23 +123,21 @@ class ReplicaParts:
         return meeting
 
     def share(self, examples: Slice) -> float:
-        """Returns the share of a slice in all examples."""
+        """Returns the number of a slice's examples, divided by that of all examples."""
         return self.whole(examples).size / self.graph.examples
 
     def source(self, value: Value, layer: int) -> int:
-        """Returns the layer from which an edge, or the sum of its cotangents so far, has come to a
-        layer.
-        """
+        """Returns the layer that sends a layer an edge, or the sum of its cotangents so far."""
         tensor = self.graph.tensors[value.index]
         if value.kind is ValueKind.TENSOR:
             return tensor.producer
-        # Cotangents come from the next later reader, which has added those of all after it.
+        # The next later reader sends the sum of its own cotangent and those of all later readers.
         return next(reader for reader in tensor.readers if reader > layer)
 
     def makers(self, value: Value) -> Sequence[Slice]:
-        """Returns the slices that make a loss or a leaf of aux.
+        """Returns the slices whose replicas make a loss or a leaf of aux.
 
-        What is the same for all is made by the first.
+        A leaf that is the same for all examples is taken from the first replica alone.
         """
         graph = self.graph
         writers = (layer.id for layer in graph.layers if value.index in layer.writing(value.kind))

@@ -1,23 +1,30 @@
-"""Slicing: an operation of a stage that is replicated becomes one for each replica,
-on its part of the micro-batch.
+"""Slicing: an operation of a replicated stage becomes one operation per replica, on its examples.
 
-    F(layer 3) makes tensor 7           ->  F(layer 3, 0:2)  F(layer 3, 2:4)       a stage of two replicas
-    B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
-    F(layer 4) reads tensor 7           ->  CONCAT(0:2, 2:4)  F(layer 4)           where the one before had more
-    F(layer 4) reads a sum or a mean    ->  REDUCE(0:2, 2:4)  F(layer 4) as above, by their weights
-    U(layer 3)                          ->  REDUCE  U(layer 3)                     at one replica, for all
-    F(layer 3) makes model state        ->  F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE    at the first, for all
+A replica is one of several places that run the same stage, each on a slice of every micro-batch. In
+the table stage A (layer 3) has two replicas, with examples 0:2 and 2:4, and stage B (layer 4) has
+one. Tensor 7 goes from layer 3 to layer 4.
 
-Parts are cut at the bounds of both stages, so that each is sent once:
+    operation                           becomes
+    F(layer 3) makes tensor 7           F(layer 3, 0:2)  F(layer 3, 2:4)
+    F(layer 4) reads tensor 7           CONCAT(0:2, 2:4)  F(layer 4)
+    F(layer 4) reads a sum or a mean    REDUCE(0:2, 2:4)  F(layer 4)       a weighted sum
+    B(layer 4) delivers cotangent 7     B(layer 4)  SLICE 0:2  SLICE 2:4
+    U(layer 3)                          REDUCE  U(layer 3)                 at one replica, for both
+    F(layer 3) makes model state        F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE
+                                                                           at the first, for both
 
-    a stage of two replicas      |     0:3     |     3:6     |
-    one of three                 |   0:2   |   2:4   |   4:6 |
-    what is sent                 |   0:2   |2:3|3:4|   4:6   |
+A value between two stages is cut at the bounds of the slices of both stages, so that each example
+is sent once to each stage:
 
-Names tell the examples, never the replica: what depends on no example keeps its name and is made
-alike at every replica. Replicas add their gradients up by themselves over the micro-batches of an
-update; REDUCE adds up theirs in ascending order, at the one that updates the layer, and sends the
-sum to the others. So the order of summation follows from the plan, and never from who was faster.
+    slices of a stage of two     |     0:3     |     3:6     |
+    slices of a stage of three   |   0:2   |   2:4   |   4:6 |
+    parts that are sent          |   0:2   |2:3|3:4|   4:6   |
+
+The name of a part has its examples and never its replica. A value that depends on no example keeps
+its name, and every replica makes the same one. Each replica adds up its own gradients over the
+micro-batches of an update. Then REDUCE adds up the replicas' sums, in ascending order of their
+slices, at the replica that updates the layer, which sends the new parameters to the others. So the
+order of summation follows from the plan, and never from which replica was faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,19 +42,19 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""The ways over the examples without an axis of them, in which the whole still follows from what
-the replicas have.
+"""The ways in which a value without an axis of examples depends on them, such that the whole value
+is a weighted sum of the values that the replicas have.
 """
 
 
 class Slicing(ReplicaParts):
-    """Slices operations one after another.
+    """A function that divides operations among replicas, one operation after another.
 
     Args:
         where: the replicas of each layer.
-        batching: how edges and aux lie over the examples.
-        layouts: by their numbers; of an evaluation there are none.
-        updating: the replica of each layer that updates it.
+        batching: how edges (tensors between layers) and aux lie over the examples.
+        layouts: the layouts of micro-batches by their numbers; empty for an evaluation.
+        updating: for each layer, the number of the replica that updates it.
     """
 
     def __init__(
@@ -60,11 +67,13 @@ class Slicing(ReplicaParts):
         super().__init__(where, batching)
         self._layouts = layouts or {}
         self._updating = updating or {}
-        self._joined: set[tuple[Value, int]] = set()  # values, and the stages that have joined them
+        self._joined: set[tuple[Value, int]] = set()  # a part, and a stage that has joined it
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
-        """Yields an operation for each replica, after what joins its inputs and before what cuts
-        its results.
+        """Yields one operation per replica.
+
+        Operations that join the replica's inputs come before it, and operations that cut its
+        results into parts come after it.
         """
         match op.kind:
             case Kind.F | Kind.B | Kind.I | Kind.W | Kind.R | Kind.E | Kind.ZERO:
@@ -92,13 +101,14 @@ class Slicing(ReplicaParts):
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
 
     def reduced(self, layers: Sequence[int]) -> Iterator[Operation]:
-        """Yields what adds up the gradients of the replicas of a stage, last layer first.
+        """Yields the operations that add up the gradients of a stage's replicas, last layer first.
 
-        Each is added up at the replica that updates the parameter. Where another stage owns it (it
-        is tied), replicas take turns by layer, so that none has all the work.
+        The gradients of a parameter are added up at the replica that updates the parameter. If
+        another stage owns the parameter (it is tied), replicas take turns by layer, so that no
+        replica has all the work.
 
         Args:
-            layers: of the stage.
+            layers: the layers of the stage.
         """
         graph, where = self.graph, self.where
         for layer in reversed(layers):
@@ -119,19 +129,22 @@ class Slicing(ReplicaParts):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts what lies beside the gradients of a layer while they are added up: those of
-        another, and the sums.
+        """Counts the bytes that adding up a layer's gradients takes beside a replica's own ones.
+
+        They are twice the bytes of the layer's gradients: those of another replica, and the sums.
         """
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
         return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
 
     def left_bytes(self, op: Operation) -> int:
-        """Counts what a backward, or its second half, lets go of at least, of what was left for it
-        alone.
+        """Counts the bytes that a backward (B or W) frees at the replica where it frees the least.
+
+        It counts the values that were left for this backward alone: residuals for B, and the values
+        handed over by the first half for W.
 
         Args:
-            op: of all replicas.
+            op: the backward of all replicas.
         """
         assert isinstance(op.run, LayerRun)
         sliced = self._layouts[op.run.layout].sliced
@@ -140,7 +153,7 @@ class Slicing(ReplicaParts):
             left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
             left = [replica.signatures[op.layer].residuals for replica in of_replicas]
-        # The least of all replicas: each of them lets go of as much.
+        # Every replica frees at least that much.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
 
@@ -155,7 +168,8 @@ class Slicing(ReplicaParts):
         """Names the part of what a layer writes that one of its replicas writes."""
         value, size, copy = write
         if examples is not None and value.kind in (ValueKind.RESIDUAL, ValueKind.HANDED):
-            # What one program leaves for another has whatever size that program gives it.
+            # The size of such a value need not follow from the number of examples: it is whatever
+            # the replica's program yields.
             assert isinstance(op.run, LayerRun)
             sliced = self._layouts[op.run.layout].sliced[examples]
             if value.kind is ValueKind.HANDED:
@@ -187,13 +201,13 @@ class Slicing(ReplicaParts):
         )
 
     def _remembered(self, op: Operation) -> Iterator[Operation]:
-        """Yields what makes the model state of what a layer's replicas have made of it, for the
-        next micro-batch.
+        """Yields the operation that joins the replicas' parts of the model state.
 
-        Every replica gets it, that of the layer itself too, for the loss may read it.
+        The result is the state for the next micro-batch. All replicas get it, those of the layer
+        itself too, because the loss may read the state.
 
         Args:
-            op: the forward, of all replicas.
+            op: the forward of all replicas.
         """
         slices = self.where.slices(op.layer)
         writes = [write for write in op.writes if self.is_shared(write.value)]
@@ -205,7 +219,7 @@ class Slicing(ReplicaParts):
         delivers: list[Delivery] = []
         for value, *_ in writes:
             spread = self.batching.state[value.index]
-            if spread and spread.over is Over.ADDED:  # each replica adds to what it was before
+            if spread and spread.over is Over.ADDED:  # each replica adds to the previous state
                 reads.append(value._replace(microbatch=op.microbatch))
             mine = [value._replace(examples=e) for e in slices]
             reads += mine
@@ -228,12 +242,13 @@ class Slicing(ReplicaParts):
         return [Delivery(value, (layer,), self.where.slices(layer)) for layer in layers]
 
     def _joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
-        """Yields what joins the parts that have come from a stage of another width, once for each
-        stage.
+        """Yields the operations that join parts from a stage with another number of replicas.
+
+        Parts are joined once for each stage, even if several of its layers read them.
 
         Args:
-            op: that reads them.
-            examples: of the replica that runs it.
+            op: the operation that reads the parts.
+            examples: the examples of the replica that runs the operation.
         """
         stage = self.where.stage
         for value in op.reads:
@@ -253,14 +268,15 @@ class Slicing(ReplicaParts):
         source: int,
         examples: Slice,
     ) -> Iterator[Operation]:
-        """Yields what makes a replica's part of an edge or its cotangent, unless it came as it is
-        read.
+        """Yields the operation that makes a replica's part of an edge or of an edge's cotangent.
+
+        Yields nothing if the part has come just as it is read.
 
         Args:
-            op: that reads it.
-            value: the whole.
-            source: the layer that it comes from.
-            examples: of the replica that reads it.
+            op: the operation that reads the part.
+            value: the whole value.
+            source: the layer that the value comes from.
+            examples: the examples of the replica that reads the part.
         """
         size = self.graph.tensors[value.index].array.bytes
         write = Write(self.named(value, examples), self.part_bytes(value, size, examples))
@@ -293,18 +309,20 @@ class Slicing(ReplicaParts):
             run = JoinRun(ref, self._weights(value, examples, others))
             yield joined(Kind.REDUCE, reads=theirs, run=run)
         elif value.kind is ValueKind.COTANGENT:
-            # The edge is the same at every replica: the first one takes all of its cotangent.
+            # All replicas of this stage have the same edge. The first one takes the whole cotangent
+            # and the others zeros, because the gradients of replicas are added up.
             if examples == slices[0]:
                 yield joined(Kind.REDUCE, reads=theirs, run=JoinRun(ref))
             else:
                 yield joined(Kind.ZERO, reads=(), run=JoinRun(ref))
 
     def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
-        """Returns how much of what each of the others has goes into what a replica of another stage
-        gets.
+        """Returns the weights by which the values of one stage's replicas make another replica's.
 
-        Each replica gets its share of a sum, so that theirs add up to the whole again; each gets
-        the whole of a mean. Cotangents go the other way, by the transposed weights:
+        Replica e of the reading stage gets its share of a sum, so that the values of all replicas
+        there add up to the whole again. It gets the whole of a mean. Cotangents go the other way,
+        by the transposed weights. With v and c at the producing stage, v' and c' at the reading
+        one, and `share` a slice's part of all examples:
 
                         a sum                       a mean
             tensor      v'_e = share_e sum(v)       v'_e = sum(share v)
@@ -312,8 +330,8 @@ class Slicing(ReplicaParts):
 
         Args:
             value: a tensor or its cotangent.
-            examples: of the replica that gets it.
-            others: the slices of those that have it.
+            examples: the slice of the replica that gets a value.
+            others: the slices of the replicas that have values.
         """
         is_sum = self.spread(value).over is Over.SUM
         if is_sum == (value.kind is ValueKind.TENSOR):
@@ -326,12 +344,12 @@ class Slicing(ReplicaParts):
         number: int,
         examples: Slice,
     ) -> tuple[list[Delivery], list[Operation]]:
-        """Returns what a replica delivers as it is, and the operations that cut the rest.
+        """Returns what a replica delivers whole, and the operations that cut the parts of the rest.
 
         Args:
-            op: of all replicas.
-            number: of the replica.
-            examples: of the replica.
+            op: the operation of all replicas.
+            number: the replica's number.
+            examples: the replica's examples.
         """
         where = self.where
         stage = where.stage[op.layer]
@@ -339,7 +357,7 @@ class Slicing(ReplicaParts):
         to_cut: dict[Value, list[Delivery]] = {}  # by part
         for value, layers, _ in op.delivers:
             elsewhere = [layer for layer in layers if where.stage[layer] != stage]
-            # Layers of the same stage have the value: nothing is delivered to them.
+            # Layers of the same stage read the value where it is made: nothing is delivered.
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
                     mine = self.named(value, examples)
@@ -358,12 +376,12 @@ class Slicing(ReplicaParts):
                         part = value._replace(examples=examples)
                         direct.append(Delivery(part, (op.layer,), first))
                     elif number == 0:
-                        # The other replicas of the stage have made it, too.
+                        # All replicas of the stage make the whole leaf: the first one delivers it.
                         readers = layers if examples is None else elsewhere
                         direct += self._to_all_replicas(value, readers)
                 case _:
                     raise AssertionError(f"nobody says where {value} goes to")
-        if examples is not None:  # losses are summed where the first replica is
+        if examples is not None:  # losses are summed at the place of the first replica
             for write in op.writes:
                 if write.value.kind is ValueKind.LOSS:
                     direct.append(Delivery(self.named(write.value, examples), (op.layer,)))
@@ -378,14 +396,14 @@ class Slicing(ReplicaParts):
         number: int,
         examples: Slice,
     ) -> Iterator[Delivery]:
-        """Yields the parts of an edge that a replica sends to layers of other stages.
+        """Yields the parts of an edge or a cotangent that a replica sends to other stages.
 
         Args:
-            maker: the layer that makes it.
+            maker: the layer that makes the value.
             value: the edge or its cotangent, of all replicas.
-            layers: that read it.
-            number: of the replica.
-            examples: of the replica.
+            layers: the layers of other stages that read the value.
+            number: the replica's number.
+            examples: the replica's examples.
         """
         over = self.spread(value).over
         mine = self.named(value, examples)
@@ -397,7 +415,7 @@ class Slicing(ReplicaParts):
                     part = self.named(value, self.overlap(examples, theirs))
                     yield Delivery(part, (layer,), (theirs,))
             elif value.kind is ValueKind.TENSOR and over is Over.NONE:
-                # Every replica has all of it: they share the receivers.
+                # Every replica has the whole value, so each sends it to some of the receivers.
                 producer = self.graph.tensors[value.index].producer
                 count = len(self.where.slices(producer))
                 for e in receivers[number::count]:
@@ -419,13 +437,13 @@ class Slicing(ReplicaParts):
         delivers: Sequence[Delivery],
         examples: Slice,
     ) -> Operation:
-        """Makes what cuts a part out of a result of a replica.
+        """Makes the operation that cuts a part out of a replica's result.
 
         Args:
-            op: that makes the result.
-            part: to be cut out.
-            delivers: where it goes.
-            examples: of the replica.
+            op: the operation that makes the result.
+            part: the part to cut out.
+            delivers: where the part goes.
+            examples: the replica's examples.
         """
         array = self.graph.tensors[part.index].array
         spread = self.spread(part)

@@ -1,14 +1,17 @@
-"""Splicing: the task lists of a run whose plan changes at a micro-batch; each follows its own plan.
+"""Splicing: joins the task lists of two plans, for a run whose plan changes at a micro-batch.
 
-    old, 1 stage     0F0 0B0 0F1 0B1 0F2 0B2         micro-batch 0 belongs to the old plan,
-    new, 2 stages    0F0 0F1 0B0 0F2 0B1 0B2         1 and 2 belong to the new one
+Micro-batch 0 belongs to the old plan here, micro-batches 1 and 2 to the new one. Each line is the
+list of one stage; 1F2 is the forward of micro-batch 2 on stage 1:
+
+    old, 1 stage     0F0 0B0 0F1 0B1 0F2 0B2
+    new, 2 stages    0F0 0F1 0B0 0F2 0B1 0B2
                      1F0 1B0 1F1 1B1 1F2 1B2
     spliced          0F0 0F1 0B0 0F2 0B1 0B2
                      1F1 1B1 1F2 1B2
 
-A stage's list is built forward by forward. Everything that precedes a forward in the list of its
-own plan precedes it in the spliced list. So a change of the number of stages fills or drains the
-pipeline gradually, and splicing two equal lists returns the same list.
+A stage's list is built forward by forward: first come the tasks that precede the forward in the
+list of the forward's own plan, then the forward. So a change of the number of stages fills or
+drains the pipeline gradually, and splicing two equal lists returns the same list.
 """
 
 from collections.abc import Sequence
@@ -19,12 +22,12 @@ from jvpipe.ir.task import Task, TaskLists
 
 
 def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
-    """Returns the lists of `old` for the micro-batches before `microbatch`, of `new` from it on.
+    """Returns lists with the tasks of `old` before a micro-batch and those of `new` from it on.
 
     Args:
-        old: lists of the plan before.
-        new: lists of the plan after, of as many micro-batches.
-        microbatch: the first one under the new plan.
+        old: the lists of the old plan.
+        new: the lists of the new plan, for the same number of micro-batches.
+        microbatch: the first micro-batch that belongs to the new plan.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -38,7 +41,7 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
     """Splices the lists of one stage."""
     remaining = {task for task in old if task.microbatch < microbatch}
-    # Each task that is left has a place in the list of its own plan.
+    # Each of these tasks has a position in the list of its own plan.
     remaining |= {task for task in new if task.microbatch >= microbatch}
     order: list[Task] = []
 
@@ -54,10 +57,12 @@ def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[T
         forward = _forward_position(plan, m)
         if forward is None:
             continue
-        # Earlier forwards have been appended in their own turn, or belong to the other plan.
+        # Earlier forwards of this plan were appended in their turn; all others belong to the other
+        # plan.
         append([task for task in plan[:forward] if task.kind != Kind.F])
         append([plan[forward]])
-    # What remains follows the last forward: in the order of the new plan, if that has this stage.
+    # The tasks that remain follow the last forward, in the order of the new plan if it has this
+    # stage.
     append(new or old)
     assert not remaining, f"{remaining} belong to neither list"
     return tuple(order)

@@ -1,16 +1,16 @@
-"""A synchronous step lowered, a move between two steps, and an evaluation:
-the passes one after another.
+"""Lowers a synchronous step, a move between two steps, or an evaluation, by passes in this order.
 
     order        one list of tasks for all stages                     (order.py)
     expand       a task becomes the operations of its layers          (expand.py)
-    slice        an operation becomes one for each replica            (slicing.py; where stages are replicated)
+    slice        an operation becomes one for each replica            (slicing.py, with replicas)
     place        operations become rows and copies on places          (place.py)
-    swap         what is swapped leaves and comes back                (swap.py)
+    swap         swapped values leave the device and come back        (swap.py)
     prefetch     optimizer state on the host comes and goes in time   (prefetch.py)
     liveness     each buffer is freed at its last row                 (liveness.py)
 
-Tasks go through the first four one at a time, for what one makes the next one reads; the others
-take whole steps.
+A row is one program or one copy on one place (a device). Tasks pass through expand, slice and place
+one at a time, because a task reads values that earlier tasks have made and placed. Swap, prefetch
+and liveness take a whole step, because they look at later rows.
 """
 
 from collections import Counter
@@ -50,17 +50,17 @@ def lower_step(
 ) -> Lowered:
     """Lowers one synchronous step: forwards, backwards and the update.
 
-    Where a micro-batch runs under another plan than the one before, what belongs to the layers that
-    move follows: their weights one micro-batch ahead, their sums of gradients and model state
-    between two tasks.
+    If a micro-batch runs under another plan than the micro-batch before it, the values of the
+    layers that move are moved too. The weights are copied one micro-batch ahead; sums of gradients
+    and model state change until the move, so they are copied when the new place first reads them.
 
     Args:
         graph: the layers.
-        layouts: of each micro-batch; the last one's plan is that of the step's end.
+        layouts: the layout of each micro-batch; the step ends under the plan of the last one.
         lists: the tasks of each device.
         optimizer: the update.
-        batching: where stages are replicated, how what they exchange lies over the examples; layers
-            stay then.
+        batching: if stages have replicas, how the values that they exchange lie over the examples;
+            then all micro-batches have one plan.
     """
     plans = [layout.plan for layout in layouts]
     expander = Expander(graph, OneVersion(graph), set())
@@ -100,18 +100,18 @@ def _place_tasks(
 ) -> dict[Task, tuple[int, list[int]]]:
     """Expands and places the forwards and backwards of a step.
 
-    Returns what each forward leaves to be swapped.
+    Returns, for each forward, the first layer of its stage and the buffers that are to be swapped.
 
     Args:
-        expander: that expands them.
-        placer: that places them.
-        layouts: of each micro-batch.
+        expander: makes operations of the tasks.
+        placer: makes rows of the operations.
+        layouts: the layout of each micro-batch.
         lists: the tasks of each device.
-        slicing: where stages are replicated.
+        slicing: divides operations among replicas; None if no stage has replicas.
     """
     plans = [layout.plan for layout in layouts]
     batch = range(len(layouts))
-    # A change of plan at m is prepared with m - 1: weights take a micro-batch's time to arrive.
+    # Weights for a new plan at m are sent during m - 1, so that they have time to arrive.
     ahead = {m - 1: plans[m] for m in batch[1:] if plans[m] is not plans[m - 1]}
     tasks = list(chain(*lists))
     to_accumulate = Counter(task.stage for task in tasks if KINDS[task.kind].accumulates)
@@ -148,19 +148,21 @@ def _perform_last(
     slicing: Slicing,
     layers: Sequence[int],
 ) -> None:
-    """Places the last backwards of a stage, and what adds up the gradients of its replicas.
+    """Places the last backward task of a stage, and the sums of its replicas' gradients.
+
+    REDUCE adds up the gradients of one layer that the replicas have:
 
         B(layer 4)  B(layer 3)  REDUCE(layer 4)  B(layer 2)  REDUCE(layer 3)  REDUCE(layer 2)
 
-    The replicas send what they have of a layer while the next backward runs, and add it up behind
-    that. It waits until backwards have let go of as many bytes as it takes, so that a step holds
-    no more than if all were added up in the end.
+    A layer's REDUCE comes after the backward of an earlier layer, so that the replicas send their
+    gradients while that backward runs. It also waits until backwards have freed as many bytes as
+    it takes. So a step never holds more than if all gradients were added up at its end.
 
     Args:
-        placer: that places them.
-        operations: of the task, the last layer's first.
-        slicing: what replicas make of them.
-        layers: of the stage.
+        placer: makes rows of the operations.
+        operations: those of the task, from the stage's last layer to its first.
+        slicing: divides operations among the replicas.
+        layers: the layers of the stage.
     """
     due, freed_bytes = list(layers), 0
     for operation in operations:
@@ -183,14 +185,15 @@ def lower_move(
     *,
     by_host: bool = False,
 ) -> Lowered:
-    """Lowers a move between two steps.
+    """Lowers a move between two steps, from one plan to another.
 
     Args:
         graph: the layers.
-        old: where everything is.
-        new: where it will be.
-        optimizer: whose state moves too.
-        by_host: all that moves leaves its place before anything arrives.
+        old: the plan under which everything lies.
+        new: the plan under which it will lie.
+        optimizer: the update; its state moves too.
+        by_host: whether everything that moves goes to the host before anything arrives, so that no
+            device holds old and new buffers at once.
     """
     placer = Placer(graph, old, optimizer, by_host=by_host)
     placer.begin()
@@ -202,16 +205,16 @@ def lower_move(
 
 
 def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
-    """Divides a move between two steps: its copies, then the end of what they were made of.
+    """Divides a move between two steps in two: its copies, and the ends of the old buffers.
 
-        move      MOVE a a'   FREE a   DROP b              a moves, b is elsewhere or older
-        copies    MOVE a a'                                afterwards a, a' and b are all there
-        drops                          DROP b   DROP a     afterwards a' alone is
+        move      MOVE a a'   FREE a   DROP b             a moves to a'; b is old or elsewhere
+        copies    MOVE a a'                               afterwards a, a' and b exist
+        drops                          DROP b   DROP a    afterwards a' alone exists
 
     Args:
-        move: from place to place.
+        move: a move from place to place, not by the host.
     """
-    rows = [replace(row, frees=()) for row in move.rows]  # ends are found again
+    rows = [replace(row, frees=()) for row in move.rows]  # `live` finds the ends again
     copies = [row for row in rows if KINDS[row.kind].link]
     drops = [row for row in rows if KINDS[row.kind].runs is Runs.NOTHING]
     everything = range(len(move.buffers))
@@ -248,14 +251,15 @@ def lower_evaluation(
     microbatches: int,
     batching: Batching | None = None,
 ) -> Lowered:
-    """Lowers forwards alone, without residuals; the model state stays as it is.
+    """Lowers an evaluation: forwards without residuals, which leave the model state as it is.
 
     Args:
         graph: the layers.
         plan: where they run.
-        optimizer: whose state is there meanwhile.
-        microbatches: of the batch.
-        batching: where stages are replicated, how what they exchange lies over the examples.
+        optimizer: the update; its state lies on the devices meanwhile.
+        microbatches: how many the batch has.
+        batching: how the values that replicas exchange lie over the examples; None if each
+            micro-batch is one slice, so that replicas take turns with the micro-batches.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Tensor
@@ -272,7 +276,7 @@ def lower_evaluation(
     expander = Expander(graph, OneVersion(graph), set())
     placer = Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None
-    # Without slices the devices of a stage take turns with the micro-batches.
+    # Without slices the replicas of a stage take turns: each runs whole micro-batches.
     plans = [plan if slicing else plan.turn(m) for m in batch]
     for task in order(Waits(graph, plans), lists):
         placer.begin()
@@ -291,12 +295,12 @@ def _perform(
     operations: Iterable[Operation],
     slicing: Slicing | None = None,
 ) -> None:
-    """Places operations one after another, those of replicas if there are any.
+    """Places operations one after another, each divided among the replicas of its stage.
 
     Args:
-        placer: that places them.
-        operations: each made only when those before it are placed.
-        slicing: where stages are replicated.
+        placer: makes rows of the operations.
+        operations: an iterator may make each when those before it have been placed.
+        slicing: divides operations among replicas; None if no stage has replicas.
     """
     for operation in operations:
         for part in slicing(operation) if slicing else (operation,):
@@ -309,14 +313,13 @@ def swapped_by(
     task: Task,
     slicing: Slicing | None = None,
 ) -> tuple[int, list[int]]:
-    """Returns the first layer of a task's stage, and the buffers that its forward leaves to be
-    swapped.
+    """Returns the first layer of a forward's stage, and the buffers to swap after the forward.
 
     Args:
-        placer: that has placed the task.
-        layout: of the micro-batch.
+        placer: the placer that has placed the task.
+        layout: the layout of the task's micro-batch.
         task: a forward.
-        slicing: where stages are replicated.
+        slicing: divides operations among replicas; None if no stage has replicas.
     """
     first = layout.layers(task.stage)[0].id
     place = layout.plan.stages[task.stage].devices[0]
@@ -365,7 +368,10 @@ def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operatio
 
 
 def _lowered(placer: Placer, rows: Sequence[Row], metrics: Sequence[Value]) -> Lowered:
-    """Makes a step of placed rows that yields metrics, each of which some row must have made."""
+    """Makes a step of placed rows, which yields the given metrics.
+
+    Some row must have made each metric.
+    """
     buffers = [b for b in map(placer.metric, metrics) if b is not None]
     assert len(buffers) == len(metrics), "a step makes all of its metrics"
     final = [b for _, b in placer.lasting()]

@@ -1,15 +1,17 @@
-"""Swapping: values that leave the device between a forward and its backward get their rows.
+"""Swapping: adds the rows for values that lie on the host between a forward and its backward.
 
-F<m>, B<m> as in the lists; `o<m>` copies what F<m> left to the host (OUT), `f<m>` waits for that
-and frees it (FREE), `i<m>` fetches it back (IN).
+For micro-batch m, F<m> and B<m> are the forward and the backward of a stage. `o<m>` starts to copy
+the swapped values that F<m> left to the host (OUT). `f<m>` waits for that copy and then frees the
+values on the device (FREE). `i<m>` starts to fetch them back (IN). Rows run from left to right:
 
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
 
-A device holds what two micro-batches have swapped at most: one is in use, one is on its way.
-Fetching starts one task ahead, and only once all that is leaving has left. A micro-batch whose
-backward follows its forward at once stays. What a split backward reads stays until its second half
-has run.
+A device holds the swapped values of at most two micro-batches at a time: one set is in use, and one
+is on its way out or in. The bound holds because a forward that leaves a set first frees older sets,
+and because fetching starts only one task ahead and only after all leaving sets have left. A
+micro-batch whose backward follows directly on its forward is not swapped. Values that a split
+backward reads stay on the device until its second half has run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +26,7 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.lowering.place import Block
 
 Swapped = Callable[[Task], tuple[int, Sequence[int]]]
-"""Returns, for a forward, the first layer of its stage and the buffers that it leaves to be
-swapped.
-"""
+"""A function from a forward to the first layer of its stage and the buffers to swap after it."""
 
 
 def swap(
@@ -35,15 +35,13 @@ def swap(
     lists: TaskLists,
     swapped: Swapped,
 ) -> Iterator[list[Row]]:
-    """Yields the rows of each block with those of the swaps around them.
-
-    Copies are added to the buffers.
+    """Yields the rows of each block, with the rows of swaps before and after them.
 
     Args:
-        blocks: of tasks in the order of their dispatch.
-        buffers: the table.
-        lists: the tasks of each device; nothing is swapped beyond the end of a list.
-        swapped: what a forward leaves that is to be swapped.
+        blocks: the rows of each task, in the order of their dispatch.
+        buffers: the table of buffers, to which the copies of swapped buffers are appended.
+        lists: the tasks of each device; looking ahead at the next task ends with a list.
+        swapped: finds the buffers to swap after a forward.
 
     >>> from jvpipe.ir.values import Value, ValueKind
     >>> from jvpipe.schedules.gpipe import gpipe
@@ -64,7 +62,7 @@ def swap(
 
 
 class _Left(NamedTuple):
-    """Names what the forward of a stage has left of a micro-batch."""
+    """The name of the values that a stage's forward of a micro-batch has left."""
 
     stage: int
     microbatch: int
@@ -75,9 +73,10 @@ def _left_by(task: Task) -> _Left:
 
 
 class _Swaps:
-    """The swapped values of all stages while their rows are written.
+    """The swapped values of all stages, while the rows are written.
 
-    Devices are numbered as their lists.
+    Devices are numbered like their task lists. The values that a forward has left pass through
+    these states, by these rows:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -90,14 +89,16 @@ class _Swaps:
             self._next.update(pairwise(tasks))
             self._device.update((task.stage, d) for task in tasks)
         self._layer: dict[_Left, int] = {}  # the first layer of the stage, which rows name
-        self._hosted: dict[_Left, dict[int, int]] = {}  # buffers, and their copies on the host
+        self._hosted: dict[_Left, dict[int, int]] = {}  # by buffer: its copy on the host
         self._leaving: list[list[_Left]] = [[] for _ in lists]  # by device: the oldest first
         self._back: list[set[_Left]] = [set() for _ in lists]  # by device
-        self._fetched: dict[int, int] = {}  # a buffer, and its copy that has come back
+        self._fetched: dict[int, int] = {}  # by buffer: its copy that has come back
 
     def before(self, task: Task) -> Iterator[Row]:
-        """Yields the rows before a task: its own values come back, those of the next task begin to,
-        room is made.
+        """Yields the rows before a task.
+
+        Values that the task reads come back, values that the next task reads begin to come back,
+        and room is made for values that the task will leave.
         """
         d = self._device[task.stage]
         following = self._next.get(task)
@@ -105,15 +106,15 @@ class _Swaps:
             yield from self._fetch(_left_by(task))
         coming = _left_by(following) if following and KINDS[following.kind].back else None
         if coming is not None and coming in self._hosted:
-            # What the next task reads comes back while this one runs.
+            # The values that the next task reads come back while this task runs.
             yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
-            # The task will leave a second one: whatever else is there must have gone before.
+            # The task will leave a second set of values: all sets but one must have left before.
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
                 yield from self._free(d)
 
     def after(self, task: Task) -> Iterator[Row]:
-        """Yields the rows after a task: what a forward left goes out."""
+        """Yields the rows after a task: the values that a forward has left go out."""
         match task.kind:
             case Kind.F:
                 if self._rests(task):
@@ -126,7 +127,7 @@ class _Swaps:
                 raise AssertionError(f"nobody says what is swapped after {task}")
 
     def redirected(self, row: Row) -> Row:
-        """Returns a row that reads what has come back, where it reads what went out."""
+        """Returns a row that reads copies which have come back, in place of the buffers swapped."""
         if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
         reads = (self._fetched.get(b, b) for b in row.reads)
@@ -182,7 +183,7 @@ class _Swaps:
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> Row:
-        """Makes a row of a buffer's swap, at the buffer's place."""
+        """Makes a row of a swap, at the place of the buffer."""
         place = self._buffers[b].place
         layer = self._layer[left]
         return Row(

@@ -1,10 +1,10 @@
-"""The update: the pieces of the optimizer as operations, and the values that their slots stand for.
+"""The update: the pieces that an optimizer is cut into, as operations on values, in this order.
 
-    U(layer 0) ...  what the whole must know of each layer's gradients (partial), such as a sum of squares
-    U(none)         the global program, where the loss is: a norm, a flag
-    U(layer 0) ...  each layer's parameters and optimizer state, from what the global program yields
+    U(layer 0) ...  partial results that the global program needs, such as a layer's sum of squares
+    U(none)         the global program, at the place of the loss: a norm, a flag
+    U(layer 0) ...  each layer's parameters and optimizer state, with the global program's results
 
-A piece reads and writes slots; a slot of a layer, at a version, is a value.
+A piece reads and writes slots, such as "the gradient of parameter 3", which stand for values.
 """
 
 import math
@@ -24,7 +24,7 @@ from jvpipe.programs.pieces import Slot, SlotKind
 class Slots:
     """The values that the slots of an optimizer's pieces stand for.
 
-    `newest` are the versions of the parameters.
+    `newest[p]` is the newest version of parameter p so far.
 
     >>> import jax
     >>> slots = Slots(LayerGraph((), (), ()), OptimizerCut((), (), (), jax.tree.structure(None), ()))
@@ -39,7 +39,7 @@ class Slots:
         slots: dict[Slot, None] = {}
         for piece in pieces:
             slots |= dict.fromkeys((*piece.reads, *piece.writes))
-        # What pieces exchange has no index: its slot is numbered instead.
+        # Values that pieces exchange have no index of their own: their slots are numbered.
         self._numbers = {slot: i for i, slot in enumerate(slots)}
 
     def value(
@@ -49,13 +49,13 @@ class Slots:
         update: int = 0,
         m: int = NEVER,
     ) -> Value:
-        """Names what a piece reads.
+        """Names the value that a slot of a piece stands for.
 
         Args:
-            slot: of the piece.
-            layer: the piece's; NONE for the global program.
-            update: whose gradients it takes.
-            m: the micro-batch after which it runs, in a stream.
+            slot: the slot that the piece reads.
+            layer: the piece's layer; NONE for the global program.
+            update: the number of the update whose gradients the piece takes.
+            m: in a stream, the micro-batch after which the piece runs.
         """
         match slot.kind:
             case SlotKind.GRADIENT:  # a tied parameter has a sum for each reader
@@ -103,13 +103,13 @@ class Slots:
         layer: int,
         m: int = NEVER,
     ) -> Write:
-        """Names what a piece writes: of a parameter, the next version.
+        """Names the value that a piece writes to a slot; of a parameter, its next version.
 
         Args:
-            slot: of the piece.
-            aval: its shape and type.
-            layer: the piece's.
-            m: the micro-batch after which it runs, in a stream.
+            slot: the slot that the piece writes.
+            aval: the shape and type of the value.
+            layer: the piece's layer; NONE for the global program.
+            m: in a stream, the micro-batch after which the piece runs.
         """
         if slot.kind is SlotKind.PARAMETER:
             self.newest[slot.index] += 1  # pieces after this one read the new version
@@ -120,11 +120,11 @@ class Slots:
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
     """Yields the update of a synchronous step.
 
-    The new value of a tied parameter goes to all its readers.
+    The new version of a parameter goes to all layers that read it (several if it is tied).
 
     Args:
-        expander: of the step.
-        slots: of the optimizer.
+        expander: the expander of the step.
+        slots: the values of the optimizer's slots.
     """
     parameters = slots.graph.parameters
     for number, piece in enumerate(slots.optimizer.update):

@@ -1,7 +1,7 @@
-"""The rule by which layers read weights and sum gradients; here the one of a synchronous step.
+"""The rule by which layers read weights and sum gradients, and that rule for a synchronous step.
 
-An asynchronous schedule has another one (stream/weights.py). Expanding asks the rule and knows
-neither.
+Asynchronous schedules have their own rule (stream/weights.py). The expanding pass asks whichever
+rule it is given.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ class Weights(Protocol):
     """The rule by which layers read weights and sum gradients."""
 
     accumulates: bool
-    """Whether several micro-batches belong to an update: their gradients are then added up."""
+    """Whether several micro-batches belong to an update, so that their gradients are added up."""
 
     def reading(
         self,
@@ -27,14 +27,13 @@ class Weights(Protocol):
         *,
         back: bool,
     ) -> Value:
-        """Names the version of a parameter that a layer's forward, or backward, of a micro-batch
-        reads.
+        """Names the version of a parameter that a layer reads for a micro-batch.
 
         Args:
             p: the parameter.
-            layer: that reads it.
+            layer: the layer that reads it.
             m: the micro-batch.
-            back: of the backward rather than the forward.
+            back: whether the layer's backward reads it, rather than its forward.
         """
         ...
 
@@ -46,13 +45,13 @@ class Weights(Protocol):
         *,
         back: bool,
     ) -> Iterator[Operation]:
-        """Yields what is computed of a layer's weights before they can be read.
+        """Yields the operations that compute a layer's weights before the layer reads them.
 
         Args:
-            layer: whose weights.
+            layer: the layer.
             m: the micro-batch.
-            parameters: those that will be read.
-            back: by the backward rather than the forward.
+            parameters: the parameters that the layer will read.
+            back: whether the layer's backward reads them, rather than its forward.
         """
         ...
 
@@ -61,14 +60,14 @@ class Weights(Protocol):
 
         Args:
             p: the parameter.
-            layer: that reads it.
+            layer: the layer that reads the parameter.
             m: the micro-batch.
         """
         ...
 
 
 class OneVersion:
-    """The weights of a synchronous step: every micro-batch reads the same, and one update follows."""
+    """The rule of a synchronous step: all micro-batches read one version, which is then updated."""
 
     accumulates = True
 
@@ -83,9 +82,7 @@ class OneVersion:
         *,
         back: bool,
     ) -> Value:
-        """Names the parameter as it was before the step, whoever reads it (`Weights.reading` has
-        the arguments).
-        """
+        """Names the parameter as it was before the step (`Weights.reading` has the arguments)."""
         return self._graph.parameter(p, version=0)
 
     def shifts(

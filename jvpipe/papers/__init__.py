@@ -1,3 +1,1 @@
-"""Planners of the papers, one file for each,
-and the registry that lists them beside jvpipe's own.
-"""
+"""Planners of the papers, and the registry that lists them beside jvpipe's own."""

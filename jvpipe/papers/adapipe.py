@@ -1,23 +1,25 @@
-"""AdaPipe's two dynamic programs: what each stage computes again, and where to cut.
+"""AdaPipe's two dynamic programs: which values each stage recomputes, and where to cut.
 
 Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputation and
 Adaptive Partitioning", ASPLOS 2024.
 
 Legend, in the paper's symbols:
-    p, n    stages and micro-batches; stages s count from 0
-    f, b    forward and backward seconds of a stage, recomputation included
-    c       seconds of what a stage receives from the stage before it, and sends back
+    p       the number of stages s, which count from 0
+    n       the number of micro-batches
+    f, b    forward and backward seconds of a stage; b includes recomputation
+    c       seconds of the transfers from the stage before, and of those back to it
 
-The first program (`knapsack.py`) finds b for every stage and segment. The second goes from the last
-stage to the first and keeps, for each first layer of a stage, the cuts for which this is least:
+The first program (`knapsack.py`) finds b for every stage and segment. The second program goes from
+the last stage to the first. For each layer at which stage s may begin, it keeps the cuts of the
+stages from s on for which T_s is least:
 
     T_s = W_s + E_s + (n - p) M_s
     W_s = f_s + max(W_{s+1} + b_{s+1} + c_{s+1}, (p - s - 1) f_s)    warm-up
     E_s = b_s + max(E_{s+1} + f_{s+1} + c_{s+1}, (p - s - 1) b_s)    ending
     M_s = max(M_{s+1}, f_s + b_s)                                    a step of the steady phase
 
-M is also at least as long as the links are busy. T_0 is the step of 1F1B. A schedule without a
-flush has only the steady phase, so there M_s is minimised.
+M_s is also at least the seconds for which a link is busy in such a step. T_0 is the seconds of a
+step of 1F1B. A schedule without a flush has only the steady phase, so for it M_s is minimised.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from jvpipe.planners.model.segments import Segments
 
 
 def adapipe(problem: Problem) -> Decision:
-    """Plans as AdaPipe does: it recomputes, and swaps nothing.
+    """Plans as AdaPipe does, with recomputation and without swaps.
 
     Bytes are counted in quanta, rounded up (`knapsack.py`).
 
@@ -50,7 +52,7 @@ def adapipe(problem: Problem) -> Decision:
 
 @dataclass(frozen=True)
 class Suffix:
-    """The best stages from s on, by the first layer of stage s; infinite where none fit.
+    """The best stages from s on, one entry for each first layer of stage s; infinite if none fit.
 
     Attributes:
         warmup_s: W_s.
@@ -83,13 +85,13 @@ class Suffix:
 
 
 def try_adapipe(problem: Problem) -> Decision | None:
-    """Plans under the limit as it is; None if nothing fits."""
+    """Plans under the problem's own limit; None if nothing fits."""
     segments = Segments(problem)
     recomputation = Recomputation(segments)
     n = len(problem.costs.layers)
     suffixes = [Suffix.empty(n)]
     for s in reversed(range(problem.stages)):
-        # Stage s needs the suffix behind it alone, so one pass from the last stage suffices.
+        # Stage s depends only on the suffix behind it, so one pass from the last stage is enough.
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
@@ -110,7 +112,7 @@ def _before(
     segments: Segments,
     recomputation: Recomputation,
 ) -> Suffix:
-    """Finds the best stages from s on, given those after it; one step of the dynamic program."""
+    """Finds the best stages from s on, given those behind s: one step of the dynamic program."""
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1
     steady_steps = max(0, problem.microbatches - problem.stages)
@@ -118,7 +120,7 @@ def _before(
     suffix = Suffix(*(np.full(shape, np.inf) for shape in shapes))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
-        # All ends of a stage that begins at i at once, of which only those that fit remain.
+        # The ends of a stage that begins at i and fits are evaluated at once.
         row = segments.row(s, i)
         ends = cuts[cuts > i]
         fits = np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])
@@ -136,7 +138,7 @@ def _before(
         traffic_s = row.traffic_s[0, ends]
         M = np.maximum.reduce([after.steady_s[ends], f + b, c, traffic_s])
         T = W + E + steady_steps * M if problem.schedule.synchronous else M
-        best = np.lexsort((W + E, T))[0]  # the least T; of equal ones the least W + E
+        best = np.lexsort((W + E, T))[0]  # the least T; if several are equal, the least W + E
         found = (W, E, M, f, b, c, ends)
         for column, values in zip(vars(suffix).values(), found, strict=True):
             column[i] = values[best]

@@ -4,26 +4,26 @@ Papers: Peng et al., "Capuchin: Tensor-based GPU Memory Management for Deep Lear
 DawnPiper, section 4.3.
 
 Legend, in the paper's words:
-    FreeTime    of a tensor: the seconds between its use in the forward and its use in the backward,
-                less those of its copies to the host and back
+    FreeTime    the seconds between a tensor's use in the forward and its use in the backward, less
+                the seconds of its copies to the host and back
     MSPS        memory saved per second of overhead
-    k           micro-batches in flight on the stage
+    k           the number of micro-batches in flight on the stage
+
+Time goes to the right. Between a layer's forward and its backward the stage runs the forwards and
+backwards of its later layers, and k - 1 other micro-batches:
 
     layer's forward | later forwards | k - 1 micro-batches | later backwards | layer's backward
-                     [ out ...        what is left: FreeTime          ... in ]
+                     [ copy out ]             FreeTime               [ copy in ]
 """
 
 from jvpipe.papers.selection import FateChange, Selection
 
 
 def free_time_s(stage: Selection, change: FateChange) -> float:
-    """Returns the FreeTime of what a change swaps.
+    """Returns the FreeTime of the values that a change swaps; negative if the stage would wait.
 
-    It is negative if the stage would wait for the copies.
-
-    Between a layer's forward and backward run those of the layers after it, and the whole stage for
-    each of the k - 1 other micro-batches. This is exact in the steady state of 1F1B, and the mean
-    over a step of GPipe.
+    The seconds between a layer's forward and backward are counted as in the drawing above. They are
+    exact in the steady state of 1F1B, and are the mean over a step of GPipe.
     """
     between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
     one_way_s = stage.problem.host.seconds(change.swapped_bytes)
@@ -31,9 +31,9 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 
 
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
-    """Returns the MSPS of a change.
+    """Returns the MSPS of a change, whose overhead is its recomputation and all of its copies.
 
-    Its overhead is recomputation and copies, of which none is hidden now.
+    No copy is assumed to be hidden: the swaps that can be hidden are taken before.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s
@@ -41,10 +41,11 @@ def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
 
 
 def optimise(stage: Selection) -> None:
-    """Changes a stage's fates until it fits, or as far as that goes.
+    """Changes a stage's fates until the stage fits or no change is left.
 
-    Swaps come first, by falling FreeTime, as long as their copies hide in it and the link to the
-    host has time left beside the computation. Then swaps and recomputations follow by falling MSPS.
+    First come swaps, in order of falling FreeTime. Each must have a FreeTime of at least 0, and the
+    link to the host must have time left for it beside the computation. Then come swaps and
+    recomputations in order of falling MSPS.
     """
     stage.spend(
         stage.changes.swaps,

@@ -1,31 +1,33 @@
-"""DAPPLE's planner for straight pipelines: the least latency of a step,
-estimated around a pivot stage.
+"""DAPPLE's planner for straight pipelines: the least latency of a step, by a pivot stage.
 
 Paper: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP
-2021, section IV. Here stages have one device each; `dapple_replicas.py` has those with several.
+2021, section IV. Here each stage has one device; `dapple_replicas.py` plans stages with several.
 
 Legend, in the paper's symbols:
-    F_s, B_s    forward and backward seconds of stage s; transfers are stages between stages, so that
-                there are 2 S - 1
-    AR_s        the all-reduce of its gradients; 0 if a stage has one device
-    M           micro-batches
+    S           the number of stages
+    F_s, B_s    forward and backward seconds of stage s; a transfer counts as a stage between two
+                stages, so that s takes 2 S - 1 values
+    AR_s        seconds of the all-reduce of stage s's gradients; 0 if it has one device
+    M           the number of micro-batches
     Q           the pivot: the stage with the fewest bubbles
-    T_w         warm-up, sum of F_s for s <= Q
-    T_s         steady phase, (M - 1) (F_Q + B_Q)
-    T_e         ending (equation 1), the largest over s of AR_s + (sum of B_a for s <= a <= Q, or
-                - sum of B_a for Q <= a <= s behind the pivot)
-    L           T_w + T_s + T_e (equation 2)
-    T_PL(j, m)  the least L found with the first j layers on m of G devices, and the others as one stage
-                that shares the work among the other G - m (equation 4); plans for larger j extend
-                the plan behind it (equation 5)
-    K_s, D      micro-batches in flight on stage s, and the most that a device has memory for
+    T_w         warm-up: the sum of F_s for s <= Q
+    T_s         steady phase: (M - 1) (F_Q + B_Q)
+    T_e         ending (equation 1): the largest over s of
+                    AR_s + (sum of B_a for s <= a <= Q) for s <= Q,
+                    AR_s - (sum of B_a for Q <= a <= s) for s > Q
+    L           the latency of a step: T_w + T_s + T_e (equation 2)
+    T_PL(j, m)  the least L found with the first j layers on m of G devices, and the other layers as
+                one stage that is shared by the other G - m devices (equation 4); the plan for a
+                larger j extends the plan that has this L (equation 5)
+    K_s, D      K_s is the number of micro-batches in flight on stage s, D the largest number for
+                which a device has memory
 
-    stage 0   F F F F . . B . B . B . B       Q = 1:  T_w  F_0 F_1
-    stage 1   . F . F B F B F B . B . .               T_s  (M - 1) times F_1 B_1
-                                                      T_e  B_1 B_0
+    stage 0   F F F F . . B . B . B . B       time goes to the right, M = 4, and the pivot Q is 1:
+    stage 1   . F . F B F B F B . B . .       T_w is F_0 F_1, T_s is (M - 1) times F_1 B_1, and
+                                              T_e is B_1 B_0
 
-The paper prints T_e without B_Q for s = Q. If Q is the first stage, that would leave out its last
-backward, so it counts here.
+The paper prints T_e without B_Q for s = Q. If Q were the first stage, that would leave out the last
+backward of stage Q, so B_Q counts here.
 """
 
 from collections.abc import Sequence
@@ -54,8 +56,8 @@ class Phases(NamedTuple):
 def dapple(problem: Problem) -> Decision:
     """Plans all of a problem's stages as DAPPLE does; every residual is kept.
 
-    The dynamic program keeps one plan per (j, m), the one whose L is least so far. L does not
-    add up over stages, so the plan that is found need not have the least L of all.
+    The dynamic program keeps one plan for each (j, m): the plan with the least L. L is not a sum
+    over stages, so an extension of a kept plan need not have the least L of all plans.
 
     Raises:
         Infeasible: nothing fits.
@@ -69,15 +71,15 @@ def dapple(problem: Problem) -> Decision:
     kept, devices = KeptStages(problem), problem.stages
     places = np.arange(len(kept.cuts))
     comm_s = _finite(kept.comm_s)
-    # The plan behind T_PL(., m): seconds of its stages and transfers, by j, and whether there is
-    # one.
+    # The plans behind T_PL(., m): the seconds of their stages and transfers, as arrays over j, and
+    # for which j a plan exists.
     plan = [_finite(kept.compute_s(0)[0])]
     exists = _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
         stage_s = _finite(kept.compute_s(m - 1))
         fits = _fits(kept, m - 1) & exists[:, None]
-        # Rows: where the last stage begins; columns: where it ends.
+        # A row of the grids is where the last stage begins, a column where it ends.
         way = [*(seconds[:, None] for seconds in plan), comm_s, stage_s]
         if m < devices:
             left_s = _finite(kept.compute_s(m)[:, -1])
@@ -93,7 +95,8 @@ def dapple(problem: Problem) -> Decision:
         raise no_cuts_fit("dapple", problem.memory_limit_bytes, least_peaks(kept))
     ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
-        # Traced back: the last stage of the best plan for j begins where the plan before it ends.
+        # The stages are traced back: the last stage of a plan begins where the plan that it extends
+        # ends.
         ends.append(int(begin[ends[-1]]))
     return kept.decision([0, *reversed(ends)])
 
@@ -101,12 +104,12 @@ def dapple(problem: Problem) -> Decision:
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """Estimates L of stages and the transfers between them.
 
-    Q starts at the last stage and moves to an earlier one whose steady phase is longer than the one
-    of Q and the work between them together (equation 3). One pass over the stages finds Q and T_e:
-    all sums are differences of running sums.
+    Q starts at the last stage. It moves to an earlier stage if that stage's steady phase is longer
+    than Q's and the work of the stages between the two together (equation 3). One pass over the
+    stages finds Q and T_e, because every sum is a difference of two running sums.
 
     Args:
-        stages: in their order, transfers included.
+        stages: the stages in order, with transfers between them.
         microbatches: M.
 
     >>> light, heavy = Phases(1.0, 2.0), Phases(3.0, 6.0)
@@ -115,7 +118,7 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     >>> latency_s([light, Phases(0.5, 0.5), heavy], 4)
     40.0
 
-    The backwards of earlier stages hide an all-reduce; nothing hides the one of the first stage:
+    The backwards of earlier stages hide an all-reduce, except for that of the first stage:
 
     >>> reducing = light._replace(reduce_s=2.0)
     >>> latency_s([light, reducing], 4), latency_s([reducing, light], 4)
@@ -123,8 +126,8 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    # AR_s less the backwards before s; plus all backwards up to Q this is the ending of stage s <=
-    # Q.
+    # AR_s minus the backwards of the stages before s. With all backwards up to Q added, this is the
+    # ending of a stage s <= Q.
     up_to_s = zip(stages, backward_s, strict=True)
     from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
     ahead_s = list(accumulate(from_start_s, np.maximum))
@@ -158,7 +161,7 @@ def in_flight(
     Args:
         stages: S.
         largest: D.
-        eager: whether by policy B, for transfers that take as long as the work; else by policy A.
+        eager: whether to follow policy B, for transfers that take as long as the work, or policy A.
 
     >>> in_flight(4, 8), in_flight(4, 5, eager=True)
     ((4, 3, 2, 1), (5, 5, 3, 1))
@@ -169,10 +172,10 @@ def in_flight(
 
 
 def _finite(grid: np.ndarray) -> np.ndarray:
-    """Replaces infinite entries by zeros, with which one can calculate: `_fits` excludes them."""
+    """Replaces infinite entries by zeros, for sums without NaN; `_fits` excludes these entries."""
     return np.where(np.isfinite(grid), grid, 0.0)
 
 
 def _fits(kept: KeptStages, s: int) -> np.ndarray:
-    """Tells which segments fit as stage s."""
+    """Returns a grid that tells which segments fit as stage s."""
     return np.isfinite(kept.where_it_fits(s, kept.compute_s(s)))

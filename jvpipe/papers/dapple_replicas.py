@@ -3,16 +3,21 @@
 Paper: Fan et al., PPoPP 2021, sections IV-B (device placement) and IV-C (the dynamic program).
 
 Legend, in the paper's symbols where it has them:
-    g           the devices that the stages so far occupy; `free` counts the others by machine
-    T_PL(j, g)  the least L found with the first j layers on g, and the others as one stage on all
-                devices that are free
-    F_s, B_s    of a slice of a micro-batch
-    AR_s        the all-reduce of a stage's gradients over its devices
+    g           the devices that the stages planned so far occupy; in the code, `free` is the number
+                of other devices of each machine
+    T_PL(j, g)  the least L found with the first j layers on the devices g, and the other layers as
+                one stage on all free devices
+    F_s, B_s    forward and backward seconds of stage s for the slice of a micro-batch that one of
+                its devices computes
+    AR_s        seconds of the all-reduce of stage s's gradients over its devices
 
-From each (j, g) one more stage is added that ends at j' and takes m' devices g', which each of
-three policies chooses (figure 5). If L is then less than T_PL(j', g + g'), it replaces it (equation
-5). One plan is kept for each (j, g), so the least L of all is not always found. Extensions that
-cannot beat the best plan so far are left out, because L is at least M (F_s + B_s) for every stage.
+Each plan for (j, g) is extended by one more stage that ends at layer j' and takes m' devices g'.
+Each of three policies chooses m' devices (figure 5). If the extended plan's L is less than
+T_PL(j', g + g'), it replaces the plan for (j', g + g') (equation 5). Only one plan is kept for each
+(j, g), so the least L of all plans is not always found.
+
+L is at least M (F_s + B_s) for every stage, because a stage works on each of the M micro-batches.
+So an extension for which that bound is not below the best plan's L is left out.
 """
 
 from collections.abc import Sequence
@@ -36,16 +41,14 @@ Places = tuple[int, ...]
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds DAPPLE's plan for all devices, between the coarse cuts.
-
-    None if no plan that it considers fits.
+    """Finds DAPPLE's plan for all devices, cut only at coarse cuts; None if no plan it tries fits.
 
     Args:
-        segments: of the model.
-        size: examples of a micro-batch.
+        segments: the costs of the model's segments.
+        size: the examples of a micro-batch.
 
-    Two machines of two devices: gradients are summed inside machines, and activations cross the
-    network.
+    On two machines of two devices, the plan below sums gradients inside each machine and sends
+    activations over the network.
 
     >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
     >>> from jvpipe.cost.hardware import Accelerator, Cluster, Link
@@ -69,9 +72,12 @@ def fresh_first(free: Free, whole: Free, m: int) -> Free:
     """Takes devices of unused machines, one machine after another, then of used ones.
 
     Args:
-        free: devices of each machine.
-        whole: those that it has.
-        m: how many are taken.
+        free: the number of free devices of each machine.
+        whole: the number of all devices of each machine.
+        m: how many devices are taken.
+
+    Returns:
+        The number of devices that are taken from each machine.
 
     >>> fresh_first((2, 4, 4), (4, 4, 4), 6)
     (0, 4, 2)
@@ -84,9 +90,12 @@ def append_first(free: Free, whole: Free, m: int) -> Free:
     """Takes devices of used machines, one machine after another, then of unused ones.
 
     Args:
-        free: devices of each machine.
-        whole: those that it has.
-        m: how many are taken.
+        free: the number of free devices of each machine.
+        whole: the number of all devices of each machine.
+        m: how many devices are taken.
+
+    Returns:
+        The number of devices that are taken from each machine.
 
     >>> append_first((2, 4, 4), (4, 4, 4), 6)
     (2, 4, 0)
@@ -99,9 +108,12 @@ def scatter_first(free: Free, whole: Free, m: int) -> Free:
     """Takes equally many devices of each used machine, then of unused ones.
 
     Args:
-        free: devices of each machine.
-        whole: those that it has.
-        m: how many are taken.
+        free: the number of free devices of each machine.
+        whole: the number of all devices of each machine.
+        m: how many devices are taken.
+
+    Returns:
+        The number of devices that are taken from each machine.
 
     >>> scatter_first((2, 3, 4), (4, 4, 4), 4), scatter_first((4, 4, 4), (4, 4, 4), 4)
     ((2, 2, 0), (2, 1, 1))
@@ -122,13 +134,13 @@ POLICIES = fresh_first, append_first, scatter_first
 
 @dataclass(eq=False)
 class _Plans:
-    """The plans behind T_PL(j, g), for each j.
+    """The plans behind T_PL(j, g) for one g; each attribute has one item for each j.
 
     Attributes:
-        latency_s: L; infinite if there is no plan.
-        before: the plans of which each is an extension, and the j of that one.
-        places: the devices of the last stage.
-        phases: of all stages and the transfers between them.
+        latency_s: L of the plan; infinite if there is no plan.
+        before: the plan that this one extends by a stage, as its `_Plans` and its j; None if none.
+        places: the devices of the plan's last stage.
+        phases: the phases of the plan's stages and of the transfers between them, in order.
     """
 
     latency_s: Float[np.ndarray, "n"]
@@ -147,18 +159,18 @@ class _Plans:
 
     @cached_property
     def stacked(self) -> list[Phases]:
-        """The stages of all plans side by side; shorter plans begin with stages without work."""
+        """The phases of all plans as arrays over j; shorter plans begin with empty stages."""
         longest = max(map(len, self.phases))
         every = np.zeros((3, longest, len(self.phases), 1))
         for j, phases in enumerate(self.phases):
             if phases:
-                # Stages without work change no latency: they neither fill the pipeline nor are its
-                # pivot.
+                # A stage without work does not change L: it adds nothing to the warm-up, and its
+                # steady phase of 0 seconds cannot make it the pivot.
                 every[:, longest - len(phases) :, j, 0] = np.array(phases).T
         return [Phases(*every[:, s]) for s in range(longest)]
 
     def stages(self, j: int) -> list[tuple[int, Places]]:
-        """Lists the stages of the plan for j: where each ends, and its devices."""
+        """Lists the stages of the plan for j, each as the place where it ends and its devices."""
         before = self.before[j]
         if before is None:
             return []
@@ -167,13 +179,14 @@ class _Plans:
 
 
 class _Search:
-    """The dynamic program: T_PL(j, g) for all j and the g that occur, g of few devices first.
+    """The dynamic program: T_PL(j, g) for all j and all g that occur, in order of devices in g.
 
     Attributes:
-        known: the plans by the devices that are left free.
+        known: the plans for each g, by the devices that g leaves free.
         best: the best plan so far that keeps the limits, as its shape and bounds.
-        best_s: its L, counted with as many micro-batches in flight as it has.
-        left_s: by cut, a bound on the seconds of all devices for the layers behind it.
+        best_s: L of that plan, counted with its real number of micro-batches in flight.
+        left_s: for each cut, a lower bound on the sum of all devices' seconds for the layers
+            behind the cut.
     """
 
     def __init__(self, segments: LocalSegments, size: int) -> None:
@@ -185,8 +198,8 @@ class _Search:
         self.starts = range(0, shapes.devices, per_machine)
         left = (shapes.devices - start for start in self.starts)
         self.whole = tuple(min(per_machine, devices) for devices in left)
-        # On many devices stages get multiples of a unit, so that the counts that are tried stay
-        # few.
+        # On many devices, only multiples of a unit are tried as numbers of devices of a stage, so
+        # that there are at most `PAPER.replica_counts` of them.
         self.unit = -(-shapes.devices // PAPER.replica_counts)
         self.inside = self.cuts > self.cuts[:, None]
         self.crossing_bytes = segments.crossing_bytes(size)
@@ -197,10 +210,9 @@ class _Search:
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
-        """Bounds from below the seconds of all devices together for a micro-batch, from each cut
-        on.
-        """
-        # Whatever r is, r devices share the layer; the r that wastes least time is the bound.
+        """Returns for each cut a lower bound on all devices' seconds for the layers behind it."""
+        # If r devices share a layer, they take r times the seconds of a share. The least of these
+        # products over r bounds the layer's seconds from below for any r.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
         works = [r * self.segments.compute_s(b) for r, b in shares]
@@ -209,16 +221,18 @@ class _Search:
         return total[-1] - total
 
     def plan(self) -> Path | None:
-        """Returns the plan of the least L, of all that were kept on the way and fit."""
+        """Returns the plan with the least L of those that were kept and fit; None if none fits."""
         begin = self.known[self.whole] = _Plans.none(len(self.cuts))
         begin.latency_s[0] = 0.0
-        self.extend(self.whole, self.whole)  # one stage on all devices: a first plan to beat
+        self.extend(self.whole, self.whole)  # one stage on all devices is the first plan to beat
         for left in range(sum(self.whole), 0, -1):
             for free in [free for free in self.known if sum(free) == left]:
                 for m in range(self.unit, left + 1, self.unit):
                     if self.shapes.pins.feeds(m, self.size):
                         self._extend_by(free, m)
-        # T_PL bounds the L of a plan: with more micro-batches in flight layers may run again.
+        # `judge` counts the real number of micro-batches in flight, with which layers may have to
+        # run again. That never makes L less than T_PL, so plans are judged by rising T_PL until it
+        # reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
             every += [(x, free, j) for j, x in enumerate(plans.latency_s.tolist()) if j]
@@ -229,32 +243,32 @@ class _Search:
         return self.best
 
     def _extend_by(self, free: Free, m: int) -> None:
-        """Adds one more stage on m devices, by each policy; the same devices are tried once."""
+        """Adds one more stage on m devices, which each policy chooses; equal choices count once."""
         for taken in dict.fromkeys(policy(free, self.whole, m) for policy in POLICIES):
             self.extend(free, taken)
 
     def extend(self, free: Free, taken: Free) -> None:
-        """Adds one more stage on some devices to all plans that leave them free: equation 5.
+        """Adds one more stage to all plans that leave the same devices free (equation 5).
 
         Args:
-            free: the devices of each machine that the plans leave.
-            taken: those that the stage gets.
+            free: the number of devices of each machine that the plans leave free.
+            taken: the number of these that the new stage gets.
         """
         before = self.known[free]
         places = self.places(free, taken)
         after = tuple(a - b for a, b in zip(free, taken, strict=True))
         rest = self.places(after, after)
         forward_s, backward_s, fits = self.work(len(places))
-        # Rows: where the stage begins, which is the j of the plan before it; columns: where it
-        # ends.
+        # A row of the grids is where the stage begins, which is the j of the plan before it; a
+        # column is where the stage ends.
         rest_s = self.left_s / max(1, len(rest))
         slowest_s = np.maximum(forward_s + backward_s, rest_s)
-        # A bound from below: the slowest stage works on every micro-batch.
+        # L is at least the number of micro-batches times the seconds of the slowest stage.
         may_win = self.microbatches * slowest_s < self.best_s
         is_reached = np.isfinite(before.latency_s)[:, None]
         possible = fits & is_reached & may_win
         if not rest:
-            possible[:, :-1] = False  # no device is left for layers behind the stage
+            possible[:, :-1] = False  # no device is left, so the stage must end with the last layer
         rows = np.flatnonzero(possible.any(1))
         if not len(rows):
             return
@@ -278,7 +292,7 @@ class _Search:
         plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
         better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
         for end in better:
-            # Only what is better than all plans before it for the same j and devices goes on.
+            # The plan for (j, g) is replaced if this one has a smaller L.
             row = int(best_rows[end])
             j = int(rows[row])
             plans.latency_s[end] = every_s[row, end]
@@ -292,9 +306,9 @@ class _Search:
             self.judge(after, int(better[fastest]))
 
     def judge(self, free: Free, j: int) -> None:
-        """Evaluates the plan behind T_PL(j, g) with as many micro-batches in flight as it has.
+        """Evaluates the plan behind T_PL(j, g) with its real number of micro-batches in flight.
 
-        It becomes the best plan if it keeps the limits and its L is less.
+        The plan becomes the best one if it keeps the limits and its L is less than the best one's.
         """
         last = len(self.cuts) - 1
         stages = self.known[free].stages(j)
@@ -317,7 +331,7 @@ class _Search:
                 self.best_s = least_s
 
     def places(self, free: Free, taken: Free) -> Places:
-        """Numbers the devices that are taken; those of a machine are taken in their order."""
+        """Returns the numbers of the devices that are taken; a machine's are taken in order."""
         numbers: list[int] = []
         for start, whole, left, count in zip(self.starts, self.whole, free, taken, strict=True):
             first = start + whole - left
@@ -325,10 +339,11 @@ class _Search:
         return tuple(numbers)
 
     def work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
-        """Returns F and B of each segment on some replicas, and whether it fits.
+        """Returns F and B of each segment on so many replicas, and whether the segment is possible.
 
-        The last stage has one micro-batch in flight here, others two. A segment that does not fit
-        is counted with all forwards run again; whether it fits then, `judge` finds out.
+        One micro-batch in flight is assumed for the last stage, and two for any other. A segment
+        that does not fit with everything kept is counted with all its forwards run again; `judge`
+        finds out whether a plan fits with the real numbers.
         """
         if replicas not in self._work:
             b = self.segments.share(self.size, replicas)
@@ -375,12 +390,12 @@ class _Search:
         places: Places,
         rows: Int[np.ndarray, "r"],
     ) -> Phases:
-        """Describes as a stage the transfers from the last stage of some plans, and back.
+        """Returns, as phases of a stage, the transfers between plans' last stages and a new stage.
 
         Args:
             before: the plans.
-            places: of the stage that reads.
-            rows: the places in the cuts where those plans end.
+            places: the devices of the new stage.
+            rows: for each plan, the place among the cuts where it ends.
         """
         senders = (before.places[j] for j in rows)
         ways = [self.way(sender, places) if sender else (0.0, 0.0) for sender in senders]
@@ -389,11 +404,11 @@ class _Search:
 
 
 def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) -> Phases:
-    """Describes a transfer as a stage: half of the bytes go there, half of them come back.
+    """Returns a transfer as phases of a stage: half of the bytes go forth and half come back.
 
     Args:
-        sizes: bytes of both directions.
-        rate: seconds of the latency, and per byte.
+        sizes: the bytes of both directions together.
+        rate: the seconds of the latency, and the seconds per byte.
     """
     latency_s, byte_s = rate
     filled_s = latency_s + sizes / 2 * byte_s
@@ -406,7 +421,7 @@ def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) ->
 
 
 def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
-    """Returns L of a plan whose stages were evaluated."""
+    """Returns L of a plan, from the evaluated costs of its stages."""
     phases = []
     for s, stage in enumerate(stages):
         phases += [Phases(stage.comm_s / 2, stage.comm_s / 2)] if s else []
@@ -422,7 +437,7 @@ def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
 
 
 def _at(phases: Phases, which: Any) -> Phases:
-    """Selects some of the plans that phases are of."""
+    """Returns the phases of some of the plans that the arrays of `phases` hold."""
     return Phases(*(np.asarray(x)[which] for x in phases))
 
 

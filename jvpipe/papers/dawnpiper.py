@@ -2,17 +2,20 @@
 
 Paper: Peng et al., "DawnPiper", 2025, theorem 4.1, algorithms 1 and 2.
 
-Legend, in the paper's symbols:
-    cb, mb      the compute-balanced and the memory-balanced bound between two groups of stages
+Legend, in the paper's symbols; a bound is the place between two groups of consecutive stages:
+    cb          the compute-balanced bound: both groups have equal seconds per stage
+    mb          the memory-balanced bound: both groups fill their devices equally
     phi         the number of bounds from cb to mb
-    S           stages
+    S           the number of stages
 
-    layers   p . . . . . cb . . . . mb . . . . . . . q       the bound between the groups is one of cb to mb
-             [ first groups of stages ][ the others  ]       each side is divided in the same way
+    layers   p . . . . . cb . . . . mb . . . . . . . q     a dot is a layer; the bound between the
+             [ first group of stages ][ second group ]     groups is tried at cb, mb, and between;
+                                                           each group is divided in the same way
 
 By theorem 4.1 the best bound of two stages lies between cb and mb, if seconds and bytes grow with
-the layers, transfers take less than stages, and what can be saved is spread evenly over the model.
-The paper's recursion takes phi^log2(S) steps; here each segment is planned once and looked up.
+the number of layers, a transfer takes less than a stage, and the bytes that can be saved are spread
+evenly over the model. The paper's recursion takes phi^log2(S) steps. Here the plan of each segment
+is stored, so that none is made twice.
 """
 
 from bisect import bisect_left, bisect_right
@@ -34,7 +37,7 @@ def dawnpiper(problem: Problem) -> Decision:
     """Plans as DawnPiper does: it minimises the slowest stage's seconds, whatever the schedule.
 
     Raises:
-        Infeasible: none of the cuts that the theorem leaves fits.
+        Infeasible: no plan fits with bounds between cb and mb.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -48,21 +51,21 @@ def dawnpiper(problem: Problem) -> Decision:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Some consecutive stages: the seconds of the slowest, and the layer at which each ends."""
+    """A plan of consecutive stages: the slowest stage's seconds, the layer at which each ends."""
 
     seconds: float
     ends: tuple[int, ...]
 
 
 class BinaryPartition:
-    """The best parts for segments between bounds, by segment and stages.
+    """The search for the best stages of each segment.
 
-    A bound has a place, by which lists of bounds are indexed: p and q are places, b the one
-    between.
+    A segment is the layers between two bounds. Arguments p, q and b are places of bounds in the
+    list `bounds`: p begins the segment, q ends it, and b is between them.
 
     Args:
-        segments: of the problem.
-        least: whether mb balances the bytes that are left when all is saved, instead of those with
+        segments: the costs of the problem's segments.
+        least: whether mb balances the least bytes that fates allow, instead of the bytes with
             everything kept.
     """
 
@@ -76,7 +79,7 @@ class BinaryPartition:
         self.parts: dict[tuple[int, int, int, int], StageGroup | None] = {}
 
     def _need(self, s: int, least: bool) -> list[float]:
-        """Returns the running bytes of layers on stage s, at each bound."""
+        """Returns for each bound the bytes on stage s of all layers before the bound."""
         every = self.changes[self.segments.in_flight[s]].layers
         held_bytes = [layer[0].held_bytes for layer in every]
         if least:
@@ -92,16 +95,15 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> int:
-        """Finds which bound from p to q divides the seconds best between so many stages on its two
-        sides.
+        """Finds cb: the bound from p to q that divides the seconds best by numbers of stages.
 
         Args:
-            p: the first bound's place.
-            q: the last one's.
-            left: the number of stages before the bound.
-            right: the number behind it.
+            p: the place of the segment's first bound.
+            q: the place of its last bound.
+            left: the number of stages before cb.
+            right: the number of stages behind it.
         """
-        # The place of the left side's share of the seconds.
+        # The running seconds at which the left side has its share.
         inside_s = self.seconds[q] - self.seconds[p]
         share = self.seconds[p] + inside_s * left / (left + right)
         near = bisect_left(self.seconds, share, p, q)
@@ -116,14 +118,14 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> float:
-        """Bounds the seconds of the slowest stage from below, by the means on both sides of b.
+        """Returns a lower bound on the slowest stage's seconds: the larger mean of the two sides.
 
         Args:
-            p: the first bound's place.
-            b: that of the bound between.
-            q: the last one's.
-            left: the number of stages before it.
-            right: the number behind it.
+            p: the place of the segment's first bound.
+            b: the place of the bound between the two sides.
+            q: the place of the segment's last bound.
+            left: the number of stages before b.
+            right: the number of stages behind b.
         """
         before_s = self.seconds[b] - self.seconds[p]
         behind_s = self.seconds[q] - self.seconds[b]
@@ -137,25 +139,21 @@ class BinaryPartition:
         middle: int,
         last: int,
     ) -> int:
-        """Finds which bound, of those from p to q, comes before stage `middle` if stages fill to
-        the same level.
+        """Finds mb: the bound before stage `middle` if all stages fill to the same level of bytes.
 
-        Algorithm 2, for any numbers of micro-batches in flight and of versions: a bisection for the
-        smallest level at which the stages hold all layers from p to q.
+        This is algorithm 2, for any numbers of micro-batches in flight and of versions: a bisection
+        for the smallest level at which the stages hold all layers from p to q.
 
         Args:
-            p: the first bound's place.
-            q: the last one's.
+            p: the place of the segment's first bound.
+            q: the place of its last bound.
             first: the first stage.
-            middle: the stage that begins at the bound.
-            last: behind the last stage.
+            middle: the stage that begins at mb.
+            last: one more than the last stage.
         """
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level.
-
-            Returns the bound before the middle stage, and how far all come.
-            """
+            """Fills stages to a level; returns the bound before `middle` and the last reached."""
             at = bound = p
             for s in range(first, last):
                 bound = at if s == middle else bound
@@ -164,10 +162,11 @@ class BinaryPartition:
                 at = max(at, end)
             return bound, at
 
-        # A level of `below` is too low; at `enough` one stage alone could hold all layers.
+        # At the level `below` the stages do not hold all layers. At `enough` they do, because at
+        # first that is enough for one stage to hold all layers.
         below = 0.0
         enough = max(self.need[s][q] - self.need[s][p] for s in range(first, last))
-        # Ends: the span between what is too little and what is enough is halved each time.
+        # The loop ends because it halves the span between `below` and `enough` each time.
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
             _, reached = fill(level)
@@ -192,7 +191,7 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> int:
-        """Moves a bound to where each stage on either side can have a layer."""
+        """Moves a bound so far inside that each stage on either side can have a layer."""
         return max(p + left, min(q - right, b))
 
     def between(
@@ -203,15 +202,14 @@ class BinaryPartition:
         middle: int,
         last: int,
     ) -> Sequence[int]:
-        """Lists the bounds that theorem 4.1 leaves, from the compute-balanced to the
-        memory-balanced one.
+        """Lists the bounds that theorem 4.1 leaves, from cb to mb, at most `PAPER.bounds`.
 
         Args:
-            p: the first bound's place.
-            q: the last one's.
+            p: the place of the segment's first bound.
+            q: the place of its last bound.
             first: the first stage.
-            middle: the stage that begins at the bound.
-            last: behind the last stage.
+            middle: the stage that begins at the listed bounds.
+            last: one more than the last stage.
         """
         cb = self.compute_balanced(
             p,
@@ -232,9 +230,9 @@ class BinaryPartition:
         """Makes one stage and optimises its memory.
 
         Args:
-            s: the stage.
-            p: the first bound's place.
-            q: the last one's.
+            s: the number of the stage.
+            p: the place of the bound at which it begins.
+            q: the place of the bound at which it ends.
         """
         changes = self.changes[self.segments.in_flight[s]]
         begin = self.bounds[p]
@@ -260,10 +258,10 @@ class BinaryPartition:
         """Plans stages with the layers between bounds p and q; None if nothing fits.
 
         Args:
-            p: the first bound's place.
-            q: the last one's.
+            p: the place of the segment's first bound.
+            q: the place of its last bound.
             first: the first stage.
-            last: behind the last stage.
+            last: one more than the last stage.
         """
         key = p, q, first, last
         if key not in self.parts:
@@ -284,11 +282,11 @@ class BinaryPartition:
         sides = middle - first, last - middle  # numbers of stages
         best = None
         for b in self.between(p, q, first, middle, last):
-            # A bound from below: what cannot beat the best plan is not planned.
+            # No plan with this bound has a slowest stage below `floor_s`.
             floor_s = self.floor_s(p, b, q, *sides)
             if best and floor_s >= best.seconds:
-                # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had
-                # to be saved, which proves less.
+                # `floor_s` only grows with the distance from cb, so later bounds cannot win either.
+                # Algorithm 1 stops as soon as a plan saves no memory, which proves less.
                 break
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):
@@ -303,7 +301,7 @@ class BinaryPartition:
 
 
 def try_dawnpiper(problem: Problem) -> Decision | None:
-    """Plans under the limit as it is; None if nothing fits."""
+    """Plans under the problem's own limit; None if nothing fits."""
     segments = Segments(problem)
     for least in (False, True):
         search = BinaryPartition(segments, least)

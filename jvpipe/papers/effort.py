@@ -5,24 +5,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PaperEffort:
-    """The numbers of all of them; "bounds" lie between groups of layers.
+    """The numbers of all these planners; larger searches find better plans and take longer.
 
     Attributes:
-        replica_counts: counts of devices that DAPPLE tries for a stage; of more devices, a stage
-            gets multiples of a unit.
-        bounds: that DawnPiper tries between two groups; of more, those that the fewest bytes cross
-            (appendix B.2).
-        imbalance: the distance of a side's seconds from its share in vPipe's bisection, in seconds
-            of a mean stage.
-        heavy: the seconds of a coarse vertex there, in the same unit; heavier nests are not merged
-            as a whole.
-        quanta: of bytes in AdaPipe's knapsack; all of them are what a stage may have.
-        fine_quanta: with which the stages of its best cuts choose again.
-        caps_times_layers: more layers mean fewer caps, each of which is a knapsack of its own.
-        growth_parts: the part of a limit that is added until a planner finds something: one in so
-            many.
-        limit_tolerance: the distance between the named limit and one at which the planner fails, as
-            a share of it.
+        replica_counts: how many numbers of devices DAPPLE tries for a stage, at most; on more
+            devices than that, it tries only multiples of a unit.
+        bounds: how many bounds between two groups of stages DawnPiper tries, at most; of more, it
+            tries those that the fewest bytes cross (appendix B.2).
+        imbalance: how far the seconds of a side may be from its share in vPipe's bisection, as a
+            fraction of the mean stage's seconds.
+        heavy: the most seconds of a coarse vertex in that bisection, as a fraction of the mean
+            stage's seconds; a heavier nest becomes several vertices.
+        quanta: the number of quanta in AdaPipe's knapsack; together they are all bytes that a stage
+            may use.
+        fine_quanta: the number of quanta with which the stages of AdaPipe's best cuts choose again.
+        caps_times_layers: the product of the number of caps in AdaPipe's knapsack and the number of
+            layers, at most (but at least 3 caps are tried); each cap is a knapsack of its own.
+        growth_parts: n, if a limit grows by 1/n until a planner finds a plan.
+        limit_tolerance: how far the limit in an error may be from a limit at which the planner
+            fails, as a share of the former.
     """
 
     replica_counts: int = 16

@@ -3,8 +3,8 @@
 Paper: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism", NeurIPS 2019, section 2.
 
-The cost of a stage is the seconds of its forward. The mean is the same for all cuts, so the least
-sum of squares is the least variance; a dynamic program over the cuts finds it.
+The cost of a stage is the seconds of its forward. The mean of the costs is the same for all cuts,
+so the cuts with the least sum of squares have the least variance. A dynamic program finds them.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, 
 
 
 def gpipe(problem: Problem) -> Decision:
-    """Plans as GPipe does: a stage keeps its input alone and recomputes everything else.
+    """Plans as GPipe does: a stage keeps only its input and recomputes everything else.
 
     The memory limit is not considered.
 
@@ -33,7 +33,8 @@ def gpipe(problem: Problem) -> Decision:
     _, places = least_path(squares, np.add)
     assert places is not None, "there are as many places as stages need"
     bounds = tuple(int(kept.cuts[place]) for place in places)
-    # The first layer of a stage begins a chain of forwards that all run again.
+    # The first layer of a stage runs again from the stage's input, and each later layer runs again
+    # from the layer before it (`RECOMPUTE_CHAIN`).
     layers = range(bounds[-1])
     choices = tuple(RECOMPUTE if layer in bounds else RECOMPUTE_CHAIN for layer in layers)
     return Decision(bounds, choices)

@@ -1,8 +1,7 @@
-"""The seconds and bytes of all segments with every residual kept,
-for planners that do not choose fates.
+"""The seconds and bytes of all segments with every residual kept, for planners without fates.
 
-A grid has a row for each cut at which a segment may begin and a column for each at which it may
-end, as those of `KeepAll`; all other entries are infinite.
+A grid has a row for each cut at which a segment may begin and a column for each cut at which it may
+end, like the grids of `KeepAll`. Entries that do not end behind their begin are infinite.
 """
 
 from collections.abc import Sequence
@@ -16,10 +15,10 @@ from jvpipe.planners.model.segments import Grid, between, sums
 
 
 class KeptStages(KeepAll):
-    """The numbers of `stage_cost` for all segments, with `options[0]` of each layer."""
+    """The numbers of `stage_cost` for all segments, if each layer has its `options[0]`."""
 
     def forward_s(self, s: int) -> Grid:
-        """Counts the seconds of stage s's forward."""
+        """Returns the seconds of stage s's forward."""
         forward_s = self.segments.forward_of(s)
         return self._inside(
             between(
@@ -30,7 +29,7 @@ class KeptStages(KeepAll):
         )
 
     def compute_s(self, s: int) -> Grid:
-        """Counts the seconds of stage s's forward and backward."""
+        """Returns the seconds of stage s's forward and backward."""
         extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
         compute_s = self.segments.compute_of(s) + extra_s
         return self._inside(
@@ -42,18 +41,16 @@ class KeptStages(KeepAll):
         )
 
     def seconds(self, s: int) -> Grid:
-        """Returns the seconds between micro-batches: those of stage s's work, or of its own link if
-        longer.
-        """
+        """Returns the seconds between micro-batches: of stage s's work or its link, if longer."""
         return np.maximum(self.compute_s(s), self._block.traffic_s)
 
     @cached_property
     def comm_s(self) -> Grid:
-        """The seconds of all values from earlier stages, and of their cotangents."""
+        """The seconds to transfer all values from earlier stages, and their cotangents back."""
         return self._inside(self._block.comm_s)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """Returns a grid, infinite where stage s would be over the limit."""
+        """Returns a grid whose entries are infinite if stage s would be over the limit."""
         limit = self.problem.memory_limit_bytes
         if limit is None:
             return grid

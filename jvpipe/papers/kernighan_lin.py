@@ -1,14 +1,13 @@
-"""vPipe's initial cuts: coarsening on backbone vertices, recursive Kernighan-Lin bisection,
-refinement.
+"""vPipe's initial cuts: a coarse graph, recursive Kernighan-Lin bisection, and refinement.
 
 Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable
 Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
 
-Stages are contiguous in the order of the layers, and so are the two sides of every bisection: only
-the vertices at the bound may change sides. A pass of Kernighan-Lin exchanges vertices until all are
-locked and keeps the best state on its way. Here such a pass is a walk of the bound, so its result
-is the best of all bounds: the fewest bytes cut, of those that balance the sides' seconds within a
-tolerance.
+A pass of Kernighan-Lin exchanges vertices between the two sides of a graph until each vertex has
+been moved once, and keeps the best state on its way. Here both sides are contiguous in the order of
+the layers, as stages are. Only the vertices next to the bound between the sides can change sides,
+so a pass is a walk of that bound over all places. Its result is therefore the best bound of all:
+the one that cuts the fewest bytes among those that balance the sides' seconds within a tolerance.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ from jvpipe.planners.model.segments import OverJ, Segments
 
 
 def initial_bounds(segments: Segments) -> tuple[int, ...]:
-    """Finds bounds of the stages, from 0 to the number of layers, that cut few bytes and balance
-    seconds.
+    """Returns bounds of the stages that cut few bytes and balance seconds.
+
+    The first bound is 0, the last the number of layers.
     """
     problem = segments.problem
     total, crossing = segments.compute_s, segments.crossing_bytes
@@ -30,12 +30,12 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     coarse = coarse_bounds(problem, fine, total, PAPER.heavy * mean_s)
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
-        """Returns the bounds after `lo` of the stages between two bounds.
+        """Returns the bounds at which stages end that lie between two bounds.
 
         Args:
-            lo: the first layer of the first stage.
-            hi: behind the last layer of the last stage.
-            stages: their number.
+            lo: the bound at which the first stage begins.
+            hi: the bound at which the last stage ends.
+            stages: the number of stages.
         """
         if stages == 1:
             return [hi]
@@ -47,10 +47,11 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         possible = inside[left : len(inside) - (stages - left)]
         middles = sorted(set(possible).intersection(coarse)) or possible
         nearest = min(abs(total[b] - share) for b in middles)
-        # At least the bound nearest to the share is balanced enough, so there always is one.
+        # The tolerance is never below the distance of the nearest bound to the share, so at least
+        # one bound is balanced.
         tolerance = max(nearest, PAPER.imbalance * mean_s)
         balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
-        # Fewest bytes first; of equal ones the best balance.
+        # The fewest bytes win; if several bounds have as few, the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
@@ -64,22 +65,22 @@ def coarse_bounds(
     total: OverJ,
     heaviest_s: float,
 ) -> list[int]:
-    """Finds the bounds of the coarse graph's vertices.
+    """Returns the bounds of the coarse graph's vertices.
 
-    A backbone vertex is a layer that no edge passes by. The layers between two of them are a nest,
-    which becomes one vertex, or several if it would take more than `heaviest_s`.
+    A backbone vertex is a layer that no edge passes by. The layers between two backbone vertices
+    are a nest. A nest becomes one vertex, or several if it would take more than `heaviest_s`.
 
         edges    0-1-2-3-4-5, 1-4       backbone 0, 1, 4, 5: the edge from 1 to 4 passes by 2 and 3
-        coarse   0|1|2 3|4|5
+        coarse   0|1|2 3|4|5            a bound at each |
 
     Args:
-        problem: to plan.
-        fine: where the model may be cut.
-        total: running seconds.
-        heaviest_s: seconds of a vertex, at most, if it can be divided.
+        problem: the problem to plan.
+        fine: the bounds at which the model may be cut.
+        total: the running seconds up to each layer.
+        heaviest_s: the most seconds of a vertex, unless it is a single piece between fine bounds.
     """
     layers = len(problem.costs.layers)
-    # By layer, the edges that begin to pass by there less those that end.
+    # For each layer, the number of edges that begin to pass by there, minus those that end there.
     passed_by = [0] * (layers + 1)
     for edge in problem.costs.edges:
         passed_by[edge.producer + 1] += 1
@@ -105,21 +106,21 @@ def refine(
     total: OverJ,
     crossing: OverJ,
 ) -> tuple[int, ...]:
-    """Walks each bound layer by layer between the coarse vertices beside it, to where it cuts
-    fewest bytes.
+    """Moves each bound to where it cuts the fewest bytes, between the coarse bounds beside it.
 
-    The slower of the two stages beside it may be slower than at the best balance, by the tolerance.
+    The slower of the two stages beside the bound may be slower than at the best balance, by a share
+    of `PAPER.imbalance`.
 
     Args:
-        bounds: of the stages; they are moved.
-        fine: where the model may be cut.
+        bounds: the bounds of the stages, which are changed.
+        fine: the bounds at which the model may be cut.
         coarse: the bounds of the coarse vertices.
-        total: running seconds.
-        crossing: bytes that cross a cut at each layer.
+        total: the running seconds up to each layer.
+        crossing: the bytes that cross a cut at each layer.
     """
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]
-        # A bound moves between its coarse neighbours, and never past the bounds beside it.
+        # A bound stays between its coarse neighbours, and never passes the bounds beside it.
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
         slower_s: dict[int, float] = {}

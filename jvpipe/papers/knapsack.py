@@ -1,24 +1,26 @@
-"""AdaPipe's knapsack: the residuals that a stage keeps so that recomputation is least,
-for every segment at once.
+"""AdaPipe's knapsack: which residuals a stage keeps to recompute least, for every segment at once.
 
 Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
 
 Legend:
-    k           micro-batches in flight on a stage
-    item        a treatment of a layer, which has one of several; none of them swaps
-    weight      the bytes of an item beyond those of the layer's smallest one, in quanta, rounded up
-                so that the limit holds
-    quantum     the greatest common divisor of all weights in bytes, or a multiple of it, such that
-                `PAPER.quanta` of them are all that a stage may have
-    cap         a bound on the bytes that one layer's backward works with
+    k           the number of micro-batches in flight on a stage
+    item        a way to treat a layer's residuals, without swaps; each layer gets one item
+    weight      the bytes of an item beyond those of the layer's smallest item, in quanta; rounded
+                up, so that the limit holds
+    quantum     the unit of bytes: the greatest common divisor of all weights, or a multiple of it,
+                such that `PAPER.quanta` of them are all bytes that a stage may use
+    cap         a bound on the working bytes of one layer's backward
 
-    table[j, q]     least extra seconds of layers [i, j) with q quanta; i goes from the last layer to 0,
-                    and each step adds layer i to all rows
+    table[j, q]     the least extra seconds of layers [i, j) with q quanta; i goes from the last
+                    layer to 0, and each step adds layer i to all rows j > i
 
-With a larger quantum than the divisor a stage of n layers may leave n quanta unused. So cuts are
-compared with `PAPER.quanta`, and the stages of the best cuts choose again with `PAPER.fine_quanta`.
-If a stage can keep everything no quanta are counted. The largest cap is counted beside all bytes
-that are held, which is never less than `stage_cost.py` counts.
+Rounding up wastes up to one quantum per layer, unless the quantum is the divisor itself: a stage of
+n layers may leave n quanta unused. So cuts are compared with `PAPER.quanta`, and then the stages of
+the best cuts choose again with `PAPER.fine_quanta`, which makes a quantum smaller. A stage that can
+keep everything needs no knapsack.
+
+The largest cap is added to all bytes that are held. That is never less than `stage_cost.py` counts,
+where later layers have freed some of their bytes before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,9 +40,7 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 @dataclass(frozen=True)
 class Item:
-    """A treatment: its choice, its bytes per micro-batch, its extra seconds, and its backward's
-    working bytes.
-    """
+    """A treatment: its choice, bytes per micro-batch, extra seconds, backward's working bytes."""
 
     choice: int
     bytes: int
@@ -49,9 +49,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments that do not swap, without those that another one beats in every
-    respect.
-    """
+    """Lists each layer's treatments without swaps, less those that another is as good as in all."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
@@ -69,7 +67,8 @@ def items(segments: Segments) -> list[list[Item]]:
                     )
                 )
         all_of.sort(key=lambda x: (x.bytes, x.extra_s, x.working_bytes))
-        # By rising bytes: an item beats later ones if it takes no more seconds and working bytes.
+        # Items come in order of bytes. One is dropped if an earlier one takes no more seconds and
+        # no more working bytes.
         kept: list[Item] = []
         for x in all_of:
             as_good = (y.extra_s <= x.extra_s and y.working_bytes <= x.working_bytes for y in kept)
@@ -80,9 +79,10 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists caps on the working bytes, all that differ or some of them.
+    """Lists caps on the working bytes: all different values of items, or evenly chosen ones.
 
-    Under each every layer has an item.
+    No cap is below the largest of the layers' smallest values, so every layer has an item under
+    each cap.
     """
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     every = chain.from_iterable(layers)
@@ -93,14 +93,14 @@ def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
 
 
 class Knapsack:
-    """The items under one cap, weighed in q quanta for k micro-batches in flight.
+    """The knapsack of the items under one cap.
 
     Args:
         layers: the items of each layer.
-        cap_bytes: the most working bytes.
-        k: micro-batches in flight.
-        limit_bytes: of the device.
-        q: quanta that a stage may have.
+        cap_bytes: the cap: items with more working bytes are left out.
+        k: the number of micro-batches in flight.
+        limit_bytes: the memory limit of a device.
+        q: the number of quanta that a stage may use.
     """
 
     def __init__(
@@ -121,23 +121,22 @@ class Knapsack:
         divisor = reduce(gcd, chain.from_iterable(more)) or 1
         largest = min(limit_bytes // k, sum(map(max, more)))
         self.in_flight, self.q = k, q
-        # The least multiple of the divisor of which q are no fewer than the largest.
+        # The least multiple of the divisor for which q quanta cover all bytes that may be used.
         multiple = -(-largest // (q * divisor))
         self.quantum_bytes = divisor * max(1, multiple)
         self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
 
     def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
-        """Yields, for i from the last layer down, the least extra seconds of [i, j) by j and by its
-        quanta.
+        """Yields i and table[j, q], for i from the last layer down to 0; the table is reused.
 
         Args:
-            ends: for each i the last j that is asked for, falling with i; later rows stay as they
-                are.
+            ends: for each i the last j that is needed; rows behind it are not brought up to date.
+                It must not rise as i falls.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
         table[n] = 0
-        # Row j of the table is for [i + 1, j) until layer i has been added, and for [i, j) then.
+        # Before layer i is added, row j of the table is for [i + 1, j); after that, for [i, j).
         for i in reversed(range(n)):
             rows = table[i + 1 : ends[i] + 1]
             rows[...] = self._with(i, rows).min(0)
@@ -148,11 +147,12 @@ class Knapsack:
         """Adds a layer to a table.
 
         Args:
-            layer: its number.
-            rest: extra seconds without it, by quanta in the last axis.
+            layer: the number of the layer.
+            rest: the extra seconds of the other layers, by quanta along the last axis.
 
         Returns:
-            Extra seconds with it, by its item in the first axis and by quanta in the last.
+            The extra seconds with the layer, by its item along the first axis and by quanta along
+            the last.
         """
         by_treatment = np.full((len(self.layers[layer]), *rest.shape), np.inf)
         treatments = zip(self.layers[layer], self.weights[layer], by_treatment, strict=True)
@@ -164,13 +164,13 @@ class Knapsack:
         return by_treatment
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
-        """Counts the quanta of the free bytes that [i, j) may take, over j.
+        """Returns for each j the quanta that [i, j) may use of the free bytes.
 
-        Negative if it does not fit.
+        The number is negative if [i, j) does not fit even with its smallest items.
         """
         largest = np.maximum.accumulate(self.working_bytes[i:])
         working = np.concatenate([np.zeros(i + 1), largest])
-        # The smallest items of [i, j) are held anyway: quanta count only what comes on top.
+        # Quanta count only the bytes beyond the smallest items of [i, j).
         base = self.base_bytes - self.base_bytes[i]
         left = (free_bytes - working) // self.in_flight - base
         return np.minimum(left // self.quantum_bytes, self.q).astype(int)
@@ -181,23 +181,22 @@ class Knapsack:
         j: int,
         quanta: int,
     ) -> tuple[float, list[int]]:
-        """Finds the least extra seconds of [i, j), and the choices, which are traced back through
-        the tables.
+        """Finds the least extra seconds of [i, j) and the choices that take them.
 
         Args:
             i: the first layer.
-            j: behind the last one.
-            quanta: that the choices may take.
+            j: one more than the last layer.
+            quanta: how many quanta the choices may use.
         """
         rest = np.zeros(self.q + 1)
         options = []
         for layer in reversed(range(i, j)):
-            # From the last layer to the first, as the tables were made.
             options.insert(0, self._with(layer, rest))
             rest = options[0].min(0)
         choices, left = [], quanta
         for layer, option in zip(range(i, j), options, strict=True):
-            # Exact: the table behind this layer is the one that the minimum was taken of.
+            # `option` is the table whose minimum over items became `rest`, so its smallest entry is
+            # exactly the choice behind the minimum.
             best = int(option[:, left].argmin())
             choices.append(self.layers[layer][best].choice)
             left -= self.weights[layer][best]
@@ -208,8 +207,8 @@ class Recomputation:
     """The best recomputation of every stage with every segment.
 
     Attributes:
-        extra_s: [s, i, j], the least extra seconds of stage s with layers [i, j); infinite if it
-            does not fit.
+        extra_s: extra_s[s, i, j] is the least extra seconds of stage s with layers [i, j); infinite
+            if they do not fit.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -237,24 +236,20 @@ class Recomputation:
                     self._fill(knapsack, of_k)
 
     def _free_bytes(self, s: int, i: int) -> OverJ:
-        """Returns the bytes that the limit leaves to residuals and to the work of one layer, over
-        j.
-        """
+        """Returns for each j the bytes that stage s with [i, j) has for residuals and for work."""
         limit = self.segments.problem.memory_limit_bytes
         limit_bytes = np.inf if limit is None else float(limit)
         return limit_bytes - self.segments.row(s, i).fixed_bytes[0]
 
     def _all_kept(self, s: int, i: int) -> OverJ:
-        """Returns the extra seconds of [i, j) with everything kept, over j.
-
-        Infinite if it does not fit.
-        """
+        """Returns for each j the extra seconds of [i, j), all kept; infinite if it does not fit."""
         k = self.segments.in_flight[s]
         largest = np.maximum.accumulate(self._working_bytes[i:])
         working = np.concatenate([np.zeros(i + 1), largest])
         kept = self._kept_bytes - self._kept_bytes[i]
         taken = on_device_bytes(k, kept) + working
-        # Entries with j <= i stand for no segment, and count as fitting.
+        # An entry with j <= i stands for no segment. It counts as fitting, so that it does not call
+        # for a knapsack.
         is_empty = np.arange(len(taken)) <= i
         fits = (taken <= self._free_bytes(s, i)) | is_empty
         extra_s = self._extra_s - self._extra_s[i]
@@ -265,7 +260,7 @@ class Recomputation:
         return [Knapsack(self._items, cap, k, limit, q) for cap in self._caps]
 
     def _fill(self, knapsack: Knapsack, stages: Sequence[int]) -> None:
-        """Lowers `extra_s` of some stages to what a knapsack finds for them."""
+        """Lowers `extra_s` of some stages where a knapsack finds fewer seconds."""
         js = np.arange(len(knapsack.layers) + 1)
         for i, table in knapsack.tables(self._ends(knapsack, stages)):
             for s in stages:
@@ -279,12 +274,11 @@ class Recomputation:
                 self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
-        """Returns for each i the last j that may fit on a stage, by parameters and smallest items
-        alone.
-        """
+        """Returns for each i the last j for which [i, j) may fit with its smallest items."""
         segments = self.segments
         limit = self.segments.problem.memory_limit_bytes or 0
-        # A bound for all of these stages: what is over it fits on none of them.
+        # With the fewest versions of any of these stages, this is a lower bound on the bytes of
+        # each: a segment that exceeds the limit by it fits on no stage.
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
@@ -296,12 +290,12 @@ class Recomputation:
         return [int(end) - 1 for end in ends]
 
     def choices(self, s: int, i: int, j: int) -> list[int]:
-        """Returns the choices of stage s with layers [i, j), which fits.
+        """Returns the choices of stage s with layers [i, j), which must fit.
 
         Args:
-            s: the stage.
+            s: the number of the stage.
             i: its first layer.
-            j: behind its last one.
+            j: one more than its last layer.
         """
         if np.isfinite(self._all_kept(s, i)[j]):
             return [0] * (j - i)

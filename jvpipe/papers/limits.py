@@ -1,9 +1,8 @@
-"""The errors of heuristic planners that find no plan:
-they name a memory limit under which one is found.
+"""Errors of planners that find no plan, which name a memory limit under which they find one.
 
-A heuristic may fail under a limit that another plan would keep, and may find something under one
-limit and nothing under a slightly larger one. So the limit that is named is one at which it was
-tried.
+A heuristic planner may fail under a limit that some plan would keep. It may also find a plan under
+one limit and none under a slightly larger limit. So an error names only a limit under which the
+planner was run and found a plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +24,13 @@ def plan_or_raise(
     """Returns the plan that a planner finds.
 
     Args:
-        problem: to plan.
-        planner: its name.
-        attempt: returns the planner's decision, or None if nothing that it considers fits.
+        problem: the problem to plan.
+        planner: the planner's name, for the message.
+        attempt: returns the planner's decision, or None if no plan that it considers fits.
 
     Raises:
-        Infeasible: the planner finds nothing. The limit that is named was found by bisection from
-            above.
+        Infeasible: the planner finds no plan; the message names a limit, found by bisection from
+            above, under which it does.
     """
     decision = attempt(problem)
     if decision is not None:
@@ -41,11 +40,12 @@ def plan_or_raise(
     decision = attempt(replace(problem, memory_limit_bytes=None))
     assert decision is not None, "without a limit everything may be kept"
     below, enough = limit, evaluate_decision(problem, decision).limit_bytes
-    # A planner may count more bytes than a plan needs, so that its own plan seems too large.
+    # A planner may count more bytes than a plan needs, and then find that its own plan does not fit
+    # into the bytes that it needs. So the limit grows until the planner succeeds.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
         enough += max(1, enough // PAPER.growth_parts)
     decision = nearer
-    # The planner fails at `below` and succeeds at `enough`.
+    # In each round the planner fails at `below` and succeeds at `enough`.
     while enough - below > max(1, PAPER.limit_tolerance * enough):
         middle = (below + enough) // 2
         nearer = attempt(replace(problem, memory_limit_bytes=middle))
@@ -76,9 +76,9 @@ def no_cuts_fit(
     """Makes the error for a limit that no cuts keep.
 
     Args:
-        planner: its name.
-        limit: bytes per device.
-        peaks: bytes of the stages, for the cuts whose fullest stage needs least.
+        planner: the planner's name.
+        limit: the limit in bytes per device.
+        peaks: the bytes of each stage, for the cuts whose fullest stage needs the fewest bytes.
 
     >>> no_cuts_fit("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
     124

@@ -3,8 +3,9 @@
 Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
 section 3.1. `replication.py` has the paper's plans with replicated stages.
 
-A dynamic program over the cuts finds the plan whose slowest stage or transfer is the fastest, which
-is exact because the slowest of more stages is the slower of the last one and the slowest before it.
+A dynamic program over the cuts finds the plan whose slowest stage or transfer is fastest. The
+program is exact: the slowest time of some stages is the larger of the last stage's time and the
+slowest time of the stages before. So only the best plan of those has to be kept.
 """
 
 from itertools import pairwise
@@ -20,9 +21,10 @@ from jvpipe.planners.model.problem import Decision, Problem
 def pipedream(problem: Problem) -> Decision:
     """Plans as PipeDream does; every residual is kept.
 
-    The slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is the fastest under the
-    limit and the problem's own schedule: under `pipedream` stage s of S holds S - s versions and
-    activations, as in the paper.
+    Under the limit, the slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is as
+    fast as possible. Bytes are counted for the problem's own schedule. Under the schedule
+    `pipedream`, stage s of S holds S - s versions of its parameters and S - s sets of activations,
+    as in the paper.
 
     Raises:
         Infeasible: nothing fits.
@@ -40,7 +42,7 @@ def pipedream(problem: Problem) -> Decision:
     kept = KeptStages(problem)
     costs = []
     for s in range(problem.stages):
-        # A stage's copies run beside its work: the slower of them counts.
+        # A stage's copies run beside its work, so the slower of the two counts.
         slowest = np.maximum(kept.seconds(s), kept.comm_s)
         costs.append(kept.where_it_fits(s, slowest))
     _, places = least_path(costs, np.maximum)
@@ -50,7 +52,7 @@ def pipedream(problem: Problem) -> Decision:
 
 
 def least_peaks(kept: KeptStages) -> list[float]:
-    """Returns the bytes of each stage, for the cuts whose fullest stage needs least."""
+    """Returns the bytes of each stage, for the cuts whose fullest stage needs the fewest bytes."""
     stages = range(kept.problem.stages)
     _, places = least_path(map(kept.peak_bytes, stages), np.maximum)
     assert places is not None, "there are as many places as stages need"

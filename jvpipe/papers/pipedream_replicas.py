@@ -1,8 +1,7 @@
-"""PipeDream's planner of replicated stages on the devices of a cluster,
-for one size of micro-batches.
+"""PipeDream's planner of replicated stages on a cluster, for one size of micro-batches.
 
-The program itself is `replication.py`. The paper does not say how to choose the size of a
-micro-batch: callers try several, and simulate the plans.
+The dynamic program itself is in `replication.py`. The paper does not say how to choose the size of
+a micro-batch, so callers try several sizes and simulate the plans.
 """
 
 from dataclasses import replace
@@ -17,16 +16,14 @@ from jvpipe.planners.model.shapes import Path, Shape, Shapes
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds PipeDream's plan over the levels of a cluster, between few cuts.
-
-    None if none fits.
+    """Finds PipeDream's plan over the levels of a cluster, with few cuts; None if none fits.
 
     Args:
-        segments: of the model.
-        size: examples of a micro-batch.
+        segments: the costs of the model's segments.
+        size: the examples of a micro-batch.
 
     Raises:
-        ValueError: the devices do not fill the machines, or there are more of them than pieces of
+        ValueError: the devices do not fill the machines, or there are more devices than pieces of
             the model.
     """
     shapes, cuts = segments.shapes, enough(segments)
@@ -44,12 +41,12 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
 
 
 def enough(segments: LocalSegments) -> Cuts:
-    """Picks few cuts that leave a piece for each device, where there are so many.
+    """Picks few cuts that leave at least as many pieces as there are devices, if possible.
 
-    Coarse cuts leave few pieces where few layers have most of the work.
+    The coarse cuts alone may leave too few pieces if few layers have most of the work.
 
     Args:
-        segments: whose coarse cuts are taken if they do.
+        segments: the costs of the model's segments, with their coarse cuts.
     """
     cuts, count = segments.coarse, segments.most
     while len(cuts) <= segments.shapes.devices and count < len(segments.cuts):
@@ -64,15 +61,15 @@ def one_each(
     stages: int,
     cuts: Cuts,
 ) -> Problem:
-    """Makes the problem of stages of one device each.
+    """Returns the problem in which each stage has one device.
 
     Args:
-        shapes: of the model.
-        size: examples of a micro-batch.
-        stages: their number.
-        cuts: where they may begin and end.
+        shapes: the model, its costs and the cluster.
+        size: the examples of a micro-batch.
+        stages: the number of stages.
+        cuts: the places at which a stage may begin or end.
     """
-    # Layers between two cuts stay together.
+    # Layers between two neighbouring cuts stay together.
     spans = [range(a, b) for a, b in pairwise(map(int, cuts))]
     together = tuple(tuple(span) for span in spans if len(span) > 1)
     cluster = shapes.cluster
@@ -96,9 +93,9 @@ def along_machines(
     """Places replicated stages on devices, machine by machine.
 
     Args:
-        shapes: of the model.
-        found: bounds, and devices of each stage.
-        size: examples of a micro-batch.
+        shapes: the model, its costs and the cluster.
+        found: the bounds of the stages and the number of devices of each.
+        size: the examples of a micro-batch.
     """
     starts = [0, *accumulate(found.replicas)][:-1]
     return Shape.along(shapes.orders[0], starts, found.replicas, size), found.bounds

@@ -1,6 +1,6 @@
-"""All planners in the order in which they are listed: those of the papers, and jvpipe's own.
+"""All planners in the order in which they are listed: those of the papers, then jvpipe's own.
 
-A planner of a paper plans devices of one stage each; `on_devices` extends it to several stages.
+A paper's planner assumes one stage on each device; `on_devices` extends it to several per device.
 """
 
 from dataclasses import replace
@@ -90,10 +90,10 @@ PLANNERS: tuple[Planner, ...] = (
 
 
 def find_planner(name: str) -> Planner:
-    """Returns the planner of a name.
+    """Returns the planner that has a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no planner has that name.
 
     >>> find_planner("evn")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -3,27 +3,28 @@
 Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
 section 3.1.
 
-Legend, in the paper's symbols (layers [i, j) here):
-    m_k, B_k        parts of a level, and the bandwidth between them: devices of a machine (k = 1),
-                    machines of a cluster (k = 2)
-    T^k(i, j, m)    seconds per micro-batch of one stage on m parts of level k, which share the work and
-                    sum gradients, w being the bytes of its parameters:
+Legend, in the paper's symbols (a stage has the layers [i, j) here):
+    k               the level: 1 is the devices of a machine, 2 the machines of a cluster
+    m_k, B_k        m_k is the number of parts of level k, B_k the bandwidth between them
+    T^k(i, j, m)    seconds per micro-batch of one stage on m parts of level k; the parts share the
+                    work and add up gradients, w being the bytes of the stage's parameters:
                         max(A^(k-1)(i, j, m_(k-1)), 2 (m - 1) w / B_k) / m
-    C^k(c, j)       seconds over B_k of what [c, j) reads from earlier layers, and of its cotangents (the
-                    paper's 2 a_c / B_k)
-    A^k(i, j, m)    seconds per micro-batch of the slowest stage in the best pipeline over m parts, the
-                    least of T^k(i, j, m) and, over i < c < j and m' < m,
+    C^k(c, j)       seconds over B_k of the values that [c, j) reads from earlier layers, and of
+                    their cotangents (the paper's 2 a_c / B_k)
+    A^k(i, j, m)    seconds per micro-batch of the slowest stage in the best pipeline over m parts:
+                    the least of T^k(i, j, m) and, over i < c < j and m' < m, of
                         max(A^k(i, c, m - m'), C^k(c, j), T^k(c, j, m'))
-    behind          the devices of later stages, per replica of a stage
+    behind          the number of devices of all later stages, divided by the stage's replicas
 
-    level 2    [ machine 0, 1 ]  [ machine 2 ]        m_2 = 3: a stage on two machines, then one on the third
-    level 1      a stage of       stages of           each machine is planned the same way over its devices
-                 4 devices        3 and 1
+    level 2    [ machine 0, 1 ]  [ machine 2 ]    m_2 = 3: one part of the pipeline is replicated on
+                                                  two machines, the next is on the third machine
+    level 1      one stage on     stages on       each part is planned in the same way over the
+                 4 devices        3 and 1         devices of a machine
 
-A^0 is one device: its forward and backward. It holds a version of its parameters and its
-activations for each micro-batch in flight on it, which are 1 + `behind`, rounded up (S - s if no
-stage is replicated). The program goes through the stages from the last to the first, so `behind` is
-known when a stage is looked at, and the memory constraint is exact.
+A^0 is the forward and backward of a stage on one device. For each micro-batch in flight, the device
+holds a version of its parameters and the activations. The number of these is 1 + `behind`, rounded
+up (S - s for stage s of S if no stage is replicated). The program goes from the last stage to the
+first. So `behind` is known when a stage is planned, and the memory constraint is exact.
 """
 
 import math
@@ -43,7 +44,7 @@ from jvpipe.schedules.pipedream import PipeDream
 
 @dataclass(frozen=True)
 class Replicated:
-    """A plan that keeps everything: its bounds, and the number of devices of each stage."""
+    """A plan that keeps every residual: its bounds, and the number of devices of each stage."""
 
     bounds: tuple[int, ...]
     replicas: tuple[int, ...]
@@ -52,11 +53,11 @@ class Replicated:
 def replicated(problem: Problem) -> Replicated:
     """Finds the best pipeline over `problem.stages` devices in machines of `problem.cluster`.
 
-    Without a cluster all devices are in one machine. Memory is that of the paper's schedule,
-    whatever the problem's schedule is.
+    Without a cluster all devices count as one machine. Memory is counted for the paper's schedule,
+    even if the problem has another one.
 
     Raises:
-        Infeasible: nothing fits.
+        Infeasible: no pipeline fits.
         ValueError: the devices do not fill the cluster's machines.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
@@ -82,7 +83,7 @@ def replicated(problem: Problem) -> Replicated:
 class _Stage:
     """A stage from the a-th to the b-th cut.
 
-    A device holds as much as one of stage s of a straight pipeline.
+    Each of its devices has as many micro-batches in flight as stage s of a straight pipeline.
     """
 
     a: int
@@ -97,7 +98,7 @@ class _Level:
 
     Attributes:
         parts: m_k.
-        devices: of each part.
+        devices: the number of devices of each part.
         comm_s: C^k.
         ring_s: 2 w / B_k.
     """
@@ -110,12 +111,12 @@ class _Level:
 
 @dataclass(frozen=True, eq=False)
 class _Pipelines:
-    """The best pipelines of a level, by m - 1.
+    """The best pipelines of a level; item m - 1 of each list is for m parts.
 
     Attributes:
         cost: A^k(., ., m).
         begins: the place c at which the last stage begins.
-        parts: the parts m' of the last stage.
+        parts: m', the number of parts that the last stage is on.
     """
 
     cost: list[Grid]
@@ -132,7 +133,7 @@ class _Fastest:
         self._known: dict[tuple[int, Fraction], _Pipelines] = {}
 
     def device(self, s: int) -> Grid:
-        """Returns A^0 on a device of stage s."""
+        """Returns A^0 on a device with the memory needs of stage s of a straight pipeline."""
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
     def share(
@@ -144,8 +145,8 @@ class _Fastest:
         """Returns T^k.
 
         Args:
-            level: k.
-            m: the parts of the stage.
+            level: the level k.
+            m: the number of parts that the stage is on.
             cost: A^(k-1).
         """
         return np.maximum(cost, (m - 1) * level.ring_s) / m
@@ -171,7 +172,7 @@ class _Fastest:
 
     def _pipelines(self, k: int, behind: Fraction) -> _Pipelines:
         if self.kept.problem.memory_limit_bytes is None:
-            behind = Fraction(0)  # nothing depends on it
+            behind = Fraction(0)  # without a limit nothing depends on the micro-batches in flight
         if (k, behind) not in self._known:
             self._known[k, behind] = self._search(k, behind)
         return self._known[k, behind]
@@ -179,13 +180,14 @@ class _Fastest:
     def _search(self, k: int, behind: Fraction) -> _Pipelines:
         level = self.levels[k - 1]
         n = len(self.kept.cuts)
-        rows = 1 if k == len(self.levels) else n  # the whole model begins at the first layer
+        rows = 1 if k == len(self.levels) else n  # at the top, only pipelines from layer 0 count
         pipelines = _Pipelines([], [], [])
         for m in range(1, level.parts + 1):
-            # One stage on all m parts, or a pipeline on m - last parts and a stage on the last
-            # ones.
+            # Either one stage is on all m parts, or a pipeline is on the first m - last parts and
+            # a stage on the others.
             cost = self._stage_cost(k, behind, m, m)[:rows]
-            # Where the last stage begins, and on how many parts it is: read back by `_stages`.
+            # Where the last stage begins and how many parts it is on, from which `_stages` traces
+            # the stages back.
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
@@ -212,7 +214,7 @@ class _Fastest:
         m: int,
         last: int,
     ) -> Grid:
-        """Returns T^k(., ., last) for a stage on the `last` of m parts."""
+        """Returns T^k(., ., last) for a stage that is on the last `last` of m parts."""
         inside = self._cost(k - 1, self._behind(k, behind, m, last))
         return self.share(self.levels[k - 1], last, inside)
 
@@ -223,12 +225,12 @@ class _Fastest:
         m: int,
         last: int,
     ) -> Fraction:
-        """Counts the devices behind each replica of a stage that is on the `last` of m parts."""
+        """Returns `behind` for a stage that is on the last `last` of the first m parts."""
         level = self.levels[k - 1]
         return (behind + (level.parts - m) * level.devices) / last
 
     def _alike(self, behind: Fraction) -> int:
-        """Returns the stage of a straight pipeline that has as many micro-batches in flight."""
+        """Returns s such that stage s of a straight pipeline has ceil(1 + behind) in flight."""
         return self.kept.problem.stages - math.ceil(1 + behind)
 
     def _stages(
@@ -245,7 +247,7 @@ class _Fastest:
         pipelines = self._pipelines(k, behind)
         m = self.levels[k - 1].parts
         stages: list[_Stage] = []
-        # Ends with the first stage: each round takes at least one of the m parts.
+        # The loop ends because each round takes at least one of the m parts.
         while m:
             begin = int(pipelines.begins[m - 1][a, b])
             last = int(pipelines.parts[m - 1][a, b])
@@ -256,9 +258,7 @@ class _Fastest:
 
 
 class _Smallest(_Fastest):
-    """The same program for the bytes of the fullest device: it finds the smallest limit that can be
-    kept.
-    """
+    """The same program over bytes of the fullest device, to find the smallest possible limit."""
 
     def device(self, s: int) -> Grid:
         return self.kept.peak_bytes(s)
@@ -281,7 +281,7 @@ def _levels(kept: KeptStages) -> list[_Level]:
     if cluster is None:
         return [_level(kept, devices, 1, problem.peer)]
     local = min(devices, cluster.devices_per_machine)
-    # Replicas are planned for whole machines alone, all of which have as many devices.
+    # Replicas are planned only for machines that are used wholly and have equally many devices.
     machines, more = divmod(devices, local)
     if more or machines > cluster.machines:
         raise ValueError(
@@ -319,8 +319,7 @@ def _join(
     right: Float[np.ndarray, "K J"],
     how: np.ufunc,
 ) -> tuple[Float[np.ndarray, "I J"], Int[np.ndarray, "I J"]]:
-    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over the places c > a, and that
-    place.
+    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over c > a, and the best c.
 
     >>> none = np.inf
     >>> left = np.array([[none, 3.0, 5.0]])

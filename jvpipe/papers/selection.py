@@ -1,12 +1,13 @@
-"""One stage while its fates are being chosen: a choice per layer, changed one at a time.
+"""One stage while its fates are chosen greedily, by changing one layer's choice at a time.
 
-The planners that choose fates greedily share this: vPipe's algorithm 2 and Capuchin's optimisation
-as DawnPiper uses it. They differ in which changes they consider, and in which they take first.
+A fate says if a value is kept, swapped to the host or recomputed. Two planners use this file:
+vPipe's algorithm 2, and Capuchin's optimisation as DawnPiper has it. They differ in the changes
+that they consider and in the order in which they take changes.
 
 Legend:
-    k           micro-batches in flight on the stage
-    choice      an index into a layer's options, or `RECOMPUTE`; the papers have nothing like
-                `RECOMPUTE_CHAIN`, which runs several layers again
+    k           the number of micro-batches in flight on the stage
+    choice      the fates of a layer: an index into the layer's options, or `RECOMPUTE`; the papers
+                have nothing like `RECOMPUTE_CHAIN`, which runs several layers again
 
 A swapped byte stays on the device for min(k, 2) of the k micro-batches.
 """
@@ -30,11 +31,11 @@ class Treatment(NamedTuple):
     """The costs of a choice.
 
     Attributes:
-        held_bytes: on the device, for all micro-batches in flight.
-        swapped_bytes: of each micro-batch.
-        extra_s: seconds that the backward takes longer.
-        working_bytes: that the backward needs while it runs.
-        left_bytes: on the device, of one micro-batch, until the backward.
+        held_bytes: bytes that stay on the device, for all micro-batches in flight together.
+        swapped_bytes: bytes that are swapped for each micro-batch.
+        extra_s: seconds by which the backward takes longer.
+        working_bytes: bytes that the backward needs while it runs.
+        left_bytes: bytes of one micro-batch that are on the device until the backward frees them.
     """
 
     held_bytes: int
@@ -44,15 +45,15 @@ class Treatment(NamedTuple):
     left_bytes: int
 
     def is_no_better_than(self, other: "Treatment") -> bool:
-        """Tells whether another choice costs at most as much in every respect."""
+        """Tells whether another choice costs at most as much in each of the first four numbers."""
         pairs = zip(self[:4], other[:4], strict=True)
         return all(mine >= others for mine, others in pairs)
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
-    """Lists a layer's choices when k micro-batches are in flight.
+    """Returns the costs of a layer's choices if k micro-batches are in flight.
 
-    The last, found at -1, is `RECOMPUTE`.
+    The last choice is `RECOMPUTE`, which is -1, so that it can be used as an index.
     """
     every = [option_bytes(layer, option) for option in layer.options]
     every.append(recomputed_bytes(layer))
@@ -71,13 +72,13 @@ def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
 
 
 class FateChange(NamedTuple):
-    """Another choice for a layer, which holds fewer bytes."""
+    """A change of a layer's choice to one that holds fewer bytes."""
 
     layer: int
     choice: int
     saved_bytes: int
-    swapped_bytes: int  # more than before, for each micro-batch
-    extra_s: float  # more than before
+    swapped_bytes: int  # how many more bytes than before are swapped for each micro-batch
+    extra_s: float  # how many more seconds than before the backward takes
 
     @property
     def per_second(self) -> float:
@@ -95,12 +96,12 @@ class FateChanges:
         self._found: dict[tuple[int, int], list[FateChange]] = {}
 
     def after(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer from a choice; to `RECOMPUTE` only if no option is as good."""
+        """Lists the changes of a layer that is at a choice."""
         if (layer, choice) not in self._found:
             *options, again = self.layers[layer]
             now = self.layers[layer][choice]
             choices = dict(enumerate(options))
-            # Recomputing everything is a change of its own only if no option does as well.
+            # `RECOMPUTE` is listed only if no option is as good.
             if not any(again.is_no_better_than(option) for option in options):
                 choices[RECOMPUTE] = again
             changes: list[FateChange] = []
@@ -121,15 +122,12 @@ class FateChanges:
         return self._found[layer, choice]
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes that swap more and recompute no more."""
+        """Lists the changes of a layer at a choice that swap more and recompute no more."""
         swapping = (x for x in self.after(layer, choice) if x.swapped_bytes > 0)
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the change that saves most per second, of those that swap no more.
-
-        None if there are none.
-        """
+        """Lists the one change that saves most per second of those that swap no more, if any."""
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         if not changes:
             return []
@@ -137,10 +135,11 @@ class FateChanges:
 
 
 class Selection:
-    """Stage s with layers [i, j), with everything kept at first.
+    """Stage s with layers [i, j); at first everything is kept.
 
-    Its numbers equal those of `stage_cost`, with two exceptions: the seconds that changes add are
-    the same on all devices, and bytes include those that this device has less than others.
+    The numbers equal those of `stage_cost`, with two exceptions. The seconds that a change adds are
+    the same on all devices, even if devices differ in speed. And if this device has less memory
+    than others, the bytes that it lacks count as used.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class Selection:
         return range(self.first, self.first + len(self.choices))
 
     def later_s(self, layer: int) -> float:
-        """Counts forward and backward seconds of the stage's layers after one of them."""
+        """Returns the forward and backward seconds of the stage's layers behind one of them."""
         total = self._through_s
         return float(total[self.layers.stop] - total[layer + 1])
 
@@ -183,8 +182,8 @@ class Selection:
     def peak_bytes(self) -> int:
         """The most bytes that the device holds.
 
-        Backwards run from the last layer to the first. Each needs its working bytes, and has room
-        where later layers have freed what they had left.
+        Backwards run from the last layer to the first. Each needs its working bytes, and may use
+        the bytes that the backwards of later layers have freed.
         """
         peak, left = 0, 0
         choices = self.choices[::-1]
@@ -197,8 +196,9 @@ class Selection:
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes by which the device is over its limit, or the host over the stage's equal share
-        of its limit.
+        """The larger excess: of the device over its limit, or of the host over the stage's share.
+
+        Stages have equal shares of the host's limit.
         """
         device = self.problem.memory_limit_bytes
         host = self.problem.host_limit_bytes
@@ -210,16 +210,17 @@ class Selection:
 
     @property
     def is_over(self) -> bool:
-        """Whether anything is over its limit."""
+        """Whether the device or the host is over its limit."""
         device = self.problem.memory_limit_bytes
-        # Mostly the held bytes alone are over it, which saves the walk through the layers.
+        # If the held bytes alone are over the limit, as in most cases, no walk over the layers is
+        # needed.
         if device is not None and self.fixed_bytes + self.held_bytes > device:
             return True
         return self.excess_bytes > 0
 
     @property
     def may_fit(self) -> bool:
-        """Whether the limit leaves room for the smallest treatments."""
+        """Whether the limit leaves room for each layer's choice that holds the fewest bytes."""
         limit = self.problem.memory_limit_bytes
         least = self.changes.least_bytes
         if limit is None:
@@ -228,28 +229,24 @@ class Selection:
         return least_bytes <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
-        """Returns the seconds of the link to the host per micro-batch, if so many more bytes are
-        swapped.
-        """
+        """Returns the seconds of the link to the host per micro-batch, with more bytes swapped."""
         one_way_s = self.problem.host.seconds(self.swapped_bytes + more_bytes)
         return 2 * one_way_s + self.traffic_s
 
     @property
     def seconds(self) -> float:
-        """The seconds between micro-batches: the slowest of the device and its links to the host
-        and other stages.
+        """The seconds between micro-batches: of the device, its link to the host, or its link to
+        other stages, whichever takes longest.
         """
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Tells whether a change's copies hide behind the stage's work, and the host has room for
-        them.
-        """
+        """Tells whether a change's copies take no longer than the stage's work and fit the host."""
         is_hidden = self.link_s(change.swapped_bytes) <= self.compute_s
         return is_hidden and self.host_has_room(change)
 
     def host_has_room(self, change: FateChange) -> bool:
-        """Tells whether the stage's share of the host holds what the change swaps."""
+        """Tells whether the bytes that a change swaps fit into the stage's share of the host."""
         limit = self.problem.host_limit_bytes
         if limit is None or change.swapped_bytes <= 0:
             return True
@@ -271,13 +268,13 @@ class Selection:
     ) -> None:
         """Takes changes, the best score first, until the stage fits or no allowed change is left.
 
-        It ends because each change that is taken holds fewer bytes, and each that is refused is
-        dropped.
+        This ends because each change that is taken makes the stage hold fewer bytes, and each
+        change that is refused is dropped.
 
         Args:
-            changes: lists the changes of a layer from a choice.
-            score: how good a change is, when its layer gets to the choice.
-            allowed: whether a change may be taken now.
+            changes: lists the changes of a layer that is at a choice.
+            score: returns how good a change is, at the time when its layer gets to the choice.
+            allowed: tells whether a change may be taken now.
         """
 
         def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
@@ -291,7 +288,7 @@ class Selection:
         heapify(heap)
         while heap and self.is_over:
             _, _, choice, change = heappop(heap)
-            # The layer may have got to another choice since; then this change is stale.
+            # If the layer has got to another choice since, this change is stale.
             is_fresh = self.choices[change.layer - self.first] == choice
             if is_fresh and allowed(change):
                 self.take(change)

@@ -4,11 +4,14 @@ Papers: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Gi
 Barany and Grinberg, "Block partitions of sequences", 2015.
 
 Legend, in the second paper's words:
-    block   a run of layers; its size is the sum of their costs
-    p, q    the largest and the smallest block
+    block   consecutive layers, which become a stage; its size is the sum of their costs
+    p       the number of the largest block
+    q       the number of the smallest block
 
-    1 1 1 1 | 1 1 | 1 1       sizes 4, 2, 2: p = 0, q = 1, and block 1 takes a layer from block 0
-    1 1 1 | 1 1 1 | 1 1       sizes 3, 3, 2: no two differ by more than a layer
+Each digit is the cost of a layer:
+
+    1 1 1 1 | 1 1 | 1 1       sizes 4, 2, 2: p = 0, q = 1, so block 1 takes a layer from block 0
+    1 1 1 | 1 1 1 | 1 1       sizes 3, 3, 2: no two differ by more than the costliest layer
 """
 
 from collections.abc import Sequence
@@ -22,9 +25,9 @@ from jvpipe.planners.model.segments import Segments
 
 
 def torchgpipe(problem: Problem) -> Decision:
-    """Plans blocks of equal seconds, forward and backward (`balance_by_time`); everything is kept.
+    """Plans blocks of about equal seconds, forward plus backward, as `balance_by_time` does.
 
-    The memory limit is not considered.
+    Every residual is kept. The memory limit is not considered.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -37,16 +40,12 @@ def torchgpipe(problem: Problem) -> Decision:
 
 
 def torchgpipe_size(problem: Problem) -> Decision:
-    """Plans blocks of equal bytes of parameters (after `balance_by_size`), as `torchgpipe` those of
-    seconds.
-    """
+    """Plans blocks of about equal bytes of parameters, after torchgpipe's `balance_by_size`."""
     return _balanced(problem, [float(layer.parameter_bytes) for layer in problem.costs.layers])
 
 
 def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
-    """Plans the block partition of a sequence of layers, in which those that stay together count as
-    one.
-    """
+    """Plans a block partition by costs of layers; layers that must stay together count as one."""
     cuts = [int(cut) for cut in Segments(problem).cuts]
     between_cuts = [sum(costs[i:j]) for i, j in pairwise(cuts)]
     blocks = block_partition(between_cuts, problem.stages)
@@ -55,15 +54,15 @@ def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Returns the layers per stage, such that no two blocks differ by more than the costliest
-    layer.
+    """Returns the layers per stage; no two blocks differ by more than the costliest layer.
 
-    The smallest block takes a layer from its neighbour on the side of the largest, until that
-    holds. The largest never grows; so the partition with the smallest largest block is where it
-    starts, and the result has the smallest one, too.
+    Until that holds, the smallest block takes a layer from its neighbour on the side of the largest
+    block. The search starts from a partition whose largest block is as small as possible, and no
+    move makes the largest block larger. So the largest block of the result is as small as possible,
+    too.
 
     Args:
-        costs: of each layer.
+        costs: the cost of each layer.
         stages: the number of blocks.
 
     >>> block_partition([1.0, 1.0, 1.0, 3.0], 2)
@@ -82,8 +81,8 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
             bounds[q] -= 1
         else:
             bounds[q + 1] += 1
-    # An empty block gets its neighbour's outermost layer, which is not larger than the largest
-    # block.
+    # An empty block gets the outermost layer of its neighbour. A single layer is no larger than the
+    # largest block, so the largest block stays the largest.
     places = np.arange(stages + 1)
     bounds = np.maximum.accumulate(bounds - places) + places
     bounds = np.minimum(bounds, len(costs) - stages + places)
@@ -91,7 +90,7 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _smallest_largest(total: np.ndarray, stages: int) -> np.ndarray:
-    """Finds the bounds that make the largest block smallest, given running costs."""
+    """Returns the bounds for which the largest block is smallest, given running costs."""
     costs = total[None] - total[:, None]
     costs[np.tril_indices(len(total))] = np.inf
     _, bounds = least_path([costs] * stages, np.maximum)

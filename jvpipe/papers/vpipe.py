@@ -1,16 +1,18 @@
-"""vPipe's swap, recompute, repartition.
+"""vPipe's planner, which alternates between choosing fates and moving layers between stages.
 
 Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable
 Pipeline Parallel DNN Training", TPDS 2021, algorithms 1 to 3. Initial cuts: `kernighan_lin.py`.
 
 Two steps alternate until nothing improves:
 
-    (a)  each stage by itself swaps what saves most, while the link to the host has time left beside
-         activation traffic; then it recomputes what saves most per second
-    (b)  a layer leaves the slowest stage for a lighter one; the stages between pass on a layer each
+    (a)  each stage by itself swaps the values that save most bytes, as long as the link to the host
+         has time left beside activation traffic; then it recomputes the values that save most bytes
+         per second
+    (b)  the slowest stage gives up a layer, and a lighter stage gains one; each stage between the
+         two passes a layer on
 
-The slowest stage is the one with the most seconds or, while some stage is over its limit, the one
-that is furthest over it.
+The slowest stage is the one with the most seconds. But while any stage is over its memory limit,
+the stage that is furthest over its limit counts as the slowest.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ def vpipe(problem: Problem) -> Decision:
     """Plans as vPipe does: it minimises the slowest stage's seconds, whatever the schedule.
 
     Raises:
-        Infeasible: a stage does not fit when the alternation has come to its end.
+        Infeasible: a stage still does not fit when the two steps improve nothing more.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -41,11 +43,11 @@ def vpipe(problem: Problem) -> Decision:
 
 
 def swap_recompute(stage: Selection) -> None:
-    """Changes a stage's fates until it fits (algorithm 2), or as far as that goes.
+    """Changes a stage's fates until the stage fits or no change is left (algorithm 2).
 
-    Swaps are hidden: their copies, and the activation traffic that goes first, take no longer than
-    the stage computes. Only if swaps and recomputation together do not suffice, more is swapped
-    than can be hidden.
+    At first only swaps are taken that are hidden: their copies, and the activation traffic, which
+    goes first, together take no longer than the stage computes. Then recomputations are taken. If
+    the stage is still over the limit, it swaps more than can be hidden.
     """
     stage.spend(
         stage.changes.swaps,
@@ -65,7 +67,7 @@ def swap_recompute(stage: Selection) -> None:
 
 
 def try_vpipe(problem: Problem) -> Decision | None:
-    """Plans under the limit as it is; None if nothing fits."""
+    """Plans under the problem's own limit; None if nothing fits."""
     segments = Segments(problem)
     changes = {k: FateChanges(problem, k) for k in set(segments.in_flight)}
 
@@ -95,7 +97,7 @@ def try_vpipe(problem: Problem) -> Decision | None:
 
 
 def _load(stage: Selection) -> tuple[int, float]:
-    """Returns what stages are compared by, of which less is better."""
+    """Returns the load by which stages are compared: bytes over the limit, then seconds."""
     return stage.excess_bytes, stage.seconds
 
 
@@ -104,18 +106,19 @@ def _migrate(
     allowed: Sequence[int],
     stages_of: Callable[[Sequence[int]], list[Selection]],
 ) -> tuple[int, ...] | None:
-    """Moves a layer from the slowest stage to the nearest stage for which that is better.
+    """Moves a layer from the slowest stage to the nearest stage for which the plan gets better.
 
-        bounds before    0   3   5   7        slowest 0, target 2: every bound between moves by one
-        after            0   2   4   7        towards the slowest stage
+        bounds before    0   3   5   7        the slowest stage is 0, the target is stage 2: every
+        bounds after     0   2   4   7        bound between the two moves by one towards stage 0
 
-    It is better if none of the stages from one to the other is then as slow as the slowest was.
-    With each move the largest load falls, or fewer stages have it, so the alternation ends.
+    A move is better if each stage from the slowest to the target then has a smaller load than the
+    slowest had. So each move lowers the largest load, or leaves fewer stages with that load, and
+    repeated moves come to an end.
 
     Args:
-        bounds: of the stages.
-        allowed: where the model may be cut.
-        stages_of: makes the stages of bounds, with their fates chosen.
+        bounds: the bounds of the stages.
+        allowed: the bounds at which the model may be cut.
+        stages_of: returns the stages between bounds, with their fates chosen.
 
     Returns:
         The new bounds; None if no move is better.
@@ -123,15 +126,15 @@ def _migrate(
     now = [_load(stage) for stage in stages_of(bounds)]
     slowest = now.index(max(now))
     place = {b: at for at, b in enumerate(allowed)}
-    # The nearest stage first; of two that are as near the lighter one.
+    # The nearest stage is tried first; of two equally near ones, the lighter.
     targets = sorted(range(len(now)), key=lambda s: (abs(s - slowest), now[s]))
     for target in targets:
         between = range(min(target, slowest), max(target, slowest) + 1)
         step = -1 if target > slowest else 1
         moved = list(bounds)
         for s in between[1:]:
-            # Every bound between the two stages moves by one place: one layer passes through all of
-            # them.
+            # Every bound between the two stages moves by one place, so that each stage between them
+            # gets one layer and gives one away.
             moved[s] = allowed[place[bounds[s]] + step]
         if target == slowest or any(a >= b for a, b in pairwise(moved)):
             continue

@@ -1,7 +1,7 @@
-"""Graph files: models that others profiled, for which one can plan without having the models.
+"""Reads graph files: profiles of models, for which jvpipe can plan without having the model.
 
-There are two formats, PipeDream's graph.txt (`graph_txt.py`) and the JSON of dnn-partitioning
-(`graph_json.py`), which are told apart by what is in the file.
+There are two formats: PipeDream's graph.txt (`graph_txt.py`) and the JSON of dnn-partitioning
+(`graph_json.py`). The content of a file decides which of the two it is.
 """
 
 import re
@@ -19,8 +19,8 @@ _LINE = re.compile(r"^\s*node\S* --", re.MULTILINE)
 def read_graph(path: str | Path) -> GraphFile:
     """Reads a graph file.
 
-    Layers are the file's (forward) nodes in topological order, with nodes that must share a device
-    as close together as possible; of several that could come next the lowest id comes first.
+    The layers are the file's (forward) nodes in topological order, with nodes that must share a
+    device as close together as possible. If several nodes could come next, the lowest id does.
 
     Raises:
         ValueError: the file is wrong; the message names file, line and field.

@@ -1,13 +1,13 @@
-"""The JSON files of dnn-partitioning: a model, and the machine that it is to be spread over.
+"""Reads the JSON files of dnn-partitioning, which describe a model and a machine to spread it over.
 
 Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", 2020.
 
     field of a node     meaning
-    fpgaLatency         its milliseconds on an accelerator
-    size                its bytes there
+    fpgaLatency         the milliseconds that the node takes on an accelerator
+    size                the bytes that the node has on an accelerator
     colorClass          nodes of one class share a device
-    isBackwardNode      1 for the backward nodes of training files; most are in the class of their
-                        forward, losses and sums of gradients may be in a class of their own
+    isBackwardNode      1 for backward nodes, which training files have. Most are in the class of
+                        their forward node; losses and sums of gradients may have their own class
 
 The `cost` of an edge is the milliseconds that the output of its source takes to or from an
 accelerator.
@@ -28,7 +28,7 @@ _BYTES_PER_S = 16e9  # of PCIe 3, for files whose edges have a cost but no size
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """An edge; its bytes are 0 where the file has none."""
+    """An edge; its bytes are 0 if the file does not give them."""
 
     place: Located
     seconds: float
@@ -38,13 +38,14 @@ class _Edge:
 def read_graph_json(text: str, file: str) -> GraphFile:
     """Reads costs, limit and link from the text of a dnn-partitioning file.
 
-    Each forward node is a layer (`operator_graph.py`). Its `size` counts as parameters, that of its
-    backward as gradients: the format does not say what the bytes are, so there is nothing to swap
-    or to recompute. Edges get the bytes that the file's link moves in their `cost`.
+    Each forward node is a layer (`operator_graph.py`). The `size` of a forward node counts as
+    parameters, the `size` of its backward node as gradients. The format does not say what the bytes
+    are, so a plan cannot swap or recompute any. The bytes of an edge are those that the file's link
+    moves in the `cost` of the edge.
 
     Args:
-        text: of the file.
-        file: its name, for messages.
+        text: the text of the file.
+        file: the name of the file, for messages.
 
     >>> import json
     >>> node = dict(id=7, fpgaLatency=1, size=100, isBackwardNode=0, colorClass=1)
@@ -64,12 +65,12 @@ def read_graph_json(text: str, file: str) -> GraphFile:
         raise whole.wrong("the field maxFPGAs is 0: at least one accelerator is needed")
     nodes = _nodes(whole)
     edges = _edges(whole, nodes)
-    # For the message about a cycle.
+    # A message about a cycle names a line.
     lines = {ends: edge.place.line for ends, edge in edges.items()}
     order = topological_order(nodes, lines, file)
     link = Link(_bytes_per_s(edges.values()))
     for edge in edges.values():
-        # Written so that NaN is refused, too.
+        # The comparison is written so that NaN is refused, too.
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
             raise edge.place.wrong(
                 f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
@@ -128,7 +129,7 @@ def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int
                 f"the edge leads from backward node {source} to forward node {target}"
             )
         size = round(place.amount("size")) if "size" in place else 0
-        # An edge that is described twice counts once, as it is described first.
+        # If an edge is described twice, the first description counts.
         edges.setdefault(ends, _Edge(place, place.amount("cost") / 1e3, size))
     return edges
 

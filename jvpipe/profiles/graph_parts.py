@@ -1,6 +1,4 @@
-"""The common parts of all formats of graph files: the result of reading one,
-the order of its nodes, its errors.
-"""
+"""The common parts of all graph file formats: the result of reading, the order of nodes, errors."""
 
 import heapq
 import math
@@ -17,10 +15,10 @@ class GraphFile:
     """The content of a graph file.
 
     Attributes:
-        costs: of the model; `costs.ids` are the file's node ids.
-        memory_limit_bytes: of each device that the file was made for; None if it does not say.
-        devices: their number; None if it does not say.
-        link: that joins them.
+        costs: the costs of the model; `costs.ids` are the file's node ids.
+        memory_limit_bytes: the limit of each device; None if the file does not give one.
+        devices: the number of devices; None if the file does not give it.
+        link: the link that joins the devices.
     """
 
     costs: Costs
@@ -33,7 +31,7 @@ def wrong(file: str, line: int, what: str) -> ValueError:
     """Makes the error that says where a file is wrong.
 
     Args:
-        file: its name.
+        file: the name of the file.
         line: the number of the line, from 1.
         what: the flaw, and what would be right.
 
@@ -44,7 +42,7 @@ def wrong(file: str, line: int, what: str) -> ValueError:
 
 
 def flaw(number: int | float) -> str | None:
-    """Says why a number cannot be a time or a size; None if it can be.
+    """Returns why a number cannot be a time or a size; None if it can be one.
 
     >>> flaw(2.5), flaw(-1.0), flaw(float("nan"))
     (None, 'must be finite and not negative', 'must be finite and not negative')
@@ -63,12 +61,12 @@ def topological_order(
 ) -> list[int]:
     """Orders nodes such that every edge runs forward.
 
-    If several nodes wait for nothing, the one with the lowest id comes next.
+    If several nodes wait for no other, the one with the lowest id comes next.
 
     Args:
-        nodes: of the graph.
-        edges: from a node to another, with the line of each.
-        file: its name, for messages.
+        nodes: the nodes of the graph.
+        edges: pairs of source and target, each with its line in the file.
+        file: the name of the file, for messages.
 
     Raises:
         ValueError: there is a cycle, which the message names.
@@ -81,7 +79,7 @@ def topological_order(
     for source, target in edges:
         readers[source].append(target)
         waits_for[target] += 1
-    # A heap, so that the lowest id comes out first whatever the order of the edges.
+    # From a heap the lowest id comes first, whatever the order of the edges is.
     ready = [node for node, count in waits_for.items() if not count]
     heapq.heapify(ready)
     order = []
@@ -102,10 +100,10 @@ def topological_order(
 
 
 def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Finds a cycle among the nodes that always waited.
+    """Finds a cycle among the nodes that were left waiting.
 
-    Each of them has a source that always waited, too. So a walk from source to source never ends,
-    and comes to a node for the second time; from the first time on it is a cycle.
+    Each of these nodes has a source that was left waiting, too. So a walk from source to source
+    must come to some node for the second time. The walk between the two visits is a cycle.
     """
     inside = [(source, target) for source, target in edges if source in left and target in left]
     source_of = {target: source for source, target in inside}

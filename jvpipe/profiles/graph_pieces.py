@@ -1,9 +1,12 @@
-"""Pieces of a graph: the smallest sets of nodes between which it may be cut if classes of nodes share a device.
+"""Pieces of a graph: the smallest sets of nodes between which the graph may be cut into stages.
 
-    1 -> 2 -> 3 -> 4        1 and 3 share a device, and 2 lies between them:
-    ^-- class --^           the pieces are (1, 2, 3) and (4)
+All nodes of a class must share a device:
 
-If the nodes of a class are joined by edges both ways, pieces are the strongly connected components.
+    1 -> 2 -> 3 -> 4        1 and 3 are a class and 2 lies between them, so the pieces are
+    ^- class -^             (1, 2, 3) and (4)
+
+If edges in both directions are added between the nodes of each class, the pieces are the strongly
+connected components of the graph.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,23 +21,22 @@ def pieces_of(
     edges: Iterable[tuple[int, int]],
     classes: Iterable[Sequence[int]],
 ) -> list[tuple[int, ...]]:
-    """Divides nodes into pieces such that classes stay whole and edges run within a piece or to a
-    later one.
+    """Divides nodes into pieces, in order; each class is within a piece, and no edge runs backward.
 
-    No smaller pieces are possible. If several pieces could come next the one with the lowest node
-    does, and within a piece nodes keep their order.
+    The pieces are as small as possible. If several pieces could come next, the one with the lowest
+    node does. Within a piece, nodes keep their order.
 
     Args:
-        nodes: all nodes, in an order.
-        edges: source and target; they may run in cycles.
-        classes: nodes that share a device.
+        nodes: all nodes, in the order that they keep within a piece.
+        edges: pairs of source and target; edges may run in cycles.
+        classes: lists of nodes that must share a device.
 
     >>> pieces_of([1, 2, 3, 4, 5], [(1, 2), (2, 4), (3, 5)], [(1, 3), (2, 5)])
     [(1, 3), (2, 5), (4,)]
     >>> pieces_of([1, 2, 3, 4], [(1, 2), (2, 3)], [(1, 3)])
     [(1, 2, 3), (4,)]
     """
-    # Late: it takes long to import, and few need it.
+    # SciPy is imported late because the import takes long and few callers need it.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
@@ -43,13 +45,13 @@ def pieces_of(
     both_ways: list[tuple[int, int]] = []
     for first, *rest in classes:
         for other in rest:
-            # An edge in each direction puts both into one strongly connected component.
+            # An edge in each direction puts both nodes into one strongly connected component.
             both_ways += [(first, other), (other, first)]
     pairs = [(place[a], place[b]) for a, b in (*edges, *both_ways)]
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     shape = len(nodes), len(nodes)
     joined = csr_array((np.ones(len(ends)), ends.T), shape=shape)
-    # Nodes that wait for each other, or may not be parted, are of one component.
+    # Nodes that wait for each other, or that must share a device, are in one component.
     labels = connected_components(joined, directed=True, connection="strong")[1]
     members: dict[int, list[int]] = {}
     for node, label in zip(nodes, labels, strict=True):
@@ -59,6 +61,6 @@ def pieces_of(
         piece_of[node] = min(members[int(label)])
     ends_of = [(piece_of[a], piece_of[b]) for a, b in edges]
     between = {(a, b): 0 for a, b in ends_of if a != b}
-    # A piece is named by its least node.
+    # A piece is named by its lowest node.
     named = {min(piece): tuple(piece) for piece in members.values()}
     return [named[piece] for piece in topological_order(named, between, "pieces")]

@@ -1,13 +1,16 @@
-"""PipeDream's graph.txt: a profile of a model's layers, one line per node and per edge.
+"""Reads PipeDream's graph.txt: a profile of a model's layers, with a line per node and per edge.
+
+This is the line of a node, which is broken here only for the page, and the line of an edge, which
+begins with white space:
 
     node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2,
-    backward_compute_time=113.3,
-        activation_size=1644167168.0, parameter_size=147712.0 -- stage_id=0         (one line; the stage is optional)
+        backward_compute_time=113.3, activation_size=1644167168.0, parameter_size=147712.0
+        -- stage_id=0
     <white space>node4 -- node5
 
-Times are milliseconds per micro-batch, sizes are bytes; `activation_size` may be a list, `[a; b]`.
-Nodes come in any order. The time of an `Input` node is that of the data loader, which runs on no
-device; it does not count.
+Times are milliseconds per micro-batch, sizes are bytes. `activation_size` may be a list, `[a; b]`.
+`stage_id` is optional. Nodes may come in any order. The time of an `Input` node does not count: it
+is the time of the data loader, which runs on no device.
 """
 
 import logging
@@ -28,7 +31,7 @@ _INPUT = re.compile(r"Input[0-9]*")
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node's line."""
+    """The content of a node's line, with times in seconds."""
 
     line: int
     description: str
@@ -46,12 +49,12 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     r"""Reads costs from the text of a graph.txt.
 
     Each node is a layer, named by its description. Its activation may be kept, swapped or
-    recomputed. An edge from a node to itself is ignored with a warning; an edge that is there twice
+    recomputed. An edge from a node to itself is ignored with a warning. An edge that appears twice
     counts once.
 
     Args:
-        text: of the file.
-        file: its name, for messages.
+        text: the text of the file.
+        file: the name of the file, for messages.
 
     >>> times = "forward_compute_time=1.0, backward_compute_time=2.0"
     >>> numbers = f"{times}, activation_size=[8; 4], parameter_size=0"
@@ -74,7 +77,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
                 earlier = nodes[node].line
                 raise wrong(file, line, f"node{node} was described on line {earlier} already")
             nodes[node] = cost
-    # Nodes come in any order, so edges are read when all of them are there.
+    # Nodes may come in any order, so edges are read after all nodes.
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
         if content[0].isspace():
@@ -106,7 +109,7 @@ def _read_node(
     file: str,
     line: int,
 ) -> tuple[int, _Node]:
-    """Reads a node's id and its line; the description may hold commas, parentheses and ` -- `."""
+    """Reads the line of a node; its description may contain commas, parentheses and ` -- `."""
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
     if matched is None:
@@ -131,7 +134,7 @@ def _number(
     file: str,
     line: int,
 ) -> float:
-    """Reads a field's number, or for activations the sum of its list."""
+    """Reads the number of a field; for a list of activations, their sum."""
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
     written = fields[field].strip()
@@ -142,7 +145,7 @@ def _number(
     except ValueError:
         digits = f"{field}={written} is not a number: write digits, such as 1000.5"
         raise wrong(file, line, digits) from None
-    # The sum, too: finite numbers may add up to infinity.
+    # The sum is checked, too, because finite numbers may add up to infinity.
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={written} {reason}")
@@ -152,7 +155,7 @@ def _number(
 def _read_number(text: str) -> float:
     """Reads a number as profilers write it.
 
-    Python would also read underscores and the digits of other scripts.
+    Python's `float` would also accept underscores and the digits of other scripts.
     """
     if "_" in text or not text.isascii():
         raise ValueError(text)
@@ -197,7 +200,7 @@ def _costs(
 
 def _layer(name: str, node: _Node) -> LayerCost:
     kept = node.activation_bytes
-    # An input takes no time: it is there.
+    # The time of an input is the data loader's, which does not count.
     forward_s = 0.0 if node.is_input else node.forward_s
     backward_s = 0.0 if node.is_input else node.backward_s
     options = [Option(kept)]

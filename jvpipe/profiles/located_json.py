@@ -1,7 +1,8 @@
-"""JSON whose objects know the line where they start, so that errors in their fields can name it.
+"""Parses JSON into objects that know the line where they start, so that errors can name the line.
 
-Python's parser reports no lines for objects. It makes them in a known order, though, and a search
-for opening braces outside of strings finds their lines in another known order.
+Python's parser does not report the lines of objects. But it makes the objects in the order in which
+they close, and a search for braces outside of strings finds the lines in the order in which objects
+open. For the files that are read here, each of the two orders gives the other.
 """
 
 import bisect
@@ -17,7 +18,7 @@ _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
 class Located(dict[str, Any]):
     r"""A JSON object that starts on `line` of `file`.
 
-    A field of the wrong kind is a ValueError with both.
+    A method that reads a field raises ValueError if the field is wrong, and names file and line.
 
     >>> whole = parse_located('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
     >>> whole.amount("size"), whole.objects("nodes")[0].line
@@ -35,7 +36,7 @@ class Located(dict[str, Any]):
         return wrong(self.file, self.line, what)
 
     def field(self, field: str) -> Any:
-        """Returns the value of a field, which must be there."""
+        """Returns the value of a field, which must exist."""
         if field not in self:
             raise self.wrong(f"the field {field} is missing")
         return self[field]
@@ -79,14 +80,17 @@ class Located(dict[str, Any]):
 
 
 def parse_located(text: str, file: str) -> Located:
-    """Parses a text that holds a JSON object; inner objects may be in lists, but not in each other.
+    """Parses a text that holds a JSON object; objects inside it must not contain further objects.
 
-    {"a": [{..}, {..}], "b": [{..}]}        braces open as 1 2 3 4, objects are made as 2 3 4 1
+    So the outermost object opens first and closes last, and all others close in the order in which
+    they open:
+
+        {"a": [{..}, {..}], "b": [{..}]}        objects open in order 1 2 3 4, close as 2 3 4 1
     """
     newlines = [i for i, letter in enumerate(text) if letter == "\n"]
     tokens = _STRING_OR_OPENING.finditer(text)
     openings = [token.start() for token in tokens if token[0] == "{"]
-    # Objects are made as they close: the outermost, which opens first, is the last.
+    # The parser makes an object when it closes: the outermost one, which opens first, comes last.
     closing = (*openings[1:], *openings[:1])
     lines = iter([bisect.bisect(newlines, at) + 1 for at in closing])
 

@@ -1,13 +1,15 @@
-"""Operators that others profiled, forward and backward ones, as the layers of a pipeline.
+"""Makes the layers of a pipeline from profiled operators, of the forward and of the backward.
 
     forward     a ----> b ----> c          layers a, b, c
                 |       |       |
-    backward    da <--- db <--- dc         each counts for the forward operator of its color
+    backward    da <--- db <--- dc         each counts as the backward of the layer of its color
 
-A stage runs the forward of its layers and later their backward; operators of one color share a
-device. Forward edges order the layers. A color without a forward operator is a layer too, which its
-backward edges order in reverse. Between other colors backward edges mean nothing: they mirror
-forward ones, and in some files they run the same way.
+Operators of one color share a device, because a stage runs the forward of its layers and later
+their backward. Edges between forward operators order the layers.
+
+A color without a forward operator is a layer, too. Its backward edges order it, in reverse. All
+other backward edges are ignored for the order: they mirror forward edges, and in some files they
+even run in the direction of the forward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from jvpipe.profiles.graph_pieces import pieces_of
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A node of a graph file: its seconds and bytes on a device.
+    """A node of a graph file, with its seconds and bytes on a device.
 
     Operators of one color share a device.
     """
@@ -36,9 +38,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A value that an operator of layer `source` sends to layer `target`, and the seconds that it
-    takes.
-    """
+    """A value that an operator of layer `source` sends to layer `target`, with its seconds."""
 
     operator: Operator
     source: int
@@ -51,17 +51,17 @@ def operator_costs(
     edges: Mapping[tuple[int, int], float],
     link: Link,
 ) -> Costs:
-    """Makes the costs of a model of its operators.
+    """Makes the costs of a model from its operators.
 
-    A forward operator is a layer, and its bytes count as parameters. Bytes of a backward operator
-    count as gradients of the last forward operator of its color, or of a layer of their own if
-    there is none. Layers come in an order that keeps colors together, which leaves as many places
-    to cut as possible.
+    A forward operator is a layer, and its bytes count as parameters. The bytes of a backward
+    operator count as gradients of the last forward operator of its color; if its color has no
+    forward operator, of a layer that the color becomes. Layers are ordered so that colors stay
+    together, which leaves as many places to cut as possible.
 
     Args:
-        operators: forward and backward ones, in a topological order.
-        edges: by source and target, the seconds that the source's output takes over the link.
-        link: that joins the devices.
+        operators: forward and backward operators, in a topological order.
+        edges: for each pair of source and target, the seconds of the source's output on the link.
+        link: the link that joins the devices.
 
     >>> a, b = Operator(1, "a", 1.0, 8, False, "red"), Operator(2, "b", 1.0, 8, False, "blue")
     >>> da = Operator(3, "da", 2.0, 4, True, "red")
@@ -77,13 +77,13 @@ def operator_costs(
     backward: dict[int, list[Operator]] = {}
     for operator in operators:
         if home[operator.id] == operator.id:
-            # Operators of a color share a device.
             colors.setdefault(operator.color, []).append(operator.id)
         if operator.is_backward:
             backward.setdefault(home[operator.id], []).append(operator)
     sent = []
     for (source, target), seconds in edges.items():
-        # A forward operator leaves values for the backward of its layer without a transfer.
+        # An edge from a forward operator to the backward of a layer that has a forward takes no
+        # transfer: the layer's forward leaves the value on the device.
         at_home = node[target].is_backward == node[home[target]].is_backward
         if node[source].is_backward or at_home:
             sent.append(
@@ -96,7 +96,7 @@ def operator_costs(
             )
     layers = [operator.id for operator in operators if home[operator.id] == operator.id]
     groups = pieces_of(layers, _order(sent, node), colors.values())
-    # Layers that must share a stage lie next to each other.
+    # In this order, layers that must share a stage are neighbours.
     in_order = chain.from_iterable(groups)
     place = {layer: i for i, layer in enumerate(in_order)}
     together = [tuple(place[x] for x in group) for group in groups if len(group) > 1]
@@ -136,7 +136,7 @@ def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[in
     pairs = [(x.source, x.target) for x in sent if not x.operator.is_backward]
     for x in sent:
         without_forward = node[x.source].is_backward or node[x.target].is_backward
-        # Nothing else orders a layer that has no forward operator.
+        # Only backward edges order a layer that has no forward operator.
         if x.operator.is_backward and without_forward:
             pairs.append((x.target, x.source))
     return pairs
@@ -148,19 +148,20 @@ def _values(
     place: Mapping[int, int],
     link: Link,
 ) -> tuple[Edge, ...]:
-    """Makes an edge per output, to all readers that it costs the same, in the order of the layers.
+    """Makes the edges between layers: one for each output and cost, to all readers at that cost.
 
-    An edge has a cotangent if anything goes back between the colors of a reader and of its maker.
-    What goes back where nothing came (past a sum of gradients) is an edge without cotangent, from
-    the earlier layer to the later one: the link takes as long for it in either direction.
+    An edge has a cotangent if a value is sent back between the colors of one of its readers and of
+    its producer. A value may also be sent back where none came forward, as past a sum of gradients.
+    Such a value becomes an edge without cotangent from the earlier layer to the later one, because
+    the link takes equally long in both directions.
     """
     ways: list[tuple[_Sent, int, int]] = []
     for x in sent:
         if x.source != x.target:
             a, b = sorted((x.source, x.target), key=place.__getitem__)
             ways.append((x, a, b))
-    # Pairs of colors, in the order of the layers, between which a value goes forward, or comes
-    # back.
+    # Pairs of colors, in the order of the layers: `came` has those between which a value goes
+    # forward, `returned` those between which a value goes back.
     came: set[tuple[object, object]] = set()
     returned: set[tuple[object, object]] = set()
     for x, a, b in ways:

@@ -1,1 +1,1 @@
-"""Layers and optimizers as compiled programs."""
+"""Programs: layers and optimizers as functions that are compiled."""

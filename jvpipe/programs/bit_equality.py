@@ -1,9 +1,8 @@
-"""Compares a layer in two programs with the layer in one: its results, and its update,
-have to be bitwise identical.
+"""Tells whether a layer that is cut in two still computes bitwise identical results and updates.
 
-XLA chooses again in each program what to fuse, and a fused multiplication and addition rounds once
-instead of twice. No rule says when, so it is tried: both run on the same numbers, and every output,
-gradient and cotangent is compared.
+XLA decides in each program again which operations it fuses, and a fused multiplication and addition
+rounds once instead of twice. No rule says when XLA does so. Therefore both versions of the layer
+run on the same numbers, and all outputs, gradients and cotangents are compared.
 """
 
 import math
@@ -36,17 +35,18 @@ def same_bits(
     layer: int,
     halves: Traced,
 ) -> bool:
-    """Tells whether `layer` of `whole` computes bitwise what `layer` and `layer + 1` of `halves`
-    compute.
+    """Tells whether a layer computes bitwise the same results whole and cut in two.
 
-    False also where that cannot be told: for a layer that takes keys, or yields what is not finite.
+    The answer is also False if the comparison is not possible: the layer takes random keys, or its
+    results are not finite.
 
     Args:
         store: compiles the programs.
-        device: runs them.
-        whole: the model with the layer as one.
-        layer: its number there.
-        halves: the model with that layer as two.
+        device: runs the programs.
+        whole: the model in which the layer is whole.
+        layer: the number of the layer in `whole`; in `halves` its halves are `layer` and
+            `layer + 1`.
+        halves: the model in which the layer is cut in two.
     """
     body = whole.bodies[layer]
     rng = np.random.default_rng(0)
@@ -57,8 +57,8 @@ def same_bits(
     for v, ref in zip(body.inputs, body.reads, strict=True):
         is_parameter = ref.kind == ValueKind.PARAMETER
         values[v] = _drawn(rng, v, is_parameter=is_parameter)
-    # What comes in from later layers, and what earlier micro-batches added up: a sum that begins
-    # with nothing hides whether its first product was rounded.
+    # Cotangents from later layers, and gradients of earlier micro-batches. They are not zeros,
+    # because a sum that begins with zero hides whether its first product was rounded.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
     sums = {v: _drawn(rng, v) for v in variables}
     one = _outcome(
@@ -85,15 +85,15 @@ def same_update(
     layer: int,
     halves: OptimizerCut,
 ) -> bool:
-    """Tells whether `layer` of `whole` is updated bitwise as `layer` and `layer + 1` of `halves`
-    are.
+    """Tells whether a layer is updated bitwise in the same way whole and cut in two.
 
     Args:
         store: compiles the programs.
-        device: runs them.
-        whole: the optimizer cut for the layer as one.
-        layer: its number there.
-        halves: the optimizer cut for that layer as two.
+        device: runs the programs.
+        whole: the optimizer, cut for the model in which the layer is whole.
+        layer: the number of the layer in `whole`; in `halves` its halves are `layer` and
+            `layer + 1`.
+        halves: the optimizer, cut for the model in which the layer is cut in two.
     """
     one = _updated(store, device, whole, [layer])
     two = _updated(store, device, halves, [layer, layer + 1])
@@ -110,9 +110,8 @@ def _updated(
 ) -> dict[Slot, np.ndarray]:
     """Runs the pieces of some layers.
 
-    Returns new parameters and state, and what goes to the global program.
-
-    The latter is joined and sorted, since halves split it between them.
+    Returns the new parameters and state, and the values that go to the global program. These are
+    joined and sorted, because two halves send them in two vectors.
     """
     values: dict[tuple[Slot, int | None], np.ndarray] = {}
     to_global: dict[Slot, list[np.ndarray]] = defaultdict(list)
@@ -131,16 +130,16 @@ def _updated(
                 to_global[replace(slot, source=0)].append(x)
     lasting = (SlotKind.PARAMETER, SlotKind.STATE)
     written = {slot: x for (slot, _), x in values.items() if slot.kind in lasting}
-    # With two layers the vectors for the global program are packed in another order than with one.
+    # Two layers pack the values for the global program in another order than one layer does.
     for slot, vectors in to_global.items():
         written[slot] = np.sort(np.concatenate(vectors))
     return written
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
-    """Returns the same numbers for a slot in every piece.
+    """Returns numbers for a slot, which are the same in every piece.
 
-    A state may be squares, so it is positive.
+    State is positive, because it may be a mean of squares.
     """
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)
@@ -152,14 +151,14 @@ def _value_of(slot: Slot, aval: Any) -> np.ndarray:
 
 def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     """Tells whether arrays are bitwise identical and finite."""
-    # Complex128 holds the values of every type.
+    # Complex128 can represent the values of every other type.
     is_finite = np.isfinite(x.astype(np.complex128)).all()
     return x.tobytes() == y.tobytes() and bool(is_finite)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A layer whose forward has run, and what its backward needs of that."""
+    """A layer whose forward has run, with the results that its backward needs."""
 
     body: Body
     signature: Signature
@@ -167,7 +166,7 @@ class _Pass:
     results: list[np.ndarray]
 
     def arguments(self, values: _Arrays, cotangents: Mapping[Any, np.ndarray]) -> list[np.ndarray]:
-        """Returns what the backward takes: sources, cotangents of outputs, and sums."""
+        """Returns the arguments of the backward: sources, cotangents of outputs, and sums."""
         body, signature = self.body, self.signature
         count = len(body.outputs)
         sources = {
@@ -190,18 +189,19 @@ def _outcome(
     inputs: _Arrays,
     sums: _Arrays,
 ) -> tuple[_Arrays, _Arrays]:
-    """Runs layers forward one after another, and back again.
+    """Runs the forwards of some layers in order, and their backwards in reverse order.
 
     Args:
         store: compiles the programs.
-        device: runs them.
+        device: runs the programs.
         traced: the model.
-        layers: of it.
-        inputs: what the layers read.
-        sums: the cotangents of what they write, and what theirs are added to.
+        layers: the layers that run.
+        inputs: the values that the layers read.
+        sums: the cotangents of the values that the layers write, and the sums to which the layers
+            add their gradients and cotangents.
 
     Returns:
-        The values that they compute, and the gradients and cotangents of what they read.
+        The values that the layers compute, and the gradients and cotangents of their inputs.
     """
     values, passes = dict(inputs), []
     for layer in layers:
@@ -217,7 +217,7 @@ def _outcome(
             [values[v] for v in body.inputs],
             device,
         )
-        # Behind the outputs a forward yields residuals, and a mark.
+        # After the outputs a forward yields residuals, and a mark.
         for v, x in zip(body.outputs, results, strict=False):
             if isinstance(v, Var):
                 values[v] = x
@@ -229,8 +229,7 @@ def _outcome(
                 results,
             )
         )
-    # A layer's cotangents are what the one behind it has sent back: so the passes go from last to
-    # first.
+    # The cotangents of a layer come from the layer after it, so backwards run from last to first.
     cotangents, gradients = dict(sums), _Arrays()
     for one in reversed(passes):
         results = _run(
@@ -274,8 +273,9 @@ def _drawn(
     *,
     is_parameter: bool = False,
 ) -> np.ndarray:
-    """Draws numbers as a layer meets them: those of a parameter are so small that their products
-    stay near one.
+    """Draws numbers of the size that a layer meets in training.
+
+    The numbers of a matrix are so small that its products stay near one.
     """
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):

@@ -1,18 +1,20 @@
-"""Convolutions with their axes in the order in which a library takes them.
+"""Convolutions with their axes in the order in which XLA's library on CPUs takes them.
 
-At the top of a program XLA on CPUs puts transposes around a convolution and hands it to a library.
-In a function that is called it does not: there a convolution whose axes lie otherwise is a loop,
-which is slow and sums in another order.
+In the main function of a program, XLA on CPUs puts transposes around a convolution and hands it to
+a library. In a function that the program calls it leaves a convolution alone: there a convolution
+whose axes have another order becomes a loop, which is slow and sums in another order. So this
+module puts the transposes there, here for one axis of space (rows):
 
-    batch, features, rows  ->  batch, rows, features       the operand, and back again the result
-    out, in, rows          ->  rows, in, out               the filter
+    operand    batch, features, rows  ->  batch, rows, features
+    filter     out, in, rows          ->  rows, in, out
+    result     batch, rows, features  ->  batch, features, rows
 
-That library has no bfloat16, so XLA convolves in float32 and rounds what comes out for all its
-readers but those that widen it again. These it would not find behind a transpose, so here the
-rounding comes last.
+The library has no bfloat16, so XLA convolves in float32 and rounds the result. A reader that widens
+the result to float32 again gets the result before rounding. XLA would not find such readers behind
+a transpose, so here the rounding comes after the transpose:
 
-    conv, transpose  ->  round  ->  bfloat16 readers
-                     ->  readers that widen
+    convolution -> transpose -> round -> readers of bfloat16
+                             -> readers that widen
 """
 
 from collections.abc import Sequence
@@ -28,10 +30,9 @@ from jvpipe.trace import jaxprs
 
 
 def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same function with transposes around its convolutions, as XLA would have put them
-    there.
+    """Returns the same function with transposes around its convolutions, as XLA would put them.
 
-    Other devices than CPUs run the convolutions as they are.
+    Only CPUs run the transposed convolutions; other devices run the original ones.
     """
     if all(eqn.primitive.name != "conv_general_dilated" for eqn in closed.jaxpr.eqns):
         return closed
@@ -64,8 +65,9 @@ def _widens(eqn: JaxprEqn) -> bool:
 
 
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
-    """Returns the result of a convolution, and the same before it is rounded, which it is on CPUs
-    alone.
+    """Returns the result of a convolution, and the same result before it is rounded.
+
+    Only on CPUs do the two differ.
     """
     dtype = _jax.aval(eqn.outvars[0]).dtype
 
@@ -90,9 +92,9 @@ def _exact(dtype: Any) -> Any:
 
 
 def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
-    """Applies a convolution with its axes in order.
+    """Applies a convolution with its axes in the library's order.
 
-    The result of one of bfloat16 is not rounded yet.
+    For bfloat16 the result is float32 and not yet rounded.
 
     >>> x, w = jax.numpy.ones((1, 2, 8)), jax.numpy.ones((3, 2, 5))
     >>> (eqn,) = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w).eqns
@@ -105,7 +107,7 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     filters = (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1])
     result = _last(*numbers.out_spec)
     usual = tuple(range(len(operand)))
-    # Images have one axis of features and filters two, and both have them last.
+    # An image has one axis of features, a filter has two; in both they come last.
     image = _first(usual)
     inner = type(numbers)(
         image,
@@ -115,8 +117,8 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)
-        # This widens operands, too. Behind the barrier nobody finds what they were before they were
-        # rounded.
+        # The convolution widens its operands, too. The barrier keeps XLA from replacing them by
+        # their values before they were rounded.
         values = jax.lax.optimization_barrier(values)
     moved = list(map(_moved, values, (operand, filters)))
     (out,) = _jax.bind(eqn.replace(params=params), moved)
@@ -132,7 +134,7 @@ def _last(
 
 
 def _first(usual: Sequence[int]) -> tuple[int, ...]:
-    """Returns the axes of an array whose features come last, as JAX tells them."""
+    """Returns the axes of an array with features last, in JAX's order: batch, features, space."""
     return (usual[0], usual[-1], *usual[1:-1])
 
 

@@ -1,12 +1,13 @@
-"""Placed equations as pieces: who needs which value, what crosses between layers,
-what each computes in each phase.
+"""The flow of an optimizer's values: turns placed equations into pieces, one per home and phase.
+
+A home is a layer or the global program, and a piece is what it runs in one phase. Layers send
+vectors (PARTIAL) to the global program, which sends vectors (GLOBAL) back. Time runs to the right:
 
     layer 0    piece 0   PARTIAL >            > GLOBAL   piece 1
     layer 1    piece 0   PARTIAL >  global 0  > GLOBAL   piece 1
 
-Values between layers and the global program go in vectors, one for each maker, phase and type, so
-that a piece has few arguments. What a layer computed at a cost and needs again in a later phase is
-KEPT; what is cheap it computes again.
+There is one vector for each maker, phase and type of values, so that a piece has few arguments. A
+costly value that a layer needs again in a later phase is KEPT; a cheap one is computed again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +28,13 @@ class Flow:
     """Placed equations between named inputs and results.
 
     Attributes:
-        eqns: in their order.
-        constants: what they closed over.
+        eqns: the equations, in their order.
+        constants: the constants that they closed over.
         inputs: the slot of each input.
         outputs: the results.
         placement: where each equation runs.
-        layers: those that own parameters.
-        shared: replicated state of which the global program has a copy.
+        layers: the layers that own parameters.
+        shared: the state with a copy in every layer of which the global program has a copy, too.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -45,23 +46,20 @@ class Flow:
     shared: frozenset[Slot] = frozenset()
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Returns the pieces of all layers and of the global program, in an order in which they can
-        run.
-        """
+        """Returns all pieces in an order in which they can run: by phase, the global one last."""
         homes: list[Home] = [*self.layers, "global"]
         pieces = [piece for home in homes for piece in self._pieces_of(home)]
         return tuple(sorted(pieces, key=lambda piece: (piece.phase, piece.layer is None)))
 
     @cached_property
     def readers(self) -> dict[Var, set[Home]]:
-        """The layers that need each value.
+        """The homes that need each value.
 
-        The global program too, for values that go from layer to layer.
-
-        From the results back to the inputs: an equation's operands are needed where it runs, and
-        those of one that runs everywhere by all who need its results.
+        They are found from the results back to the inputs. The operands of an equation are needed
+        where the equation runs. If it runs everywhere, they are needed by all homes that need its
+        results. A value that goes from layer to layer is needed by the global program, too.
         """
-        # Results first: whoever holds a copy needs the value.
+        # A result is needed by each home that holds a copy of it.
         readers: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
         for out in self.outputs:
             for var in jaxprs.variables([out.atom]):
@@ -69,12 +67,11 @@ class Flow:
         for eqn in reversed(self.eqns):
             asking = set().union(*(readers[v] for v in eqn.outvars))
             home = self._home(eqn)
-            # An equation that runs everywhere is run by those who need its results, so its operands
-            # go to them.
+            # An equation that runs everywhere is run by the homes that need its results.
             running: set[Home] = {home} if asking and home != "everywhere" else asking
             for var in jaxprs.variables(eqn.invars):
                 readers[var] |= running
-        # What goes from layer to layer goes by way of the global program.
+        # A value goes from layer to layer by way of the global program.
         for var, needing in readers.items():
             home = self.placement.of(var).home
             if isinstance(home, int) and needing - {home}:
@@ -83,7 +80,7 @@ class Flow:
 
     @cached_property
     def _vectors(self) -> dict[Slot, list[Var]]:
-        """The values that are packed into each vector between the layers and the global program."""
+        """The values in each vector between layers and the global program, in their order."""
         vectors: dict[Slot, list[Var]] = {}
         for var, needing in self.readers.items():
             home, phase = self.placement.of(var)
@@ -107,7 +104,7 @@ class Flow:
         return vectors
 
     def _home(self, eqn: JaxprEqn) -> Home:
-        """Returns where an equation runs; all its results are made there."""
+        """Returns the home at which an equation runs, and at which all its results are made."""
         return self.placement.of(eqn.outvars[0]).home
 
     @cached_property
@@ -120,11 +117,11 @@ class Flow:
     def _eqns_for(self, home: Home) -> list[JaxprEqn]:
         """Returns the equations that a layer or the global program may run.
 
-        For layers that are alike they are in the same order, so that these share a program.
+        Layers that are alike get their equations in the same order, so that they share a program.
         """
         if home == "global":
             return [eqn for eqn in self.eqns if not isinstance(self._home(eqn), int)]
-        # A layer computes for itself what every layer needs.
+        # Each layer runs for itself the equations that run everywhere.
         everywhere = self._eqns_of.get("everywhere", [])
         return [*everywhere, *self._eqns_of.get(home, [])]
 
@@ -140,19 +137,19 @@ class Flow:
         return holders
 
     def _sent_by(self, home: Home) -> dict[int, list[Slot]]:
-        """Returns the vectors that a layer or the global program makes, by phase."""
+        """Returns, for each phase, the vectors that a layer or the global program makes."""
         sent: dict[int, list[Slot]] = {}
         for slot in self._vectors:
-            # A vector of the global program goes to all layers, one of a layer's to that program.
+            # GLOBAL vectors are made by the global program, PARTIAL ones by the layer in `source`.
             maker = "global" if slot.kind is SlotKind.GLOBAL else slot.source
             if home == maker:
                 sent.setdefault(slot.index, []).append(slot)
         return sent
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
-        """Yields a piece for each phase in which something is sent.
+        """Yields the pieces of a home: one for each phase in which it sends a vector, and the last.
 
-        All results are made in the last.
+        The last piece makes all results.
         """
         # A result that is its own input, such as a frozen parameter, stays where it is.
         of_home = (out for out in self.outputs if home in self._holders(out))
@@ -189,19 +186,21 @@ class Flow:
             yield part.piece(layer, phase, last=is_last)
 
     def _runs(self, home: Home, needed: Mapping[int, Sequence[Atom]]) -> dict[int, "_Run"]:
-        """Returns what runs in each phase: a layer's costly equations once, all others as often as
-        needed.
+        """Returns what a home runs in each phase.
+
+        A layer runs a costly equation once, in the first phase that needs it, and a cheap equation
+        in every phase that needs it.
 
         Args:
             home: the layer, or the global program.
-            needed: by phase, the values that it sends or yields.
+            needed: for each phase, the values that the home sends or yields.
         """
         eqns = self._eqns_for(home)
         runs = {}
         for phase, atoms in needed.items():
             run = _Run.of(eqns, atoms, self.constants)
             runs[phase] = run
-            # What a layer has computed at a cost it keeps for the phases after this.
+            # A layer keeps the results of costly equations for later phases.
             done = {id(eqn) for eqn in run.eqns if home != "global" and not is_cheap(eqn)}
             eqns = [eqn for eqn in eqns if id(eqn) not in done]
         return runs
@@ -215,14 +214,14 @@ class Flow:
             for eqn in run.eqns:
                 if not is_cheap(eqn):
                     costly.update(eqn.outvars)
-        # A run computes what it needs, unless an earlier one has: so a costly value that it reads
-        # is that one's.
+        # A run computes what it needs, unless an earlier run has computed it. So a costly value
+        # that a run reads was computed by an earlier run.
         reads = [v for run in runs.values() for v in run.reads]
         kept = dict.fromkeys(v for v in reads if v in costly)
         return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(kept)}
 
     def _slot(self, var: Var, reader: Home) -> Slot:
-        """Returns the slot in which a reader finds a value: an input's own, or a vector."""
+        """Returns the slot in which a reader finds a value: the slot of an input, or a vector."""
         home, phase = self.placement.of(var)
         dtype = str(_jax.aval(var).dtype)
         if home in ("everywhere", reader):
@@ -234,14 +233,14 @@ class Flow:
 
 @dataclass(frozen=True)
 class _Run:
-    """The equations that run in a phase, and the values that they read, constants apart."""
+    """The equations that a home runs in a phase, and the values other than constants they read."""
 
     eqns: list[JaxprEqn]
     reads: list[Var]
 
     @cached_property
     def computed(self) -> set[Var]:
-        """The values that it makes."""
+        """The values that the equations make."""
         return jaxprs.defined(self.eqns)
 
     @staticmethod
@@ -250,7 +249,7 @@ class _Run:
         atoms: Sequence[Atom],
         constants: Mapping[Var, Any],
     ) -> "_Run":
-        """Returns what makes some values; those of them that no equation makes are passed on."""
+        """Returns a run that makes some values; it reads those that none of the equations makes."""
         needed = jaxprs.prune(eqns, atoms)
         computed = jaxprs.defined(needed)
         passed = [v for v in jaxprs.variables(atoms) if v not in computed]

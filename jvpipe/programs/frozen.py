@@ -1,13 +1,14 @@
-"""The parameters that an optimizer freezes: it returns them unchanged,
-and nobody reads their gradients.
+"""Frozen parameters: an optimizer returns them unchanged, and nobody reads their gradients.
 
-Both are read off the traced update, after what is certain whatever the gradients are:
+Both conditions are checked on the traced update, so they hold for all gradients. Three examples,
+with a parameter p, its gradient g and its moment mu:
 
-    g -> 0 (set_to_zero)     p + 0 = p    p stays, and nobody reads g
-    g -> mu -> 0 (masked)    p + 0 = p    as above, and nobody reads mu but the next mu: it is not kept
-    g -> norm -> others      p + 0 = p    p stays, but others need g
+    what the update computes                  p stays    g is needed             p is frozen
+    g -> 0 (set_to_zero), p + 0               yes        no                      yes
+    g -> mu -> 0 (masked), p + 0              yes        only for the next mu    yes, without mu
+    g -> norm -> other parameters, p + 0      yes        yes                     no
 
-(p + 0 is p except for the sign of a zero, which a frozen parameter keeps.)
+(p + 0 equals p except for the sign of a zero, which a frozen parameter keeps.)
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,9 +29,7 @@ from jvpipe.trace import jaxprs
 _AS_IT_IS = frozenset(
     "broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split()  # noqa: SIM905
 )
-"""Primitives that yield their operand, if it has the shape of the result and the type loses
-nothing.
-"""
+"""Primitives that yield their operand if it has the result's shape and its type loses nothing."""
 _OF_ZEROS = _AS_IT_IS | frozenset(
     "add add_any sub neg concatenate expand_dims rev slice squeeze transpose".split()  # noqa: SIM905
 )
@@ -42,12 +41,11 @@ def without_frozen(
     readers: Sequence[int],
     frozen: Collection[int] = (),
 ) -> TracedOptimizer:
-    """Returns the same optimizer with what it freezes told: it returns that as it came, and keeps
-    no state for it.
+    """Returns the same optimizer with its frozen parameters found, and without state for them.
 
     Args:
-        traced: over all parameters.
-        readers: per parameter, how many gradients the update takes.
+        traced: the optimizer, traced over all parameters.
+        readers: for each parameter, how many gradients the update takes.
         frozen: parameters that are known to be frozen.
     """
     update = _Update.of(traced, readers)
@@ -74,14 +72,14 @@ def without_frozen(
 
 @dataclass(frozen=True)
 class _Update:
-    """A traced update, with its inputs told apart.
+    """A traced update, with its inputs by what they are.
 
     Attributes:
         closed: the update.
-        gradients: per parameter, those that the update takes.
-        parameters: as it takes them.
-        state: the leaves of the optimizer's state.
-        parameter_of: the parameter that each leaf of the state belongs to, if to any.
+        gradients: for each parameter, the gradients that the update takes.
+        parameters: the inputs that are parameters.
+        state: the inputs that are leaves of the optimizer's state.
+        parameter_of: for each leaf of the state the parameter that it belongs to, or None.
     """
 
     closed: ClosedJaxpr
@@ -92,9 +90,9 @@ class _Update:
 
     @staticmethod
     def of(traced: TracedOptimizer, readers: Sequence[int]) -> "_Update":
-        """Tells the inputs apart: they are gradients, perhaps a weight, parameters and state."""
-        # From the front the gradients are counted, from the back the rest: a weight may stand
-        # between them.
+        """Divides the inputs into gradients, a weight if there is one, parameters and state."""
+        # Gradients are counted from the front, parameters and state from the back, because a weight
+        # may stand between them.
         #
         #     gradients of 0 | of 1 | ... | (weight) | parameters | state
         inputs = traced.update.jaxpr.invars
@@ -111,7 +109,7 @@ class _Update:
 
     @cached_property
     def unchanged(self) -> set[int]:
-        """The parameters that the update returns as they came."""
+        """The parameters that the update returns unchanged."""
         same = _same(self.closed, self.parameters)
         unchanged = set()
         results = zip(self.parameters, self.closed.jaxpr.outvars, strict=False)
@@ -122,18 +120,18 @@ class _Update:
         return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """Returns the leaves of the state that only a parameter's gradient needs.
+        """Returns the leaves of the state that are all that a parameter's gradient is needed for.
 
-        It follows the gradient forward through all that reads it. State that is made of it and
-        belongs to the parameter is followed in turn, from the next update's input on. It ends,
-        since each value is looked at once; most often soon, since what all parameters need leads to
-        any of them.
+        The gradient is followed forward through all values that are made of it. If such a value is
+        a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next
+        update. The search ends, because it looks at each value once. It mostly ends early, because
+        a value that all parameters need leads to some other result.
 
         Args:
             i: the parameter.
 
         Returns:
-            None if anything else needs the gradient.
+            The numbers of the leaves; None if any other result needs the gradient.
         """
         count = len(self.parameters)
         alone = set[int]()
@@ -156,7 +154,7 @@ class _Update:
 
     @cached_property
     def _made_of(self) -> Mapping[Var, Sequence[Var]]:
-        """By value, what the equations that read it make."""
+        """For each value, the results of the equations that read it."""
         made_of: dict[Var, list[Var]] = {}
         for eqn in self.closed.jaxpr.eqns:
             for v in dict.fromkeys(jaxprs.variables(eqn.invars)):
@@ -165,9 +163,9 @@ class _Update:
 
     @cached_property
     def _results(self) -> Mapping[Var, Sequence[int]]:
-        """By value, the numbers of the results that it is.
+        """For each value, the numbers of the update's results that are this value.
 
-        Parameters that stay as they are do not count.
+        Parameters that stay unchanged do not count as results.
         """
         results: dict[Var, list[int]] = {}
         for k, out in enumerate(self.closed.jaxpr.outvars):
@@ -176,12 +174,11 @@ class _Update:
         return results
 
     def leaving(self, frozen: Collection[int], unread: Collection[int]) -> ClosedJaxpr:
-        """Returns the update with frozen parameters as they came, and without state that nobody
-        reads.
+        """Returns an update that leaves out some parameters and some of the state.
 
         Args:
-            frozen: parameters.
-            unread: leaves of the state.
+            frozen: parameters, which the new update returns unchanged.
+            unread: leaves of the state, which the new update neither takes nor yields.
         """
         results = list(self.closed.jaxpr.outvars)
         for i in frozen:
@@ -196,10 +193,10 @@ class _Update:
 
 
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
-    """Returns by value the input that it is equal to, whatever the other inputs are.
+    """Returns, for some values, the input that they are equal to, whatever the other inputs are.
 
-    One pass over the equations, in order: it knows of each value whether it is an input, or zero,
-    or neither.
+    One pass over the equations finds, for each value, whether it is equal to an input, or zero, or
+    neither.
     """
     same: dict[Atom, Var] = {v: v for v in inputs}
     zeros: set[Atom] = set()
@@ -231,7 +228,7 @@ def _origin(
     origins: Sequence[Var | None],
     are_zeros: Sequence[bool],
 ) -> Var | None:
-    """Returns the input that an equation yields as it is; None if it does not.
+    """Returns the input that an equation yields unchanged; None if there is no such input.
 
     Args:
         eqn: the equation.
@@ -244,7 +241,7 @@ def _origin(
     if name in ("add", "add_any") and are_zeros[0]:
         return origins[1]
     if name == "select_n":
-        # Whatever the choice is, it is one of these: if all are equal to the same input, so is the
+        # The result is one of the cases: if all cases are equal to the same input, so is the
         # result.
         first, *others = origins[1:]
         return first if all(origin is first for origin in others) else None
@@ -257,7 +254,7 @@ def _origin(
 
 
 def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    """Tells whether a type has all numbers of another one.
+    """Tells whether a type can represent all numbers of another type.
 
     >>> float32, bfloat16, int8 = map(jnp.dtype, ("float32", "bfloat16", "int8"))
     >>> _holds(float32, bfloat16), _holds(bfloat16, float32), _holds(float32, int8)
@@ -281,11 +278,11 @@ def _are(kind: Any, *types: np.dtype) -> bool:
 
 
 def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
-    """Tells whether an equation makes zeros, of operands some of which are `zeros`."""
+    """Tells whether an equation makes zeros, given which of its operands are zeros."""
     match eqn.primitive.name:
         case "mul" if any(zeros):
-            # The other factor must be known: zero times one that is computed, and might be
-            # infinite, is NaN.
+            # The other factor must be a known finite number: a computed one might be infinite, and
+            # zero times infinity is NaN.
             others = [x for x, zero in zip(eqn.invars, zeros, strict=True) if not zero]
             return all(isinstance(x, Literal) and np.all(np.isfinite(x.val)) for x in others)
         case "select_n":
@@ -301,9 +298,7 @@ def _type(var: Var) -> np.dtype:
 
 
 def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:
-    """Returns the tree of the state, with optax's own sign of nothing in place of leaves that
-    nobody reads.
-    """
+    """Returns the tree of the state, with optax's `MaskedNode` in place of leaves nobody reads."""
     import optax  # late, as in jvpipe/ir/optimizer.py
 
     leaves = [optax.MaskedNode() if k in unread else 0 for k in range(tree.num_leaves)]

@@ -1,9 +1,12 @@
-"""The program of a group: those of consecutive layers one after another, each a call of its own.
+"""The program of a group: it runs the programs of consecutive layers, each as a call of its own.
+
+Two forwards F0 and F1, with a tensor t0 between them and residuals r0 and r1, become one:
 
     alone      F0: x -> t0, r0        F1: t0 -> t1, r1
-    a group    x -> r0, t1, r1        t0 is temporary to it, unless something else reads it
+    a group    x -> r0, t1, r1
 
-Nothing is optimised across the calls, so every layer yields bitwise what it yields alone.
+The tensor t0 becomes temporary memory of the group, unless another program reads it. The compiler
+optimises nothing across calls, so each layer yields bitwise what it yields alone.
 """
 
 from collections.abc import Hashable, Sequence
@@ -22,9 +25,9 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
     """Returns a program that runs others one after another.
 
     Args:
-        programs: of its parts.
-        wires: what each of these takes and yields, and at last what the whole does, numbered as
-            `Row.wires` does.
+        programs: the programs of the parts.
+        wires: the arrays that each part takes and yields and, last, those that the group takes and
+            yields, by the numbers that `Row.wires` gives them.
     """
     *parts, (reads, writes) = wires
     inputs: dict[int, Any] = {}
@@ -48,7 +51,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
 
     keys = (program.key for program in programs)
     taken_by_all = tuple(inputs[i] for i in reads)
-    # What a part may overwrite the group may overwrite, if it comes from outside.
+    # The group may overwrite an input if one of its parts may.
     overwritten = tuple(i for i in reads if i in donated)
     return Program(
         ("group", *keys, tuple(wires)),

@@ -1,12 +1,18 @@
 """A layer as two programs: a forward that yields residuals, and a backward that reads them.
 
-The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates,
-each behind a barrier; everything else is recomputed in the backward. Candidates and outputs are
-made by calls that are compiled alike in all programs (see `outline`), and what is made of them is
-the same whether they were kept or recomputed. So results are bitwise identical for any choice.
+    program     takes                         yields
+    forward     inputs                        outputs, residuals
+    backward    sources, cotangents, sums     sums, cotangents
 
-    forward     inputs -> outputs, residuals                       residuals: the candidates that are kept
-    backward    sources, cotangents, sums -> sums, cotangents      sources: inputs, outputs and residuals that it reads
+A candidate is a value inside a layer whose fate can be chosen, such as the result of a product. The
+residuals are the candidates that are kept, and a few values that are not candidates. The sources
+are the inputs, outputs and residuals that the backward reads.
+
+The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept, each
+behind a barrier. The backward recomputes everything else. Results are bitwise identical for any
+choice of candidates: candidates and outputs are made by calls that are compiled alike in all
+programs (see `outline`), so what is computed from a candidate is the same whether the candidate was
+kept or recomputed.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -39,7 +45,8 @@ class LayerPrograms:
         forward: `(inputs) -> (outputs, residuals)`.
         backward: `(sources, cotangents, partial sums, accumulators) -> (accumulators, cotangents of
             inputs)`.
-        signature: what these are, by the layer's own numbers of its inputs and outputs.
+        signature: which inputs and outputs of the layer the backward's arguments and results belong
+            to, by their numbers in the layer.
     """
 
     forward: ClosedJaxpr
@@ -48,26 +55,23 @@ class LayerPrograms:
 
     @cached_property
     def recompute(self) -> ClosedJaxpr:
-        """The forward for recomputing: what it prints has been printed."""
+        """The forward for recomputing, which prints nothing, because the first run has printed."""
         return jaxprs.silent(self.forward)
 
     @cached_property
     def on_trial(self) -> "LayerPrograms":
-        """The same with a backward that prints nothing."""
+        """The same programs, with a backward that prints nothing."""
         backward = jaxprs.silent(self.backward)
         return self if backward is self.backward else replace(self, backward=backward)
 
     @cached_property
     def halves(self) -> Halves | None:
-        """The backward in two programs.
-
-        None if all of it yields cotangents, or all of it gradients.
-        """
+        """The backward as two programs; None if it yields only cotangents or only gradients."""
         return halve(self.backward, self.signature)
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for layers that can share both programs."""
+        """A value that is equal for layers that can share both programs."""
         return (program_key(self.forward), program_key(self.backward), self.signature)
 
 
@@ -94,16 +98,16 @@ def differentiate(
     Args:
         body: the layer's equations.
         kept: the names of the candidates that the forward saves.
-        partial: tensors (by id) that later layers read too: their cotangents come in as partial
-            sums.
+        partial: the ids of tensors that later layers read, too. The cotangents of those layers come
+            in as partial sums, to which this layer adds.
     """
     summed = []
     for i in body.moving:
         ref = body.reads[i]
         if ref.kind == ValueKind.TENSOR and ref.index in partial:
             summed.append(i)
-    # The forward is traced with everything that its derivative closes over; what of this are
-    # residuals comes below.
+    # The traced forward yields everything that its derivative closes over. Which of these values
+    # are residuals is found below.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     results = closed.jaxpr.outvars
@@ -119,8 +123,7 @@ def differentiate(
         summed,
         calls,
     )
-    # The forward yields only those residuals that the backward turned out to read; they are
-    # numbered again.
+    # The forward keeps only the residuals that the traced backward reads, which are numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {}
@@ -139,9 +142,10 @@ def differentiate(
 
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
-    """Returns which candidate a value is.
+    """Returns the names of the candidates among the values of some equations.
 
-    What `jax.checkpoint` saves passes through an idle `reduce_precision`.
+    A value that `jax.checkpoint` saves passes through a `reduce_precision` that changes nothing;
+    its result has the same name.
     """
     names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
@@ -153,24 +157,23 @@ def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
 
 
 def inference(body: Body) -> ClosedJaxpr:
-    """Returns the layer without residuals, for evaluation."""
+    """Returns the layer's forward without residuals, for evaluation."""
     return flatten(lambda *xs: _run(body, xs), *map(jaxprs.shape_of, body.inputs))
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a layer.
+    """Runs a layer, so that candidates and outputs have the values that calls compute for them.
 
-    Its candidates and outputs have the values of calls, and the derivatives of its equations.
-
-    So everything is computed twice: by equations through which gradients flow, and by calls, which
-    no gradient enters. The compiler drops what is read of neither.
+    Everything is computed twice: by the layer's equations, through which gradients flow, and by
+    calls (see `outline`), which no gradient enters. A candidate or output takes its value from the
+    call and its derivative from the equations. The compiler drops results that nobody reads.
     """
     env = dict(zip(body.inputs, inputs, strict=True))
     fixed = {v: jax.lax.stop_gradient(x) for v, x in env.items()}
     calls = outline(body)
     for position, eqn in enumerate(body.eqns):
         jaxprs.run_jaxpr([eqn], env)
-        if eqn.effects:  # such an equation runs once: the calls read what it has yielded here
+        if eqn.effects:  # an equation with effects runs once, and calls read its results
             fixed |= {v: jax.lax.stop_gradient(env[v]) for v in eqn.outvars}
         elif position in calls:
             fixed |= calls[position](fixed)
@@ -191,8 +194,8 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     return results
 
 
-# The value of its second argument, with the derivative of its first one, which is equal to it
-# except for roundings.
+# Has the value of the second argument and the derivative of the first. Both arguments are the same
+# value except for roundings.
 _valued = jax.custom_jvp(lambda differentiable, value: value)
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
@@ -200,7 +203,7 @@ _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 def _candidate(x: jax.Array, name: str) -> jax.Array:
     """Returns a value that can be saved under a name.
 
-    A complex one is saved as its two parts, as JAX demands.
+    A complex value is saved as its real and its imaginary part, because JAX saves no complex ones.
     """
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)
@@ -216,9 +219,9 @@ def _trace_forward(
 ) -> tuple[ClosedJaxpr, Any]:
     """Traces the forward, with every leaf that the backward closes over as an output.
 
-    To the backward the `summed` inputs are outputs as well. Then the layer's own sums begin with
-    their partial sums, as if the layers that read them later were part of this one: where layers
-    are cut changes no sum.
+    The `summed` inputs are passed on as outputs, too. Their cotangents are partial sums from later
+    layers, and the layer's own cotangents are added to these, as if the later layers were part of
+    this one. So the order of summation does not depend on where layers are cut.
 
     Args:
         body: the layer's equations.
@@ -228,7 +231,7 @@ def _trace_forward(
     Returns:
         The forward, and the tree by which the backward is rebuilt from the leaves.
     """
-    trees = []  # what tracing leaves behind: a traced function returns arrays alone
+    trees = []  # a traced function returns only arrays, so it leaves the tree here
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
 
     def forward(*xs: Any) -> list[Any]:
@@ -243,8 +246,8 @@ def _trace_forward(
             active = [x for x, a in zip(out, body.active, strict=True) if a]
             return [*active, *passed], out
 
-        # `pull` is a pytree whose leaves are what it closes over: these become outputs of the
-        # forward.
+        # `pull` is a pytree. Its leaves are the values that it closes over, and become outputs of
+        # the forward.
         _, pull, out = jax.vjp(
             pick,
             *(xs[i] for i in body.moving),
@@ -259,15 +262,15 @@ def _trace_forward(
 
 
 def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
-    """Returns where the backward finds each value that the forward leaves it.
+    """Returns where the backward finds each value that the traced forward yields.
 
-    What is an input or an output of the layer need not be left: it has a buffer of its own.
+    An input or output of the layer has a buffer already, so the forward need not leave it again.
     """
     results = closed.jaxpr.outvars
     outputs = results[:n_out]
     leaves = results[n_out:]
-    # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as
-    # that.
+    # Later assignments replace earlier ones: of equal outputs the first one counts, and an output
+    # that is also an input counts as an input.
     sources: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
         if not isinstance(v, _jax.Literal):
@@ -285,13 +288,13 @@ _LOSS = Ref(ValueKind.LOSS, 0)
 
 @dataclass(frozen=True)
 class _Differentiated:
-    """The inputs and outputs of a layer, by their numbers, as its backward meets them.
+    """The numbers of a layer's inputs and outputs that have a part in its backward.
 
     Attributes:
-        gradients: parameters.
-        returned: tensors, whose cotangents it yields.
-        active: outputs through which gradients flow.
-        taken: those of them whose cotangents come from later layers.
+        gradients: the inputs that are parameters.
+        returned: the inputs that are tensors, whose cotangents the backward yields.
+        active: the outputs through which gradients flow.
+        taken: the active outputs whose cotangents come from later layers.
     """
 
     gradients: list[int]
@@ -321,17 +324,19 @@ def _trace_backward(
     summed: Sequence[int],
     printed: Collection[Hashable],
 ) -> tuple[ClosedJaxpr, Signature]:
-    """Traces the backward, with all gradients and cotangents that there could be.
+    """Traces the backward, with all gradients and cotangents that it could yield.
 
-    What frozen parameters alone have is none: it comes in as zeros, and what it yields is cut off
-    again, only after everything is done on which the rounding of the rest depends.
+    It is traced as if no parameter were frozen: a partial sum that does not exist comes in as
+    zeros, and results that nobody needs are cut off in the end. They are cut off only after every
+    step that decides how the compiler rounds, so that freezing a parameter does not change how the
+    other gradients are rounded.
 
     Args:
         body: the layer's equations.
         tree: rebuilds the backward from the leaves.
-        leaves: that the forward has left, by where they are found.
+        leaves: the values that the forward has left, each with where it is found.
         summed: inputs whose cotangents come in as partial sums.
-        printed: what derivative rules have printed in the forward already; they print it only once.
+        printed: the prints of derivative rules that the forward has run; they are not repeated.
     """
     parts = _Differentiated.of(body)
     gradients, returned = parts.gradients, parts.returned
@@ -350,8 +355,7 @@ def _trace_backward(
         incoming |= zip(parts.taken, cotangents, strict=True)
         later = {i: _zeros(body.inputs[i]) for i in summed}
         later |= zip(partial, sums, strict=True)
-        # In the order in which the forward listed what gradients come from: active outputs, then
-        # summed inputs.
+        # The order is that of the results of `pick`: active outputs, then summed inputs.
         active = [incoming[i] for i in parts.active]
         pulled = pull([*active, *later.values()])
         moved = dict(zip(body.moving, pulled, strict=True))
@@ -366,7 +370,7 @@ def _trace_backward(
         [input_shapes[i] for i in partial],
         [input_shapes[i] for i in gradients],
     )
-    # First what decides how the compiler rounds, then what only leaves results out.
+    # First the steps that decide how the compiler rounds, then those that only leave results out.
     quiet = jaxprs.silent(flat, printed)
     closed = settle_halves(upright(quiet), len(gradients))
     results = zip((*gradients, *returned), closed.jaxpr.outvars, strict=True)
@@ -396,14 +400,15 @@ def _without_unread(
     sources: Sequence[Source],
     gradients: Sequence[int],
 ) -> tuple[ClosedJaxpr, list[Source]]:
-    """Drops the inputs of a backward that it does not read: values of the forward, and sums of what
-    is frozen.
+    """Drops the inputs that a backward does not read.
+
+    They are sources that it has no use for, and sums of the gradients of frozen parameters.
 
     Args:
         closed: the backward; its inputs begin with the sources and end with the sums of gradients.
         body: the layer's equations.
-        sources: of the values that the forward has left.
-        gradients: the parameters that the sums are of.
+        sources: where the backward finds the values that the forward has left.
+        gradients: the parameters to which the sums of gradients belong.
 
     Returns:
         The backward, and the sources that are left.
@@ -422,8 +427,10 @@ def _without_unread(
 
 
 def _cotangent(body: Body, i: int) -> jax.Array:
-    """Returns the cotangent of an output that comes from no later layer: of the loss its share, of
-    others zeros.
+    """Returns the cotangent of an output to which no later layer sends one.
+
+    For the loss it is the share of this slice's loss in the loss of the whole micro-batch, which is
+    1 without slices. For other outputs it is zeros.
     """
     output = body.outputs[i]
     if body.writes[i] == _LOSS:

@@ -18,15 +18,13 @@ from jvpipe.programs.store import Program, added_up, types_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The slices on which replicas made a loss or a leaf of aux, and how the whole is made of what
-    they made.
-    """
+    """The slices on which replicas made a loss or a leaf of aux, and how to join what they made."""
 
     slices: tuple[Examples, ...]
     spread: Spread
 
     def whole(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Joins what replicas made on the slices of a micro-batch."""
+        """Joins the values that replicas made on the slices of a micro-batch, in their order."""
         match self.spread.over:
             case Over.NONE | Over.FIRST:
                 return values[0]
@@ -44,8 +42,7 @@ class Parts:
                 raise AssertionError(f"{self.spread} cannot be joined")
 
     def _mean(self, values: Sequence[jax.Array]) -> jax.Array:
-        # Slices differ in size if the replicas do not divide the micro-batch: each counts by its
-        # examples.
+        # Each value counts by its number of examples, because slices may differ in size.
         examples = sum(s.size for s in self.slices)
         shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
         pairs = zip(values, shares, strict=True)
@@ -58,18 +55,19 @@ def loss_program(
     microbatches: int,
     parts: Sequence[Parts | None] = (),
 ) -> Program:
-    """Returns what reduces the losses and aux of the micro-batches, in ascending order of these.
+    """Returns the program that reduces losses and aux over micro-batches, in ascending order.
 
-    The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each
-    leaf of aux is reduced as the user says; unless they do, as the loss is if it is `Weighted` or a
-    floating-point scalar. Others are stacked along a new first axis.
+    The loss is the mean over the micro-batches. If losses are `Weighted`, it is
+    `sum(total) / sum(weight)`, and the sum of the weights is the next result. A leaf of aux is
+    reduced as the user says. If the user says nothing, it is reduced like the loss if it is
+    `Weighted` or a floating-point scalar, and otherwise stacked along a new first axis.
 
     Args:
-        graph: of the model.
-        inputs: the shapes of all losses, then of all aux, each of all micro-batches.
-        microbatches: how many.
-        parts: for each loss and leaf of aux the parts in which replicas make it, None if it is made
-            whole; empty without replicas.
+        graph: the layer graph of the model.
+        inputs: the shapes of all losses, then of all aux, each for all micro-batches.
+        microbatches: the number of micro-batches.
+        parts: for each loss and leaf of aux, the parts in which replicas make it, or None if it is
+            made whole; empty without replicas.
     """
 
     def reduce(*values: jax.Array) -> list[jax.Array]:
@@ -78,8 +76,8 @@ def loss_program(
         losses = columns[:n_losses]
         aux = columns[n_losses:]
         loss = added_up(losses[0])
-        # The weight has its own sum, and only the quotient of both is the loss, however the items
-        # were spread.
+        # Totals and weights are summed apart, and only the quotient of the sums is the loss. So the
+        # loss does not depend on how the items lie over micro-batches.
         if graph.weighted:
             weight = added_up(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
@@ -100,7 +98,7 @@ def loss_program(
 
 
 def _reduced(values: Sequence[jax.Array], how: AuxReduction | None) -> jax.Array:
-    """Reduces what a leaf of aux was in each micro-batch, as the user says; None: stacks it."""
+    """Reduces the values that a leaf of aux had in the micro-batches; None stacks them."""
     match how:
         case None:
             return jnp.stack(values)
@@ -121,12 +119,11 @@ def _columns(
     microbatches: int,
     parts: Sequence[Parts | None],
 ) -> list[Sequence[jax.Array]]:
-    """Returns what each loss and leaf of aux was in each micro-batch."""
+    """Returns, for each loss and leaf of aux, its values in the micro-batches."""
     if not parts:
         starts = range(0, len(values), microbatches)
         return [values[i : i + microbatches] for i in starts]
-    # Column after column; in a column micro-batch after micro-batch; of each of these slice after
-    # slice.
+    # The values stand column after column, in a column by micro-batch, in a micro-batch by slice.
     left = iter(values)
     columns = list[Sequence[jax.Array]]()
     for part in parts:
@@ -142,7 +139,7 @@ def _columns(
 
 
 def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """Returns what makes fresh accumulators."""
+    """Returns the program that makes fresh accumulators."""
     return Program(
         ("zeros", types_of(shapes)),
         lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes],

@@ -1,4 +1,4 @@
-"""The programs of all layers of a model."""
+"""The programs of a model, ready to be compiled: those of its layers and of its optimizer."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -24,12 +24,13 @@ def layer_programs(
     traced: Traced,
     share: Share | Fates = "all",
 ) -> tuple[LayerPrograms, ...]:
-    """Returns forward and backward of every layer.
+    """Returns the forward and the backward of every layer.
 
     Args:
-        store: keeps them.
+        store: keeps the programs.
         traced: the model.
-        share: how many of a layer's candidates its forward keeps, or what the fates of a plan keep.
+        share: the share of a layer's candidates that its forward keeps, or the fates of a plan,
+            which say which of them it keeps.
     """
     layers = range(len(traced.graph.layers))
     return tuple(programs_of(store, traced, layer, share) for layer in layers)
@@ -41,13 +42,13 @@ def programs_of(
     number: int,
     share: Share | Fates = "all",
 ) -> LayerPrograms:
-    """Returns forward and backward of one layer.
+    """Returns the forward and the backward of one layer.
 
     Args:
-        store: keeps them.
+        store: keeps the programs.
         traced: the model.
-        number: the layer.
-        share: how many of its candidates its forward keeps, or what the fates of a plan keep.
+        number: the number of the layer.
+        share: as for `layer_programs`.
     """
     layer = traced.graph.layers[number]
     body = traced.bodies[number]
@@ -59,16 +60,17 @@ def programs_of(
 
 
 def partial_inputs(graph: LayerGraph, layer: Layer) -> list[int]:
-    """Returns the tensors that a layer reads and a later layer reads too.
+    """Returns the tensors that a layer reads and that a later layer reads, too.
 
-    Cotangents are summed last reader first: all readers but the last one add to a partial sum.
+    The cotangents of a tensor are summed from its last reader to its first, so every reader except
+    the last one adds to a partial sum.
     """
     read = layer.reading(ValueKind.TENSOR)
     return [t for t in read if graph.tensors[t].readers[-1] != layer.id]
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
-    """Returns the candidates of a layer that are kept; half of them is every other one.
+    """Returns the candidates of a layer that are kept; for a half, every other one is kept.
 
     >>> kept_names(["a", "b", "c"], "half")
     ['a', 'c']
@@ -77,10 +79,7 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
 
 
 def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
-    """Returns a layer's forward as something to compile.
-
-    One that is for recomputing prints nothing.
-    """
+    """Returns a layer's forward, ready to be compiled; for recomputing, one that prints nothing."""
     if recompute and programs.recompute is not programs.forward:
         return Program.of(
             programs.recompute,
@@ -95,7 +94,7 @@ def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Prog
 
 
 def evaluation_program(body: Body) -> Program:
-    """Returns a layer's forward that leaves nothing for a backward."""
+    """Returns a layer's forward for evaluation, which leaves nothing for a backward."""
     closed = inference(body)
     return Program.of(
         closed,
@@ -105,7 +104,7 @@ def evaluation_program(body: Body) -> Program:
 
 
 def backward_program(programs: LayerPrograms) -> Program:
-    """Returns a layer's backward; it adds into the sums that it takes, which are donated."""
+    """Returns a layer's backward, which adds to the sums that it takes, and overwrites them."""
     signature = programs.signature
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
@@ -121,7 +120,7 @@ def backward_program(programs: LayerPrograms) -> Program:
 def input_program(programs: LayerPrograms) -> Program:
     """Returns the half of a layer's backward that yields cotangents.
 
-    It adds into the partial sums that it takes.
+    It adds to the partial sums that it takes, and overwrites them.
     """
     halves = _halves(programs)
     signature = halves.signature.input
@@ -138,7 +137,7 @@ def input_program(programs: LayerPrograms) -> Program:
 def weight_program(programs: LayerPrograms) -> Program:
     """Returns the half of a layer's backward that yields gradients.
 
-    It adds into the accumulators that it takes.
+    It adds to the accumulators that it takes, and overwrites them.
     """
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
@@ -157,15 +156,16 @@ def _halves(programs: LayerPrograms) -> Halves:
 
 
 def single_backward_program(programs: LayerPrograms) -> Program:
-    """Returns a layer's backward where every micro-batch is an update of its own: there are no sums
-    to add to.
+    """Returns a layer's backward for schedules that update after each micro-batch.
+
+    It takes no accumulators, because there are no earlier gradients to add to.
     """
     signature, avals = programs.signature, programs.backward.in_avals
     taken = len(avals) - len(signature.gradients)
     run = _jax.jaxpr_as_fun(programs.backward)
 
     def fn(*arrays: jax.Array) -> tuple[Any, ...]:
-        # To the same backward fresh zeros are sums of nothing: its results are bitwise identical.
+        # The same backward runs, with zeros for accumulators: its results are bitwise identical.
         zeros = (jnp.zeros(a.shape, a.dtype) for a in avals[taken:])
         return (*run(*arrays, *zeros), jnp.int32(0))
 
@@ -182,9 +182,9 @@ def single_backward_program(programs: LayerPrograms) -> Program:
 
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
-    """Returns a piece of the optimizer as something to compile.
+    """Returns a piece of the optimizer, ready to be compiled.
 
-    One that `keeps` does not overwrite its parameters.
+    With `keeps` the program does not overwrite its parameters.
     """
     is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
     donated = tuple(i for i in piece.donated if not is_kept[i])

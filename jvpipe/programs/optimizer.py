@@ -1,12 +1,15 @@
-"""An optimizer cut into pieces that run where their operands live.
+"""An optimizer cut into pieces, each of which runs where the arrays lie that it reads.
 
-`optimizer.update` and `init` are traced over the whole tree of parameters. Every parameter has an
-owner, a layer; so has the state that belongs to it. Each equation runs with the layer that its
-operands belong to. What mixes layers, such as a global norm, runs in a global program between two
-rounds of the layers' own.
+`optimizer.update` and `optimizer.init` are traced over the whole tree of parameters. Every
+parameter has an owner, which is a layer; the layer also owns the optimizer's state that belongs to
+the parameter. Each traced equation runs with the layer that owns its operands. An equation that
+mixes layers, such as the one of a global norm, runs in a global program. The pieces of layers and
+the global program take turns, in phases. With clipping by the global norm:
 
-    phase    0: layers                    0: global          1: layers
-             sum of squares per layer     their norm         clip, adam, new parameters
+    phase    who          computes
+    0        each layer   its sum of squares
+    0        global       the norm
+    1        each layer   clipped gradients, Adam's moments, new parameters
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -55,7 +58,7 @@ class StateLeaf:
     Attributes:
         array: its name, shape and type.
         owner: the layer that has it; None if every layer has a copy.
-        parameter: the one that it belongs to, if to any.
+        parameter: the parameter that it belongs to; None if it belongs to none.
     """
 
     array: Array
@@ -67,15 +70,16 @@ class StateLeaf:
 class OptimizerCut:
     """An optimizer in pieces.
 
-    Parameters and state belong to the layer of the piece that reads or writes them: replicated
-    state has a copy per layer, and one for the global program if this reads it. All other slots
-    mean the same array to every piece. A leaf that no piece of `update` writes stays as it is.
+    A piece reads and writes slots, which are names of arrays. A slot of a parameter or of state
+    means the array of the layer whose piece reads or writes it: state that belongs to no layer has
+    a copy for each layer, and one for the global program if that program reads it. Any other slot
+    means the same array for every piece. A leaf that no piece of `update` writes stays as it is.
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
-        update: the pieces of an update, by the same numbers.
+        update: the pieces of an update, in an order in which they can run.
         state: the leaves of the state.
-        state_tree: their tree, as the optimizer has it.
+        state_tree: the tree of these leaves, as the optimizer has it.
         cross_layer: the names of transformations through which a layer's update depends on other
             layers.
     """
@@ -88,8 +92,9 @@ class OptimizerCut:
 
     @cached_property
     def holders(self) -> frozenset[tuple[int, int | None]]:
-        """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its
-        own or a copy.
+        """Pairs of a leaf of the state and a layer that has it or has a copy of it.
+
+        None in place of a layer stands for the global program.
         """
         holders = set()
         for piece in (*self.init, *self.update):
@@ -99,7 +104,7 @@ class OptimizerCut:
         return frozenset(holders)
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
-        """Returns the leaves of the state that a layer, or the global program, has."""
+        """Returns the leaves of the state that a layer has, or (None) the global program."""
         leaves = (i for i, holder in self.holders if holder == layer)
         return tuple(sorted(leaves))
 
@@ -122,15 +127,17 @@ def cut_optimizer(
         optimizer: any `optax.GradientTransformation`.
         params: arrays or `jax.ShapeDtypeStruct`.
         owners: the layer that owns each leaf, in tree order.
-        readers: the number of layers that read each leaf: it has as many gradient accumulators.
-            They are added in that order.
-        microbatches: what the gradients are divided by; None if their weight is an input of the
-            update.
-        grad_norm: also yield the norm of all gradients; it counts as a diagnostic, not as a
-            dependence of layers.
-        traced: the optimizer, if it was traced before for all of these but the owners.
-        stacks: arrays that the optimizer is to see, whose slices `params` has; None: it sees those.
-        frozen: leaves that it does not see; what it freezes by itself is found.
+        readers: the number of layers that read each leaf. Each reader has a gradient accumulator,
+            and the accumulators are added up in the order of the readers.
+        microbatches: the number by which gradients are divided; None if the update takes the weight
+            by which they are divided as an input.
+        grad_norm: also yield the norm of all gradients. The norm is a diagnostic, and does not
+            count as a dependence between layers.
+        traced: the optimizer, if it was traced before with the same arguments except `owners`.
+        stacks: the arrays that the optimizer sees, of which `params` has the slices; None if it
+            sees the leaves of `params`.
+        frozen: leaves that the optimizer does not see. Parameters that the optimizer itself returns
+            unchanged are found, and are frozen as well.
 
     Raises:
         ValueError: the optimizer mixes large arrays of several layers, or needs more than
@@ -172,7 +179,7 @@ def cut_optimizer(
         if not stacks:
             raise
         raise ValueError(f"{error}. {PER_LAYER}") from error
-    # What the update shares or gives to layers has to begin there, too.
+    # State that the update shares or gives to a layer has to be made there, too.
     first = replace(init.flow(homes, flow.layers), shared=flow.shared)
     _check(first, homes)
     return OptimizerCut(
@@ -190,12 +197,12 @@ def _homes(
     traced: TracedOptimizer,
     of_leaf: Sequence[Input],
 ) -> dict[Slot, Input]:
-    """Returns what belongs to a layer: each parameter, its gradients, and the state of its path.
+    """Returns the homes of slots: parameters, with their gradients and state, belong to layers.
 
     Args:
-        update: names what an update takes.
-        init: names what it takes.
-        traced: says which parameter the state belongs to.
+        update: the program of the update, which has the slots that it takes and yields.
+        init: the same of `init`.
+        traced: says which parameter each leaf of the state belongs to.
         of_leaf: the home of each parameter.
     """
     gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
@@ -204,7 +211,7 @@ def _homes(
     for slot, leaf in zip(states, traced.parameter_of, strict=True):
         if leaf is not None:
             homes[slot] = of_leaf[leaf]
-    # The norm is a number of all layers, which the global program yields.
+    # The norm is a number about all layers, which the global program yields.
     for slot in update.of_kind(SlotKind.GRAD_NORM):
         homes[slot] = Input("global")
     return homes
@@ -229,13 +236,14 @@ def laid_state(
     parameters: Sequence[Parameter],
     sharding: Sharding,
 ) -> OptimizerCut:
-    """Returns the same optimizer, where state of the path and the shape of a parameter lies over
-    devices as this does.
+    """Returns the same optimizer, with its state cut over the devices of a place like parameters.
+
+    Only state that belongs to a parameter and has the parameter's shape is cut.
 
     Args:
         cut: the optimizer.
-        parameters: as they lie.
-        sharding: their rules.
+        parameters: the parameters, with the axes along which they are cut.
+        sharding: the rules by which arrays are cut.
     """
 
     def laid(leaf: StateLeaf) -> StateLeaf:
@@ -266,7 +274,7 @@ class _Program:
         return [slot for slot in self.results if slot.kind is kind]
 
     def outputs(self, homes: Mapping[Slot, Input]) -> list[Output]:
-        """Returns the results, each with who needs it: everywhere, unless it has a home."""
+        """Returns the results, each with the home that needs it: everywhere unless it has one."""
         named = zip(self.closed.jaxpr.outvars, self.results, strict=True)
         return [Output(atom, homes.get(slot, _EVERYWHERE).home, slot) for atom, slot in named]
 
@@ -278,9 +286,10 @@ class _Program:
         return constants | inputs
 
     def placed(self, homes: Mapping[Slot, Input]) -> tuple["_Program", Placement]:
-        """Places all equations; scans over several layers are split first.
+        """Places all equations; a scan over several layers is split first into one per layer.
 
-        It ends: the parts of a split scan work on one layer each, so they are not split again.
+        After a split everything is placed again. The recursion ends, because the parts of a split
+        scan work on one layer each, so they are not split again.
         """
         eqns = self.closed.jaxpr.eqns
         placement = place_operands(
@@ -304,7 +313,7 @@ class _Program:
         return replace(self, closed=closed).placed(homes)
 
     def flow(self, homes: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
-        """Returns the placed equations with the names of what goes in and out, for some layers."""
+        """Returns the placed equations, with the slots of inputs and results, for some layers."""
         program, placement = self.placed(homes)
         jaxpr = program.closed.jaxpr
         return Flow(
@@ -318,10 +327,7 @@ class _Program:
 
 
 def _names(params: Any, stacks: Stacks | None) -> list[str]:
-    """Returns the names of the parameters.
-
-    A slice has that of its stack if the optimizer sees this.
-    """
+    """Returns the names of the parameters; a slice has the name of the stack that it belongs to."""
     if not stacks:
         return [path_name(path) for path in paths_of(params)]
     joined = stacks.join(params, lambda *slices: slices[0])
@@ -333,9 +339,7 @@ def _names(params: Any, stacks: Stacks | None) -> list[str]:
 
 
 def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
-    """Returns the layers of an update: they own parameters that it changes, or that state belongs
-    to.
-    """
+    """Returns the layers of an update: owners of parameters that it changes or has state for."""
     changed = set(range(len(owners))) - traced.frozen
     with_state = {i for i in traced.parameter_of if i is not None}
     return sorted({owners[i] for i in changed | with_state})
@@ -348,7 +352,7 @@ def _programs(
     weighted: bool,
     grad_norm: bool,
 ) -> tuple[_Program, _Program]:
-    """Names what a traced optimizer's update and its init take and yield."""
+    """Returns a traced optimizer's update and init, with the slots of their inputs and results."""
     gradients: list[Slot] = []
     for leaf, count in enumerate(readers):
         gradients += [Slot(SlotKind.GRADIENT, leaf, reader) for reader in range(count)]
@@ -367,46 +371,45 @@ def _settled(
     homes: Mapping[Slot, Input],
     layers: Sequence[int],
 ) -> tuple[Flow, dict[Slot, Input]]:
-    """Places an update until no layer claims more of the state and the global program reads no more
-    of it.
+    """Places an update, again and again until the homes of the state no longer change.
 
-    It ends: each round gives more of the state to layers, or makes more of it shared.
+    Placing may show that a leaf of state is a single layer's, or that the global program reads it;
+    either may change the places of other equations. The rounds end, because each gives another leaf
+    to a layer or makes another leaf shared, and no leaf is ever taken back.
 
     Args:
         update: the traced update.
-        homes: what is known to belong to a layer.
-        layers: those that own parameters.
+        homes: the homes that are known.
+        layers: the layers that own parameters.
 
     Returns:
-        The update, placed, and what belongs to layers by then.
+        The placed update, and all homes.
     """
     homes = dict(homes)
     flow = update.flow(homes, layers)
     claims = _claims(flow)
-    # To place everything again with what is claimed may free more state to be claimed.
+    # With the claimed leaves placed, further leaves may turn out to be a single layer's.
     while claims:
         homes |= claims
         flow = update.flow(homes, layers)
         claims = _claims(flow)
     _check(flow, homes)
-    # What is shared is updated in the global program too, which may have to read more state for
-    # that.
+    # The global program also updates its copies of shared state, for which it may have to read
+    # further state.
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
     return flow, homes
 
 
 def _claims(flow: Flow) -> dict[Slot, Input]:
-    """Returns state of no parameter's path that is made of one layer's values and read by that
-    layer alone.
-    """
+    """Returns the state that belongs to no parameter, but that one layer alone makes and reads."""
     maker: dict[Slot, int] = {}
     for out in flow.outputs:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # Without the results in question: they count as needed everywhere, which is what is to be found
-    # out.
+    # The results in question are left out: they count as needed everywhere, which is exactly what
+    # is to be checked.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}
@@ -424,7 +427,7 @@ def _check(flow: Flow, homes: Mapping[Slot, Input]) -> None:
 
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:
-    """Returns the replicated state that the global program reads."""
+    """Returns the state with a copy for every layer that the global program reads, too."""
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"
@@ -436,9 +439,9 @@ def _read_globally(flow: Flow) -> frozenset[Slot]:
 
 
 def _cross_layer(flow: Flow) -> tuple[str, ...]:
-    """Returns the transformations that read one layer's values for another layer's sake."""
+    """Returns the transformations that use the values of one layer for results of another."""
     results = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
-    # Results that one layer makes for another: whatever makes them crosses layers, too.
+    # Results that one layer makes for another: the equations that make them cross layers, too.
     relayed: set[Atom] = set()
     for out in results:
         maker = flow.placement.of(out.atom).home

@@ -1,8 +1,8 @@
-"""An optimizer as two straight lines of equations, its update and its init.
+"""An optimizer traced as two straight lines of equations: its `update` and its `init`.
 
-Calls are inlined, and of a branch both sides run, so that each equation can be placed by itself.
-The name scope of each equation ends with the transformation that it comes from, for messages and
-for `OptimizerCut.cross_layer`.
+Calls are inlined, and both sides of a branch run, so that each equation can be placed by itself.
+The name scope of each equation ends with the transformation that the equation comes from, such as
+`clip_by_global_norm`. Messages and `OptimizerCut.cross_layer` use these names.
 """
 
 import functools
@@ -34,13 +34,13 @@ class TracedOptimizer:
 
     Attributes:
         update: takes the gradient accumulators of each parameter, the weight if there is one, the
-            parameters and the state; returns parameters, state and, if asked for, the gradient
-            norm.
+            parameters and the state, in this order. It returns the parameters, the state and, if
+            asked for, the norm of the gradients.
         init: takes the parameters, and returns the state.
-        state: its leaves.
-        state_tree: their tree.
-        parameter_of: the parameter that each leaf of the state belongs to, if to any.
-        frozen: parameters that are returned as they came, and whose gradients nobody reads.
+        state: the leaves of the state.
+        state_tree: the tree of these leaves.
+        parameter_of: for each leaf of the state the parameter that it belongs to, or None.
+        frozen: the parameters that are returned unchanged, and whose gradients nobody reads.
     """
 
     update: ClosedJaxpr
@@ -65,11 +65,11 @@ def trace_optimizer(
     Args:
         optimizer: any `optax.GradientTransformation`.
         params: arrays or `ShapeDtypeStruct`.
-        readers: per leaf, how many gradient accumulators there are to be summed.
-        microbatches: what the sums are divided by; None if it is an input, a float32.
+        readers: the number of gradient accumulators of each leaf, which are added up.
+        microbatches: the number by which the sums are divided; None if it is an input (a float32).
         grad_norm: also return the norm of the gradients.
-        frozen: parameters that the optimizer does not see: in their place it finds optax's own sign
-            of nothing.
+        frozen: parameters that the optimizer does not see; in their place it finds optax's
+            `MaskedNode`.
     """
     import optax  # late, as in jvpipe/ir/optimizer.py
 
@@ -77,7 +77,7 @@ def trace_optimizer(
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     masked = [optax.MaskedNode() if i in frozen else x for i, x in enumerate(leaves)]
     params = jax.tree.unflatten(whole_tree, masked)
-    # The tree that the optimizer sees, and the numbers of its leaves among all parameters.
+    # `tree` is what the optimizer sees, `seen` are the numbers of its leaves among all parameters.
     tree = jax.tree.structure(params)
     seen = [i for i in range(len(leaves)) if i not in frozen]
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
@@ -116,8 +116,8 @@ def trace_optimizer(
     of_state = slice(len(leaves), -1 if grad_norm else None)
     closed, state = _at_fixed_types(traced_at, first, of_state)
     if state is not first:
-        # The first state has the types that it takes on in later updates, so that one program does
-        # for all.
+        # The first state gets the types that later updates give it, so that one program serves all
+        # updates.
         settled_init = lambda leaves: jax.tree.map(_cast, init(leaves), state)  # noqa: E731
         traced_init = _standard(jax.make_jaxpr)(settled_init)(leaves)
     owners = match_paths(paths_of(state), paths_of(params))
@@ -136,19 +136,19 @@ def _at_fixed_types(
     state: Tree,
     of_state: slice,
 ) -> tuple[ClosedJaxpr, Tree]:
-    """Traces an update at the types of state that it leaves as they are.
+    """Traces an update at types of the state that the update does not change.
 
     Args:
-        traced_at: traces it at a state.
-        state: at first.
-        of_state: the results that are the state's.
+        traced_at: traces the update at a given state.
+        state: the shapes and types that `init` gives the state.
+        of_state: the positions of the state among the update's results.
 
     Returns:
-        The update, and the shapes and types of its state; the same tree as at first if these settle
-        at once.
+        The update, and the shapes and types of the state; the very tree that was given if the first
+        update changes no type.
 
     Raises:
-        ValueError: an update changes a shape, or the types do not settle.
+        ValueError: an update changes a shape, or the types still change after three updates.
     """
     for _ in range(3):
         closed = traced_at(state)
@@ -173,18 +173,18 @@ def paths_of(tree: Tree) -> list[Path]:
 
 
 def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
-    """Returns the parameter that each leaf of the state belongs to: its path ends with that of the
-    parameter.
+    """Returns the parameter that each leaf of the state belongs to, or None.
 
-    All leaves under the same prefix must do so: of `hyperparams["b1"]` and `hyperparams["eps"]`
-    neither belongs to a parameter, even if there is one named `b1`.
+    A leaf belongs to a parameter if its path ends with the parameter's path and if, under the same
+    prefix, every other path goes on with the path of a parameter, too. So neither
+    `hyperparams["b1"]` nor `hyperparams["eps"]` belongs to a parameter, even if one is named `b1`.
 
     >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
     [1, 0, None, None]
     """
-    #                        prefix     parameter
-    #     ("mu", "w")        "mu"       "w"         mirrors: all that begins with "mu" goes on as a parameter
-    #     ("hyper", "b")     "hyper"    "b"         does not, because of ("hyper", "c")
+    #     path               prefix     rest
+    #     ("mu", "w")        "mu"       "w"         "mu" mirrors: after it, all paths are parameters
+    #     ("hyper", "b")     "hyper"    "b"         "hyper" does not, because of ("hyper", "c")
     leaf_of = {path: leaf for leaf, path in enumerate(params)}
 
     def mirrors(prefix: Path) -> bool:
@@ -194,7 +194,7 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
     cuts = [(path, n) for path in state for n in range(len(path) + 1)]
     prefixes = {path[:n] for path, n in cuts if path[n:] in leaf_of}
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
-    # If there are several prefixes, the shortest counts: it leaves the longest path of a parameter.
+    # If several prefixes of a path mirror, the shortest counts, which leaves the longest parameter.
     owner_of: dict[Path, int] = {}
     for path, n in cuts:
         if path[:n] in mirrored:
@@ -203,9 +203,10 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
 
 
 def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """Traces `fn` without calls and branches: of a `cond` both branches run, and `select_n` picks.
+    """Traces `fn` without calls and branches.
 
-    Both are free of side effects, so the results are bitwise identical.
+    Both branches of a `cond` run, and `select_n` picks the result. The results are bitwise
+    identical, because branches have no side effects here.
     """
     return _straightened(_standard(jax.make_jaxpr)(fn)(*args))
 
@@ -214,7 +215,8 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
     closed = inlined(traced, JITS)
     if not any(map(_jax.inner_jaxprs, closed.jaxpr.eqns)):
         return closed
-    # An expanded body may have calls of its own: it ends, since bodies nest only so deeply.
+    # An expanded body may have calls of its own. The loop ends, because each turn removes a level
+    # of nesting.
     closed = _retraced(traced)
     while any(eqn.primitive.name in _EXPANDED for eqn in closed.jaxpr.eqns):
         closed = _retraced(closed)
@@ -222,9 +224,7 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def transformation(eqn: JaxprEqn) -> str:
-    """Returns the transformation that an equation of `straight_line` belongs to, such as
-    `clip_by_global_norm`.
-    """
+    """Returns the transformation that an equation comes from, such as `clip_by_global_norm`."""
     return scope_of(eqn).rpartition("/")[2]
 
 
@@ -261,7 +261,7 @@ def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Runs a function with a derivative rule of its own, without that: no derivative is taken here."""
+    """Runs a function without its own derivative rule, because no derivative is taken here."""
     return jaxprs.evaluate(eqn.params["call_jaxpr"], values, _expand)
 
 
@@ -273,7 +273,7 @@ _EXPANDED: dict[str, Apply] = {
 
 
 def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
-    """Calls `init` or `update`; frames inside this one are the optimizer's."""
+    """Calls `init` or `update`; `_traced_in` takes frames inside this one for the optimizer's."""
     try:
         return method(*args)
     except TypeError as error:
@@ -287,7 +287,7 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
 
 
 def _placed(values: Sequence[Any], places: Sequence[int], changed: Sequence[Any]) -> list[Any]:
-    """Returns values with those at some places changed; the others pass through."""
+    """Returns values of which those at some positions are replaced."""
     new = list(values)
     for i, x in zip(places, changed, strict=True):
         new[i] = x
@@ -295,9 +295,9 @@ def _placed(values: Sequence[Any], places: Sequence[int], changed: Sequence[Any]
 
 
 def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
-    """Returns what an optimizer's `update` has returned.
+    """Returns the answer of an optimizer's `update`.
 
-    Raises ValueError unless that is (updates, state).
+    Raises ValueError unless it is (updates, state), the updates in the tree of the parameters.
     """
     is_pair = isinstance(answer, tuple) and len(answer) == 2
     if is_pair and jax.tree.structure(answer[0]) == tree:
@@ -311,8 +311,9 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
 def _traced_in(eqn: JaxprEqn) -> str:
     """Returns the factory of the innermost `update` or `init` that traced an equation.
 
-    It is found on the call stack, from the inside out: `adam` of `adam.<locals>.update_fn`. If no
-    such function exists, the outermost function of the optimizer counts.
+    The factory is the function that made it, such as `adam` for `adam.<locals>.update_fn`. The
+    equation's call stack is searched from the inside out. If no frame is such a function, the
+    outermost function of the optimizer is returned.
     """
     factory, outer = "", ""
     for file, function in _jax.call_stack(eqn):
@@ -327,9 +328,7 @@ def _traced_in(eqn: JaxprEqn) -> str:
 
 
 def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `trace` under the promotion rules that optax is written for, whatever the user has
-    set.
-    """
+    """Returns `trace` under the promotion rules that optax is written for, not under the user's."""
 
     def traced(fn: Callable[..., Any], *args: Any) -> Any:
         def standard(*args: Any) -> Any:
@@ -341,14 +340,15 @@ def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-# Leaves alike are traced once: inlined, the jaxpr is what it would be without `jit`.
+# Under `jit` leaves that are alike are traced once. With `inline` the jaxpr is what it would be
+# without `jit`.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def mean(
     parts: Sequence[jax.Array],
     by: Any,
     dtype: Any,
 ) -> jax.Array:
-    """Returns a gradient: the sum of its accumulators, divided."""
+    """Returns a gradient: the sum of its accumulators, divided by a number."""
     return (functools.reduce(jnp.add, parts) / by).astype(dtype)
 
 
@@ -374,12 +374,11 @@ def _check_shapes(params: Tree, new: Sequence[Any]) -> None:
 
 
 def _settled(old: Tree, new: Sequence[Any]) -> Tree:
-    """Returns the types of the state after an update, as a scan would have its carry: weak types
-    give way.
+    """Returns the types of the state after an update, by the rules that a scan has for its carry.
 
     Args:
-        old: the state before.
-        new: the types of its leaves after.
+        old: the state before the update.
+        new: the types of its leaves after the update.
 
     Raises:
         ValueError: the update changes a shape, or the number of leaves.

@@ -1,12 +1,16 @@
-"""A layer's candidates and results as calls, each of which the compiler treats by itself.
+"""Outlines a layer: its candidates and results become calls that are compiled each by itself.
 
-What XLA fuses, and how it simplifies, depends on all that a program computes: a row divided by its
-norm may be rounded differently where the backward divides by that norm once more. A value that has
-to be bitwise identical in every program that computes it is therefore computed by a function of its
-own, compiled alike wherever it is called.
+A candidate is a value whose fate can be chosen, so several programs may compute it. What XLA fuses,
+and how it simplifies, depends on everything that a program computes: a row divided by its norm may
+be rounded differently if the backward divides by that norm once more. Therefore a value that has to
+be bitwise identical in all programs is computed by a function of its own, which is compiled alike
+wherever it is called.
 
-    equations    a  b  c*  d  e*  out        *: a candidate; c needs a and b, e needs b and d, out needs e
-    calls        [b] [a c] [d e] [out]       b, which two calls need, is a call of its own
+In this example the candidates are c, which needs a and b, and e, which needs b and d; the output
+needs e. Two calls need b, so b gets a call of its own:
+
+    equations    a  b  c  d  e  out
+    calls        [b]  [a c]  [d e]  [out]
 """
 
 from collections import defaultdict
@@ -27,7 +31,7 @@ from jvpipe.trace.primitives import is_move
 
 @dataclass(frozen=True)
 class Call:
-    """Equations from `inputs` to `outputs`, compiled apart."""
+    """Equations from `inputs` to `outputs`, compiled as a function of their own."""
 
     eqns: tuple[JaxprEqn, ...]
     inputs: tuple[Var, ...]
@@ -49,19 +53,17 @@ class Call:
         return eqn.replace(invars=list(self.inputs), outvars=list(self.outputs))
 
     def __call__(self, env: dict[Var, Any]) -> dict[Var, Any]:
-        """Returns the values of the outputs, computed from values in `env` through which no
-        gradient flows.
-        """
+        """Returns the outputs' values, made of values in `env` through which no gradient flows."""
         results = _jax.outlined(self._closed, jaxprs.read_by(self.inputs, env))
         return dict(zip(self.outputs, results, strict=True))
 
 
 def outline(body: Body) -> dict[int, Call]:
-    """Returns the calls of a layer by the position of the equation whose results they make.
+    """Returns the calls of a layer, by the position of the equation whose results each one makes.
 
-    The last makes outputs.
+    The last call, which makes outputs, has the position after the last equation.
     """
-    # A candidate has a call already, and an input that is passed on needs none.
+    # A candidate has a call of its own, and an input that is passed on needs none.
     computed = (v for v in jaxprs.variables(body.outputs) if v not in body.inputs)
     outputs = dict.fromkeys(v for v in computed if v not in body.candidates)
     return calls(body.eqns, body.candidates, outputs)
@@ -72,32 +74,32 @@ def calls(
     candidates: Collection[Var],
     outputs: Collection[Var],
 ) -> dict[int, Call]:
-    """Returns calls by the position of the equation whose results they make.
+    """Returns calls by the position of the equation whose results each one makes.
 
-    There is one per candidate, and a last one for outputs. A value that several calls need is made
-    by one of its own, unless it only moves its operand. One pass from the last equation to the
-    first finds, for each, the calls that need it: by then all its readers have been seen. So no
-    equation is in two calls, except for moves.
+    There is a call for each candidate, and a last one for the outputs. An equation whose results
+    several calls need gets a call of its own, unless it only moves its operand. Going from the last
+    equation to the first, all readers of an equation have been seen before it, so the calls that
+    need it are known. So no equation is in two calls, except for moves.
 
     Args:
         body: a layer's equations.
-        candidates: values of which each gets a call.
+        candidates: values each of which gets a call.
         outputs: values that the last call makes.
     """
     last = len(body)
-    callers: defaultdict[Var, set[int]] = defaultdict(set)  # by value, the calls that need it
+    callers: defaultdict[Var, set[int]] = defaultdict(set)  # by value: the calls that need it
     callers |= {v: {last} for v in outputs}
     yielded: dict[int, Sequence[Var]] = {last: list(outputs)}  # by call
-    eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)  # by call, from last to first
+    eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)  # by call: from last to first
     for position, eqn in reversed(list(enumerate(body))):
-        if eqn.effects:  # it runs once, outside
+        if eqn.effects:  # an equation with effects runs once, outside of calls
             continue
         needing = set().union(*(callers[v] for v in eqn.outvars))
         is_candidate = any(v in candidates for v in eqn.outvars)
         is_shared = len(needing) > 1 and not is_move(eqn)
         if is_candidate or is_shared:
-            # A call begins here; those that need its results read them, and no longer what they are
-            # made of.
+            # This equation is the last of a new call. The calls that need its results read them,
+            # and no longer contain the equations that make them.
             yielded[position] = [v for v in eqn.outvars if v in candidates or callers[v]]
             needing = {position}
         for call in needing:
@@ -112,7 +114,7 @@ def calls(
 
 
 def _call(eqns: Sequence[JaxprEqn], results: Iterable[Var]) -> Call:
-    """Returns a call of equations that yields those results which it computes."""
+    """Returns a call that runs some equations, and yields the results that they compute."""
     computed = jaxprs.defined(eqns)
     outputs = tuple(v for v in results if v in computed)
     return Call(

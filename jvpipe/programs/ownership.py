@@ -1,11 +1,14 @@
-"""The places of an optimizer's equations: with the layer that owns their operands, everywhere,
-or once for all layers.
+"""The places of an optimizer's equations: one layer, everywhere, or the global program.
 
-What is computed only from replicated values is recomputed by whoever needs it. What mixes layers
-runs in the global program, and only small values may go there. Layers and the global program take
-turns, in phases: the global program of a phase reads what layers sent in it, layers read the
-results in the next phase. One pass over the equations in their order places them all, since an
-equation's place depends on those of its operands.
+An equation runs at one of three homes. If its operands belong to one layer, it runs with that
+layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
+the result computes it. If its operands belong to several layers, it runs in the global program, and
+only small values may go there.
+
+Layers and the global program take turns, in phases. In each phase the layers run first and send
+values to the global program; the global program of the same phase reads them; the layers read its
+results in the next phase. One pass over the equations, in their order, places all of them, because
+the place of an equation depends only on the places of its operands.
 """
 
 import math
@@ -23,26 +26,26 @@ from jvpipe.trace import jaxprs
 Home = int | Literal["everywhere", "global"]
 """A layer by its number, everywhere, or the global program."""
 SMALL_BYTES = 1024
-"""Values below this may go from layer to layer."""
+"""Only values of fewer bytes may go from layer to layer; optimizers that need more are refused."""
 
 
 class Place(NamedTuple):
-    """The home at which a value is made, and the phase."""
+    """The home at which a value is made, and the phase in which it is made."""
 
     home: Home
     phase: int
 
     def ready(self, reader: Home) -> int:
-        """Returns the phase from which on a layer or the global program can have the value."""
+        """Returns the first phase in which a layer or the global program can read the value."""
         if self.home == "everywhere":
-            # Layers have what is made of the global program's results a phase later than that
-            # program itself.
+            # A value that is made everywhere from results of the global program has the phase of
+            # the layers, which is one later than that of the global program.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 
 
 class Input(NamedTuple):
-    """The home of an input of the optimizer, and the path of the parameter it belongs to, if any."""
+    """The home of an input of the optimizer, and the path of its parameter if it has one."""
 
     home: Home
     parameter: str = ""
@@ -54,7 +57,7 @@ class Output:
 
     Attributes:
         atom: the value.
-        home: who needs it; everywhere: whoever has a copy.
+        home: where it is needed; "everywhere" means wherever a copy of it lies.
         slot: its name.
     """
 
@@ -65,7 +68,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of every variable; `splits` are the scans that have to be split first, by position."""
+    """The place of every variable; `splits` are scans to be split first, by their positions."""
 
     places: Mapping[Var, Place]
     splits: Mapping[int, SplitScan]
@@ -80,10 +83,10 @@ def place_operands(
     inputs: Mapping[Var, Input],
     outputs: Sequence[Output],
 ) -> Placement:
-    """Finds a place for every equation of `straight_line`.
+    """Finds a place for every equation of an optimizer.
 
     Args:
-        eqns: of `straight_line`.
+        eqns: the equations, without calls and branches (`straight_line`).
         inputs: the homes of their free variables.
         outputs: their results.
 
@@ -106,13 +109,13 @@ def check_owned(
     """Checks that no large result is made by one layer and needed by another.
 
     Args:
-        eqns: that were placed.
+        eqns: the equations that were placed.
         inputs: the homes of their free variables.
         outputs: their results.
-        at: where they are.
+        at: the places of the equations.
 
     Raises:
-        ValueError: one is.
+        ValueError: there is such a result.
     """
     for out in outputs:
         home = at.of(out.atom).home
@@ -125,9 +128,9 @@ def check_owned(
 
 
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
-    """Returns by value the only layer whose results depend on it.
+    """Returns, for each value, the only layer whose results depend on it.
 
-    "everywhere" if there are several.
+    If results of several layers depend on it, that is "everywhere".
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
@@ -146,12 +149,12 @@ def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Va
 
 
 class _Placing:
-    """The places of the equations so far.
+    """The places of the equations so far, while one after another is placed.
 
     Args:
-        eqns: all of them.
+        eqns: all equations.
         inputs: the homes of their free variables.
-        goes_to: by value, the only layer whose results depend on it.
+        goes_to: for each value, the only layer whose results depend on it (see `destinations`).
     """
 
     def __init__(
@@ -165,10 +168,10 @@ class _Placing:
         self.goes_to = goes_to
         self.places = {var: Place(of_input.home, 0) for var, of_input in inputs.items()}
         self.splits: dict[int, SplitScan] = {}
-        self.reductions: set[Var] = set()  # numbers that are made of arrays, or of such numbers
+        self.reductions: set[Var] = set()  # numbers made of arrays, directly or by such numbers
 
     def place(self, index: int, eqn: JaxprEqn) -> None:
-        """Places the next equation, which has this position."""
+        """Places the next equation, whose position is `index`."""
         if eqn.effects:
             raise ValueError(
                 f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in {transformation(eqn)}"
@@ -195,14 +198,17 @@ class _Placing:
         layers: set[int],
         large: Collection[Home],
     ) -> Home:
-        """Returns where an equation runs: with its only layer, or that of its large operand, else
-        with none.
+        """Returns the home of an equation.
+
+        If its operands belong to several layers, it runs with the layer of the only large operand,
+        or else globally. If they belong to one layer, it runs there, unless it continues a
+        reduction. If they belong to none, it runs everywhere, unless it is better made once.
 
         Args:
             eqn: the equation.
-            operands: the places of what it reads.
-            layers: that operands belong to.
-            large: those of large operands; one at most, unless it stacks vectors.
+            operands: the places of its operands.
+            layers: the layers that operands belong to.
+            large: the layers of large operands; at most one, unless the equation stacks vectors.
         """
         if len(layers) > 1:
             return next(iter(large)) if len(large) == 1 else "global"
@@ -212,14 +218,13 @@ class _Placing:
         return "global" if self._belongs_together(eqn, operands) else "everywhere"
 
     def send_early(self, results: Iterable[Var]) -> None:
-        """Moves a layer's arithmetic on scalars that only the global program reads into the global
-        program.
+        """Moves a layer's scalar arithmetic into the global program if only that program reads it.
 
-        So layers that are alike have programs that are alike, wherever their parameters stand in
+        Then layers that are alike have programs that are alike, wherever their parameters stand in
         the tree.
 
         Args:
-            results: that layers need.
+            results: the results that layers need.
         """
         read_by_layers = set(results)
         for eqn in reversed(self.eqns):
@@ -231,10 +236,10 @@ class _Placing:
                 read_by_layers.update(jaxprs.variables(eqn.invars))
 
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
-        """Tells whether what is made of global values is best made once, and sent.
+        """Tells whether an equation of global values is best run once, and its results sent.
 
-        It is if it serves many, is no larger than they are, and of their type: a vector per type is
-        sent.
+        It is if the results serve several layers, are no larger than the values read, and have the
+        type of a global value, because all values of one type are sent in one vector.
         """
         if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):
             return False
@@ -253,10 +258,10 @@ class _Placing:
         operands: Mapping[Var, Place],
         layer: Home,
     ) -> bool:
-        """Tells whether a layer's scalar is added to one that is global, as in a sum of squares
-        over all parameters.
+        """Tells whether a layer's scalar is combined with a global one, as in a sum over layers.
 
-        Then the result stays global: else each layer in turn would wait for the one before.
+        An example is the sum of squares over all parameters. The result stays global; otherwise
+        each layer would have to wait for the layer before it.
         """
         mixes = any(p.home == "global" for p in operands.values())
         serves_others = any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
@@ -266,7 +271,7 @@ class _Placing:
         return self.reductions.issuperset(of_layer) and all(_size(v) == 1 for v in operands)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
-        """Tells whether an equation makes a number of an array, or of such numbers."""
+        """Tells whether an equation makes a number of an array, or of numbers made of arrays."""
         if any(_size(v) != 1 for v in eqn.outvars):
             return False
         if eqn.primitive.name.startswith(("reduce_", "dot_general")):
@@ -279,11 +284,11 @@ class _Placing:
         eqn: JaxprEqn,
         operands: Mapping[Var, Place],
     ) -> None:
-        """Places the results of a scan over several layers as if it were one scan per layer."""
+        """Places the results of a scan over several layers as if each layer had its own scan."""
         homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
         layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
         used = [v in self.goes_to for v in eqn.outvars]
-        # Only of a scan the body shows which results depend on which operands.
+        # Only for a scan can the body show which results depend on which operands.
         split = split_scan(eqn, layers, used) if eqn.primitive.name == "scan" else None
         if split is None or not split.separates:
             raise ValueError(self._complaint(eqn))
@@ -294,7 +299,7 @@ class _Placing:
 
     def _complaint(self, eqn: JaxprEqn) -> str:
         large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
-        # Where arrays are stacked, whatever reads the stack is what mixes them.
+        # If the equation only stacks arrays, the equation that reads the stack is what mixes them.
         readers = (reader for reader in self.eqns if eqn.outvars[0] in reader.invars)
         mixing = next(readers, eqn) if _stacks(eqn) else eqn
         return (
@@ -310,7 +315,7 @@ def _origins(
     inputs: Mapping[Var, Input],
     atoms: Iterable[Atom],
 ) -> str:
-    """Returns the parameters that values are made of, as text."""
+    """Returns the names of the parameters that values are made of, as text for a message."""
     origins: dict[str, None] = {}
     for atom in atoms:
         read = jaxprs.free_variables(jaxprs.prune(eqns, [atom]))
@@ -322,7 +327,7 @@ def _origins(
 
 
 def _stacks(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation stacks arrays along an axis that each of them has one element of."""
+    """Tells whether an equation stacks arrays along an axis in which each has one element."""
     if eqn.primitive.name != "concatenate":
         return False
     axis = eqn.params["dimension"]
@@ -330,9 +335,7 @@ def _stacks(eqn: JaxprEqn) -> bool:
 
 
 def _stacks_vectors(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation stacks vectors: what the sums over layers of a norm per column
-    leave, say.
-    """
+    """Tells whether an equation stacks vectors, such as sums over layers of a norm per column."""
     return _stacks(eqn) and all(sum(n > 1 for n in _jax.aval(v).shape) <= 1 for v in eqn.invars)
 
 

@@ -1,4 +1,8 @@
-"""The programs that an optimizer is cut into, and the names of the arrays between them."""
+"""The pieces that an optimizer is cut into: their programs, and the names of arrays between them.
+
+A piece is the program of one layer in one phase, or the global program in one phase. A slot is the
+name of an array that pieces read or write.
+"""
 
 import itertools
 import math
@@ -23,7 +27,7 @@ from jvpipe.trace.structure import comparable, structure
 class SlotKind(StrEnum):
     """The kinds of arrays that pieces of an optimizer read and write.
 
-    Pieces take theirs in this order.
+    A piece takes its arrays in the order of these kinds.
     """
 
     GRADIENT = "gradient"
@@ -37,7 +41,7 @@ class SlotKind(StrEnum):
 
     @property
     def order(self) -> int:
-        """The place of the kind among all.
+        """The position of the kind among all kinds.
 
         >>> SlotKind.WEIGHT.order
         1
@@ -50,17 +54,19 @@ _ORDER = {kind: i for i, kind in enumerate(SlotKind)}
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Names an array that a piece reads or writes.
+    """The name of an array that a piece reads or writes.
 
-    | kind | index | source | what |
+    | kind | index | source | the array |
     |---|---|---|---|
-    | gradient | leaf | reader | the sum of a parameter's gradients in its `source`-th reading layer |
-    | weight | | | the sum of weights, a float32 scalar |
+    | gradient | leaf | reader | the sum of a parameter's gradients in its `source`-th reader |
+    | weight | | | the sum of the losses' weights, a float32 scalar |
     | parameter, state | leaf | | a leaf of the parameters or of the optimizer's state |
     | kept | number | layer | a costly value that a layer needs again in a later phase |
-    | partial | phase | layer | a vector of what a layer tells the global program, of one `dtype` |
-    | global | phase | | a vector of what the global program tells the layers, of one `dtype` |
+    | partial | phase | layer | a vector of values that a layer sends the global program |
+    | global | phase | | a vector of values that the global program sends the layers |
     | grad_norm | | | the norm of all gradients |
+
+    `dtype` is the type of a partial or a global vector.
     """
 
     kind: SlotKind
@@ -74,13 +80,13 @@ class Piece:
     """The program of one layer, or the global program, in one phase.
 
     Attributes:
-        layer: None for the global program.
-        phase: in which it runs.
+        layer: the layer; None for the global program.
+        phase: the phase in which it runs.
         reads: the arrays that it takes.
         writes: the arrays that it yields.
-        donated: positions in `reads` whose arrays nobody reads afterwards and that a result can
-            replace.
-        program: what it computes.
+        donated: positions in `reads` of arrays that results may overwrite, because nobody reads
+            them afterwards.
+        program: the jaxpr of the piece.
     """
 
     layer: int | None
@@ -92,7 +98,7 @@ class Piece:
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for pieces that can share one compiled program."""
+        """A value that is equal for pieces that can share one compiled program."""
         return _key_of(self.program), self.donated
 
 
@@ -101,12 +107,12 @@ class Part:
     """The equations of a piece.
 
     Attributes:
-        eqns: in their order.
-        constants: what they closed over.
-        vectors: the values that are packed into a slot, one after another.
-        read: the slot of each value that they read.
-        sent: the vectors that they yield.
-        yielded: what else they yield, and its slot.
+        eqns: the equations, in their order.
+        constants: the constants that they closed over.
+        vectors: for each slot of a vector, the values that are packed into it, in their order.
+        read: the slot of each value that the equations read.
+        sent: the slots of the vectors that the piece yields.
+        yielded: the other values that the piece yields, each with its slot.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -133,18 +139,16 @@ class Part:
         *,
         last: bool,
     ) -> Piece:
-        """Returns the program of these equations.
-
-        The last of a layer may overwrite what the layer owns.
+        """Returns the piece of these equations.
 
         Args:
-            layer: that runs it; None: the global program.
-            phase: in which it runs.
-            last: whether it is the last of its layer.
+            layer: the layer that runs it; None for the global program.
+            phase: the phase in which it runs.
+            last: whether it is the last piece of its layer; only that one may overwrite its inputs.
         """
         program = _program_of(_Content(self._content, self))
         writes = (*self.sent, *(slot for _, slot in self.yielded))
-        # Until its last piece a layer may read everything once more.
+        # Before its last piece a layer may still read any of its arrays again.
         donated = _donated(self.reads, writes, program) if last else ()
         return Piece(
             layer,
@@ -157,14 +161,14 @@ class Part:
 
     @property
     def _content(self) -> Hashable:
-        """Equal for parts with equal programs: names of variables do not count, nor does the model."""
+        """A value that is equal for parts with equal programs, whatever the names of variables."""
         packed = [self.vectors[slot] for slot in self.sent]
         outputs: list[Atom] = [v for variables in packed for v in variables]
         outputs += [atom for atom, _ in self.yielded]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
         inputs = [*self.read, *constants]
-        # Which argument, and which part of it, each variable stands for.
+        # For each variable: the argument in which it lies, and its span in that argument.
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = []
         for var, slot in self.read.items():
@@ -189,7 +193,7 @@ class Part:
         for var, slot in self.read.items():
             array = array_of[slot]
             env[var] = self._unpack(array, slot, var) if slot in self.vectors else array
-        # With their name scopes: a profile and a message show the transformation.
+        # The name scopes are kept, because profiles and messages show the transformation.
         jaxprs.run_jaxpr(self.eqns, env, _bind_in_scope)
         packed = [_packed(jaxprs.read_by(self.vectors[slot], env)) for slot in self.sent]
         results = jaxprs.read_by([atom for atom, _ in self.yielded], env)
@@ -215,9 +219,9 @@ class Part:
         return jax.lax.reshape(flat, _jax.aval(var).shape)
 
     def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
-        """Returns where a value begins in its vector, and the length of that.
+        """Returns where a value begins in its vector, and the length of the whole vector.
 
-        Nothing if it has a slot alone.
+        Returns () if the value has a slot of its own.
         """
         if slot not in self.vectors:
             return ()
@@ -228,9 +232,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Content:
-    """A part that is equal to others which compute the same: the key of the cache of traced
-    programs.
-    """
+    """The key under which a traced program is cached: equal for parts that compute the same."""
 
     key: Hashable
     part: Part = field(compare=False)
@@ -251,11 +253,11 @@ def _donated(
     writes: Sequence[Slot],
     program: ClosedJaxpr,
 ) -> tuple[int, ...]:
-    """Returns the positions of arrays that results can replace.
+    """Returns the positions of the arrays that results can overwrite.
 
-    They are parameters and state that are written again, and then accumulators, as long as there
-    are results left of their shape and type: a donated array that nothing overwrites only gives a
-    warning.
+    First come parameters and state that the piece writes again, then gradient accumulators. An
+    array is donated only if a result of its shape and type is left to overwrite it, because JAX
+    warns of donated arrays that nothing overwrites.
     """
     results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     again, sums = [], []
@@ -285,9 +287,7 @@ def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _strong(value: Any) -> jax.Array:
-    """Returns a value without a weak type, for which each of its readers would be compiled once
-    more.
-    """
+    """Returns a value without a weak type, which would make JAX compile its readers once more."""
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
     if not jax.typeof(array).weak_type:
         return array

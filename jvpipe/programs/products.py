@@ -1,7 +1,8 @@
-"""Products whose result is only transposed, made the other way round.
+"""Exchanges the operands of products whose result is only read transposed.
 
-The derivative of `x @ w` by `w` is traced as a transposed product of the cotangent and `x`. XLA on
-CPUs takes up to twice as long for that as for the product of `x` and the cotangent:
+The derivative of `x @ w` by `w` is traced as a product of the cotangent and `x`, which is then
+transposed. XLA on CPUs takes up to twice as long for that as for the product of `x` and the
+cotangent, so the first is replaced by the second:
 
     (cotangent^T @ x)^T  ->  x^T @ cotangent
 """
@@ -15,7 +16,7 @@ from jvpipe.trace import jaxprs
 
 
 def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same function with such products turned.
+    """Returns the same function, with the operands of such products exchanged.
 
     >>> import jax
     >>> x, dy = jax.numpy.ones((4, 2)), jax.numpy.ones((4, 3))
@@ -30,7 +31,7 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
     eqns = []
     for eqn in jaxpr.eqns:
         product = _transposed(eqn, products)
-        # If others read the product as it is, turning would compute it twice.
+        # If others read the product as it is, exchanging its operands would compute it twice.
         if eqn.primitive.name == "dot_general" and readings[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = eqn
         eqns.append(_turned(product, eqn.outvars[0]) if product else eqn)
@@ -39,7 +40,7 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
-    """Returns the product whose two sides an equation exchanges; None if it does something else."""
+    """Returns the product that an equation transposes; None if the equation does something else."""
     if eqn.primitive.name != "transpose" or isinstance(eqn.invars[0], Literal):
         return None
     product = products.get(eqn.invars[0])
@@ -47,9 +48,7 @@ def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | N
 
 
 def _exchange(product: JaxprEqn) -> tuple[int, ...]:
-    """Returns the permutation of a product's result that exchanges the axes of its first and its
-    second operand.
-    """
+    """Returns the permutation of a product's result that exchanges the axes of its two operands."""
     (contracting, _), (batch, _) = product.params["dimension_numbers"]
     rank = len(_jax.aval(product.outvars[0]).shape)
     first = len(_jax.aval(product.invars[0]).shape) - len(contracting)
@@ -57,7 +56,7 @@ def _exchange(product: JaxprEqn) -> tuple[int, ...]:
 
 
 def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
-    """Returns a product with its operands exchanged, bound to another result."""
+    """Returns a product with its operands exchanged, which defines another variable."""
     contracting, batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
     if isinstance(precision, tuple):  # one for each operand

@@ -1,8 +1,9 @@
-"""A scan over values of several layers as one scan per layer, where its body does not mix them.
+"""Splits a scan over values of several layers into one scan per layer, if its body allows that.
 
-Which layers each result depends on is found by following them through the body, from carries to
-carries until nothing is added. A part then keeps those equations of the body, and those carries,
-that its results need.
+The layers that each result depends on are found by following them through the body, and through the
+carries from one iteration to the next, until nothing is added. If no result depends on several
+layers, the scan can be split. Each part keeps the equations of the body and the carries that its
+results need.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ class SplitScan:
 
     Attributes:
         eqn: the scan.
-        body: what each part narrows.
-        layers: those that each result depends on; None if it is not used.
+        body: the body of the whole scan, of which each part keeps some equations.
+        layers: the layers that each result depends on; None for a result that is not used.
     """
 
     eqn: JaxprEqn
@@ -43,7 +44,7 @@ class SplitScan:
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Runs one scan for each set of results that depend on the same layer.
 
-        None stands for what is not used.
+        None stands in place of results that are not used.
         """
         results: dict[int, Any] = {}
         used = dict.fromkeys(result for result in self.layers if result is not None)
@@ -53,11 +54,11 @@ class SplitScan:
         return [results.get(i) for i in range(len(self.layers))]
 
     def _run(self, outputs: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
-        """Runs the part of the scan that makes some results; returns these by their numbers."""
+        """Runs the part of the scan that makes some results, and returns them by their numbers."""
         jaxpr = self.body.jaxpr
         constants, start, scanned = _jax.scan_operands(self.eqn, values)
         fixed_in, carry_in, scanned_in = _jax.scan_operands(self.eqn, jaxpr.invars)
-        # Results are numbered carries first, then ys, as in the body's.
+        # Results are numbered as in the body: first the carries, then the ys.
         kept, eqns = self._narrowed(outputs, carry_in)
         ys = [i for i in outputs if i >= len(carry_in)]
         kept_in = [carry_in[i] for i in kept]
@@ -73,7 +74,7 @@ class SplitScan:
             jaxprs.run_jaxpr(eqns, env)
             return jaxprs.read_by(kept_out, env), jaxprs.read_by(ys_out, env)
 
-        # What no equation of the part reads is not scanned over: it may belong to another layer.
+        # Arrays that no equation of the part reads are left out: they may be another layer's.
         read = jaxprs.all_reads(eqns, [*kept_out, *ys_out])
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         init = [_as_array(start[i]) for i in kept]
@@ -92,11 +93,10 @@ class SplitScan:
     def _narrowed(
         self, outputs: Sequence[int], carry_in: Sequence[Var]
     ) -> tuple[list[int], list[JaxprEqn]]:
-        """Returns the carries that some results need, and the equations of the body behind all
-        these.
+        """Returns the carries that some results need, and the equations that make all of them.
 
-        A carry that is read in one iteration is needed from the one before: it ends when no carry
-        is added.
+        A carry that an iteration reads has to be made by the iteration before, so the search goes
+        on until no carry is added.
         """
         results = self.body.jaxpr.outvars
         carries = {i for i in outputs if i < len(carry_in)}
@@ -124,8 +124,8 @@ def split_scan(
         used: whether anything depends on each of its results.
     """
     body = straight_body(eqn)
-    # A carry depends on what the iteration before has put into it. It ends, since carries only gain
-    # layers.
+    # A carry depends on what the iteration before has put into it. The loop ends, because carries
+    # only gain layers.
     while True:
         results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)
@@ -143,7 +143,7 @@ def _layers_of_results(body: ClosedJaxpr, operands: Sequence[Layers]) -> list[La
     layers: dict[_jax.Atom, Layers] = dict(zip(body.jaxpr.invars, operands, strict=True))
 
     def layers_of(atom: _jax.Atom) -> Layers:
-        # A literal is of no layer, nor is what none of the operands went into.
+        # A literal belongs to no layer, and neither does a value that depends on no operand.
         return nothing if isinstance(atom, _jax.Literal) else layers.get(atom, nothing)
 
     for eqn in body.jaxpr.eqns:

@@ -1,10 +1,10 @@
-"""The shares of replicas in an update: which of them updates a layer,
-and keeps the optimizer's state for that.
+"""The shares of replicas in an update: which replica of a stage updates each of its layers.
 
-It sends the new parameters to the others: ZeRO's first stage (Rajbhandari et al., 2020), by whole
-layers. The layers of a stage are packed onto its replicas by the bytes of their state. Single
-parameters could be packed more evenly, but then the programs of an update would depend on the cut,
-and the compiler rounds differently in different programs.
+That replica keeps the layer's optimizer state, and sends the new parameters to the other replicas.
+This is the first stage of ZeRO (Rajbhandari et al., 2020), by whole layers. The layers of a stage
+are packed onto its replicas by the bytes of their state. Single parameters could be packed more
+evenly, but then the programs of an update would depend on the cut, and the compiler may round
+differently in different programs.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def updating(
 
     Args:
         graph: the layers.
-        plan: their stages.
-        optimizer: whose state is shared out.
+        plan: the stages of the layers.
+        optimizer: the optimizer whose state the replicas share out.
     """
     state_bytes = [0] * len(graph.layers)
     parameter_bytes = [0] * len(graph.layers)
@@ -45,8 +45,8 @@ def packed(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     """Packs layers onto replicas: the largest first, each onto the replica that has least so far.
 
     Args:
-        sizes: of each layer the bytes of the optimizer's state, then those of parameters.
-        replicas: how many there are.
+        sizes: for each layer the bytes of its optimizer state and those of its parameters.
+        replicas: the number of replicas.
 
     Returns:
         The replica of each layer.
@@ -56,8 +56,7 @@ def packed(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     """
     loads = [(0, 0)] * replicas
     replica_of = [0] * len(sizes)
-    # Ties are broken by the layers' numbers, and by those of the replicas: all processes pack
-    # alike.
+    # Ties are broken by the numbers of layers and of replicas, so that all processes pack alike.
     largest_first = sorted(
         enumerate(sizes),
         key=lambda item: item[1],

@@ -1,5 +1,6 @@
-"""The small programs between replicas: parts of values, parts joined,
-and sums of gradients added up.
+"""The small programs between replicas: they cut values, join parts, and add up gradients.
+
+Replicas are the places that run the same stage, each on a slice of every micro-batch.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from jvpipe.programs.store import Program, added_up, types_of
 
 
 def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
-    """Returns what takes a part of an array.
+    """Returns the program that takes a part of an array.
 
     Args:
-        whole: its shape and type.
-        run: which part.
+        whole: the shape and type of the array.
+        run: which part is taken.
     """
 
     def cut(x: jax.Array) -> list[jax.Array]:
@@ -30,7 +31,7 @@ def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
 
 
 def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
-    """Returns what puts arrays one after another along an axis."""
+    """Returns the program that concatenates arrays along an axis."""
     key = "concat", types_of(parts), axis
     return Program(
         key,
@@ -45,17 +46,16 @@ def reduce_program(
     *,
     in_place: bool = False,
 ) -> Program:
-    """Returns what adds up sums of gradients of replicas, in their order.
+    """Returns the program that adds up the replicas' sums of gradients, in the replicas' order.
 
-    All sums of a parameter come in a row.
+    Its inputs are ordered by parameter, and for each parameter by replica.
 
     Args:
-        sums: shapes and types of those of a replica.
-        replicas: how many.
-        in_place: overwrites those of the first.
+        sums: the shapes and types of the sums that one replica has.
+        replicas: the number of replicas.
+        in_place: whether the results overwrite the sums of the first replica.
     """
-    # The sums of all replicas, parameter after parameter: the first of a row is what the total may
-    # overwrite.
+    # By parameter, then by replica: the result may overwrite the first input of each parameter.
     inputs = tuple(array for array in sums for _ in range(replicas))
 
     def reduce(*parts: jax.Array) -> list[jax.Array]:
@@ -73,7 +73,7 @@ def reduce_program(
 
 
 def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Program:
-    """Returns what adds up parts of one shape, each times its weight, in their order."""
+    """Returns the program that adds up parts of one shape in their order, each times its weight."""
 
     def weigh(*parts: jax.Array) -> list[jax.Array]:
         pairs = zip(parts, weights, strict=True)
@@ -84,12 +84,12 @@ def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Pr
 
 
 def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]) -> Program:
-    """Returns what makes leaves of the model state of what replicas have made of their slices.
+    """Returns the program that makes leaves of the model state from the replicas' parts of them.
 
     Args:
-        leaves: of each leaf a part of each slice; what it was before the micro-batch stands first,
-            if that is added to.
-        parts: how each is made of these.
+        leaves: for each leaf, the parts of all slices. If the slices add to the leaf, its value
+            before the micro-batch comes first.
+        parts: how each leaf is made of its parts.
     """
 
     def join(*values: jax.Array) -> list[jax.Array]:
@@ -100,7 +100,7 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
                 of_slices = list(islice(left, len(leaf.slices)))
                 wholes.append(leaf.whole(of_slices))
                 continue
-            # What the leaf was, and what each slice has added to it.
+            # The leaf before the micro-batch, plus what each slice has added to it.
             before = next(left)
             added = [part - before for part in islice(left, len(leaf.slices))]
             wholes.append(added_up([before, *added]))

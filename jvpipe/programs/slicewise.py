@@ -1,13 +1,17 @@
-"""Equations over arrays that are stacked by layers, run slice by slice.
+"""Equations over arrays that stack the parameters of several layers, run slice by slice.
 
-An array whose slices lie apart travels as `Rows`:
+The optimizer sees a stacked array, and each layer owns a slice of it. An array whose slices lie
+apart is passed on as `Rows`. What an equation does with `Rows` depends on what it does along the
+axis of the layers:
 
-    works along other axes             to each slice                            Rows -> Rows
-    reduces over the layers            to each slice, then to what that leaves  Rows -> array
-    anything else                      to the whole array                       Rows -> array
+    the equation ...              runs on ...                             and yields
+    works along other axes        each slice                              Rows
+    reduces over the layers       each slice, then the stacked results    an array
+    does anything else            the whole array                         an array
 
-Whether slices of different layers may meet is for `jvpipe.programs.ownership` to say. An array that
-is the same all along an axis travels as `Even`, so that its slices are known without the whole.
+Whether values of different layers may meet in an equation is decided in
+`jvpipe.programs.ownership`. An array that is the same all along an axis is passed on as `Even`, so
+that its slices are known without making the whole array.
 """
 
 import math
@@ -32,12 +36,12 @@ Params = dict[str, Any]
 @partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["axis", "thin"])
 @dataclass(frozen=True)
 class Rows:
-    """An array by its parts along an axis, of equal sizes, two or more.
+    """An array in two or more parts of equal size along an axis.
 
     Attributes:
-        axis: along which it is cut.
-        pieces: the parts, without that axis if they are thin.
-        thin: each part has one element along the axis.
+        axis: the axis along which the array is cut.
+        pieces: the parts; without that axis if they are thin.
+        thin: whether each part has one element along the axis, which its piece lacks.
     """
 
     axis: int
@@ -45,12 +49,12 @@ class Rows:
     thin: bool = False
 
     def is_cut(self, axis: int, count: int) -> bool:
-        """Tells whether it is cut along an axis into that many parts."""
+        """Tells whether the array is cut along a given axis into a given number of parts."""
         return self.axis == axis and len(self.pieces) == count
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
-        """The parts, with the axis."""
+        """The parts, all with the axis along which the array is cut."""
         if not self.thin:
             return self.pieces
         return tuple(jax.lax.expand_dims(x, (self.axis,)) for x in self.pieces)
@@ -63,7 +67,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Even:
-    """An array that is the same all along some axes: along these `one` has a single element."""
+    """An array that is the same all along some axes; along these `one` has a single element."""
 
     shape: Shape
     one: jax.Array
@@ -75,7 +79,7 @@ class Even:
 
 
 def whole(value: Any) -> Any:
-    """Returns an array, wherever its parts lie."""
+    """Returns the whole array that a value stands for."""
     return value.whole if isinstance(value, Rows | Even) else value
 
 
@@ -92,12 +96,12 @@ def stacked(slices: Sequence[Any]) -> Any:
 
 
 def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
-    """Returns the parts of an array along an axis, of equal sizes.
+    """Returns parts of equal size of an array along an axis.
 
     Args:
         value: the array.
-        axis: along which it is cut.
-        count: of the parts.
+        axis: the axis along which it is cut.
+        count: the number of parts.
     """
     if isinstance(value, Rows) and value.is_cut(axis, count):
         return value.parts
@@ -113,12 +117,12 @@ def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
 
 
 def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
-    """Returns the slices of an array at all places along an axis, without it.
+    """Returns the slices of an array at all positions along an axis, without that axis.
 
     Args:
         value: the array.
-        axis: that the slices lack.
-        count: of the slices.
+        axis: the axis.
+        count: the number of slices.
     """
     if isinstance(value, Rows) and value.thin and value.is_cut(axis, count):
         return value.pieces
@@ -131,7 +135,10 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
 
 
 def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Runs an equation of `straight_line` on arrays, of which some may be `Rows` or `Even`."""
+    """Runs an equation on arrays, some of which may be `Rows` or `Even`.
+
+    The equation comes from `straight_line`, so it has no calls and no branches.
+    """
     with jax.named_scope(scope_of(eqn)):
         has_rows = any(isinstance(v, Rows) for v in values)
         results = _on_rows(eqn, values) if has_rows else _on_even(eqn, values)
@@ -151,7 +158,7 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
             rows,
             thin=rows.thin and not along_others,
         )
-    # Each slice is reduced by itself, then what is left of them, in the order of the layers.
+    # Each slice is reduced by itself, then the results are reduced in the order of the layers.
     if name in _SUMS and rows.axis in eqn.params["axes"]:
         left = [_jax.bind(eqn, [part])[0] for part in rows.parts]
         over_layers = _with(eqn, {"axes": (0,)})
@@ -173,14 +180,14 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that makes or keeps what is the same along an axis.
+    """Returns the results of an equation that makes or keeps an array the same along an axis.
 
-    None for others.
+    Returns None for other equations.
     """
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         one = values[0].one if isinstance(values[0], Even) else values[0]
-        # The axes that are new have one element: all along them the array is the same.
+        # The new axes have one element: the array is the same all along them.
         sizes = [1] * len(out.shape)
         axes = eqn.params["broadcast_dimensions"]
         for axis, size in zip(axes, jax.numpy.shape(one), strict=True):
@@ -189,13 +196,13 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
             return None
         narrow = _with(eqn, {"shape": tuple(sizes)})
         return [Even(out.shape, x) for x in _jax.bind(narrow, [one])]
-    # Scalars go with everything.
+    # Scalars fit arrays of any shape.
     ranked = [v for v in values if _rank_of(v)]
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):
         return None
-    # Along an axis the result is the same if all operands are: else it has as many elements as
-    # those that are not.
+    # Along an axis the result is the same everywhere if that holds for all operands. Otherwise it
+    # has as many elements there as the operands that differ along the axis.
     shapes = [v.one.shape for v in ranked]
     sizes = tuple(map(max, zip(*shapes, strict=True)))
     ones = [_broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
@@ -210,26 +217,26 @@ def _on_each(
     *,
     thin: bool,
 ) -> list[Any]:
-    """Returns the results of an equation that is done to each part alone.
+    """Returns the results of an equation that runs on each part by itself.
 
     Args:
         eqn: the equation.
         values: its operands; scalars are the same for all parts.
-        like: has the axis and the number of the parts.
-        thin: do it to parts without that axis.
+        like: an operand that has the axis and the number of parts.
+        thin: whether the equation runs on parts without that axis.
     """
     axis, count = like.axis, len(like.pieces)
 
     def parts(value: Any, shape: Shape) -> Sequence[Any]:
         if not shape:
             return (value,) * count
-        if shape[axis] == 1:  # the same for all
+        if shape[axis] == 1:  # the same for all parts
             one = whole(value)
             return (jax.lax.squeeze(one, (axis,)) if thin else one,) * count
         return (slices_of if thin else parts_of)(value, axis, count)
 
     shapes = [_jax.aval(atom).shape for atom in eqn.invars]
-    # Operand by operand, then part by part, then result by result.
+    # The parts are listed first by operand, then by part, and the results last by result.
     of_operands = list(map(parts, values, shapes))
     by_part = zip(*of_operands, strict=True)
     of_parts = [_jax.bind(eqn, list(operands)) for operands in by_part]
@@ -238,18 +245,18 @@ def _on_each(
 
 
 _BATCH, _CONTRACTED, _FREE = range(3)
-"""What an axis is to a product, the first of these where operands differ."""
+"""The roles of an axis in a product; if two operands differ, the first in this order counts."""
 
 
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Returns a product of arrays of which one or both are `Rows`.
+    """Returns a product of two arrays, at least one of which is `Rows`.
 
-    The axis of the layers is one of three things to the operand that is `Rows`; if both are, the
-    first of these counts:
+    What is computed depends on the role that the axis of the layers has for the operand that is
+    `Rows`. If both operands are `Rows`, the role that stands first in this list counts:
 
-        batch        a product per layer, with that layer's part of the other operand
-        contracted too, and the products are added up in the order of the layers
-        free         a product per layer, with the whole of the other operand
+        batch         a product per layer, with that layer's part of the other operand
+        contracted    the same products, which are then added up in the order of the layers
+        free          a product per layer, with the whole of the other operand
     """
     contracted, batch = eqn.params["dimension_numbers"]
     sides = [side for side in (0, 1) if isinstance(values[side], Rows)]
@@ -287,8 +294,9 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
-    """Returns the axes of a product's operand that are neither contracted nor batch axes: the
-    result has them.
+    """Returns the axes of a product's operand that are neither contracted nor batch axes.
+
+    The result has these axes.
     """
     contracted, batch = eqn.params["dimension_numbers"]
     others = {*contracted[side], *batch[side]}
@@ -299,12 +307,13 @@ def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a scan whose body works on parts.
 
-    Which carries are in parts is found by running the body: a carry that it leaves in parts begins
-    in such parts, too. It ends, since carries are only ever taken apart, and each at most once.
+    Which carries have to be `Rows` is found by running the body abstractly: if the body leaves a
+    carry in parts, the carry has to begin in the same parts, and the body is run again. The loop
+    ends, because each turn takes at least one more carry apart, and none is put together again.
     """
     body = straight_body(eqn)
     constants, carry, xs = _jax.scan_operands(eqn, list(map(_without_even, values)))
-    # Along the first axis of xs the scan goes, so it cannot be taken apart.
+    # The scan runs along the first axis of xs, so that axis cannot be cut into parts.
     xs = [whole(x) if isinstance(x, Rows) and x.axis == 0 else _moved(x, 0) for x in xs]
     carry = [_moved(c, 0) for c in carry]
     results: list[Any] = []  # of the body, as it was last run
@@ -338,12 +347,12 @@ def _without_even(value: Any) -> Any:
 
 
 def _moved(value: Any, by: int) -> Any:
-    """Returns a value whose parts, with their axis, have so many more axes in front, or fewer."""
+    """Returns a value that is cut along an axis `by` positions later (earlier if negative)."""
     return Rows(value.axis + by, value.parts) if isinstance(value, Rows) else value
 
 
 def _like(value: Any, other: Any) -> Any:
-    """Returns a value in such parts as another one."""
+    """Returns a value that is cut into parts in the same way as another one."""
     if not isinstance(other, Rows):
         return whole(value)
     parts = parts_of(value, other.axis, len(other.parts))
@@ -374,8 +383,11 @@ def _stacked(arrays: Sequence[Any]) -> jax.Array:
 
 
 _Shaped = Callable[[JaxprEqn, int, int], tuple[Params, int] | None]
-"""For an equation that changes shapes, an axis and the number of parts along it: the parameters for
-a part, and the axis that the parts have in the result. None if they do not stay apart.
+"""A rule for an equation that changes shapes, or works along some axes.
+
+It takes the equation, the axis along which the operand is cut, and the number of parts. It returns
+the equation's parameters for a part, and the axis along which the result is cut; None if the parts
+do not stay apart.
 """
 
 
@@ -393,11 +405,13 @@ def _reshape(
     axis: int,
     count: int,
 ) -> tuple[Params, int] | None:
-    """Keeps parts apart along an axis with as many elements before it, and whose size their number
-    divides.
+    """Finds the axis of a reshaped array along which the parts of the operand stay apart.
+
+    The axis has to have as many elements before it as the operand's axis, and a size that the
+    number of parts divides.
     """
-    # [2, 6, 5] in 3 parts along axis 1 -> [2, 3, 10]: before both axes there are 2 elements, and 3
-    # are 3 times 1.
+    # Example: [2, 6, 5] in 3 parts along axis 1 becomes [2, 3, 10] in 3 parts along axis 1. Before
+    # both axes come 2 elements, and 3 divides 3.
     if eqn.params["dimensions"] is not None:
         return None
     before = math.prod(_jax.aval(eqn.invars[0]).shape[:axis])
@@ -418,7 +432,7 @@ def _transpose(
 
 
 def _without(name: str) -> _Shaped:
-    """Returns what is true of equations that take away the axes in a parameter of this name."""
+    """Returns the rule for equations that remove axes, which a parameter of this name lists."""
 
     def shaped(
         eqn: JaxprEqn,
@@ -435,7 +449,7 @@ def _without(name: str) -> _Shaped:
 
 
 def _along(name: str) -> _Shaped:
-    """Returns what is true of equations that work along the axes in a parameter of this name."""
+    """Returns the rule for equations that work along axes, which a parameter of this name lists."""
 
     def shaped(
         eqn: JaxprEqn,

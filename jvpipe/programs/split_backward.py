@@ -1,14 +1,17 @@
-"""A layer's backward as two programs: I for the cotangents that others wait for,
-W for the gradients.
+"""A layer's backward as two programs: I yields the cotangents of inputs, and W the gradients.
 
-    whole    sources, cotangents, sums -> cotangents of inputs, sums
-    I        sources, cotangents       -> cotangents of inputs, handed values
-    W        sources, cotangents, handed values, sums -> sums
+Other stages wait for the cotangents alone, so W may run later. Sources are the values of the
+forward that a backward reads.
 
-I hands W what it has computed at a cost, products and the like; W computes again what is cheap. So
-that both together are bitwise identical with the whole backward, handed values stand behind a
-barrier there too, and what both compute is made by calls that are compiled alike in all three (see
-`outline`).
+    program    takes                                        yields
+    whole      sources, cotangents, sums                    sums, cotangents of inputs
+    I          sources, cotangents, partial sums            cotangents of inputs, handed values
+    W          sources, cotangents, handed values, sums     sums
+
+I hands W the values that W needs and that are costly to compute, such as products. W computes cheap
+values again. Both halves together are bitwise identical with the whole backward for two reasons:
+handed values stand behind a barrier in the whole backward, too, and values that both halves compute
+are made by calls that are compiled alike in all three programs (see `outline`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,8 +43,9 @@ class Halves:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The equations of both halves, of which some are in both, and the values that the first hands
-    to the second.
+    """The equations of each half, and the values that the first half hands to the second.
+
+    Some equations are in both halves.
     """
 
     input: list[JaxprEqn]
@@ -50,22 +54,21 @@ class _Cut:
 
     @staticmethod
     def of(backward: ClosedJaxpr, gradients: int) -> "_Cut":
-        """Finds by liveness what the cotangents are made of, and what the sums are made of beside
-        that.
+        """Finds the equations that the cotangents need, and the others that the sums need.
 
         Args:
-            backward: of a layer.
-            gradients: how many of its results are sums; they come first.
+            backward: the backward of a layer.
+            gradients: how many of its results are sums of gradients; they come first.
         """
         eqns = backward.jaxpr.eqns
         results = backward.jaxpr.outvars
         first = jaxprs.prune(eqns, results[gradients:])
         in_first = set(map(id, first))
-        can_be_handed: set[Var] = set()  # the first half makes it at a cost or with an effect
-        again = []  # what the second half may compute
+        can_be_handed: set[Var] = set()  # what the first half makes at a cost or with an effect
+        again = []  # the equations that the second half may run
         for eqn in eqns:
-            # A barrier behind what is handed belongs to it: the second half reads what comes out of
-            # it.
+            # A barrier behind a handed value belongs to that value: the second half reads the
+            # results of the barrier.
             holds = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
             holds_back = holds and _is_barrier(eqn)
             is_costly = eqn.effects or holds_back or not is_cheap(eqn)
@@ -83,11 +86,11 @@ def _is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
-    """Returns a backward that is bitwise identical whole and in halves.
+    """Returns the same backward, rewritten such that it is bitwise identical whole and in halves.
 
     Args:
-        backward: of a layer.
-        gradients: how many of its results are accumulators; they come first, cotangents follow.
+        backward: the backward of a layer.
+        gradients: how many of its results are sums of gradients; they come before the cotangents.
     """
     jaxpr = backward.jaxpr
     if gradients in (0, len(jaxpr.outvars)):
@@ -109,19 +112,17 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
 
 
 def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
-    """Returns the calls that make what both halves compute, by the ids of the equations that they
-    replace.
-    """
+    """Returns calls for the values that both halves compute, by the ids of replaced equations."""
     jaxpr = backward.jaxpr
     second = set(map(id, cut.weight))
     in_both = (eqn for eqn in cut.input if id(eqn) in second)
-    eqns = [eqn for eqn in in_both if eqn.primitive.name != "outlined"]  # else it is a call already
+    eqns = [eqn for eqn in in_both if eqn.primitive.name != "outlined"]  # such ones are calls
     both = set(map(id, eqns))
     others = (eqn for eqn in jaxpr.eqns if id(eqn) not in both)
     read = {v for eqn in others for v in jaxprs.variables(eqn.invars)}
     read.update(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(eqns):
-        # What only moves its operand needs no call: its readers do that by themselves.
+        # An equation that only moves its operand needs no call: each reader does that by itself.
         if is_move(eqn) and not read.isdisjoint(eqn.outvars):
             read.difference_update(eqn.outvars)
             read.update(jaxprs.variables(eqn.invars))
@@ -129,8 +130,9 @@ def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
 
 
 def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
-    """Yields an equation with a barrier behind some of its results, which lie as they do between
-    programs.
+    """Yields an equation, and a barrier behind some of its results.
+
+    The results get the memory layout that arrays have between programs.
     """
     if not values:
         yield eqn
@@ -142,7 +144,7 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, values)]
     laid_out = jax.make_jaxpr(laid)(shapes).jaxpr
-    # The equations of `laid` stand between the bare values and those that others read.
+    # The equations of `laid` stand between the bare results and the values that others read.
     inner = (*laid_out.invars, *laid_out.outvars)
     ends = dict(zip(inner, (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
@@ -153,14 +155,14 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
 
 
 def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
-    """Cuts a settled backward in two.
+    """Cuts a backward that `settle_halves` has rewritten in two.
 
     Args:
-        backward: of a layer.
-        signature: of that layer.
+        backward: the backward of a layer.
+        signature: the signature of that layer.
 
     Returns:
-        None if it yields only cotangents, or only gradients.
+        The halves; None if the backward yields only cotangents or only gradients.
     """
     if not signature.returned or not signature.gradients:
         return None
@@ -207,10 +209,10 @@ def _half(
 
     Args:
         whole: the backward.
-        signature: its sources and cotangents; the half keeps those that it reads.
-        eqns: of the half.
-        taken: what it takes after sources and cotangents.
-        results: what it yields.
+        signature: the backward's sources and cotangents; the half keeps those that it reads.
+        eqns: the equations of the half.
+        taken: what the half takes after sources and cotangents.
+        results: what the half yields.
 
     Returns:
         The program, and its signature.

@@ -1,8 +1,9 @@
 """An optimizer traced over stacked parameters and run on their slices, which layers own.
 
-A loss that scans over layers has their parameters stacked. Each slice belongs to a layer, but the
-optimizer is to see what the user gave it: it is traced over the stacks, and that trace is run on
-slices (`slicewise`), as far as what it does leaves them apart.
+A loss that scans over layers has the parameters of these layers stacked in one array. Each slice of
+the array belongs to a layer, but the optimizer is to see the stacks that the user gave it. So it is
+traced over the stacks, and the trace is run on slices (`slicewise`) as far as its equations leave
+the slices apart.
 """
 
 from collections.abc import Collection, Sequence
@@ -41,18 +42,18 @@ def trace_stacked(
     stacks: Stacks | None,
     frozen: Collection[int] = (),
 ) -> TracedOptimizer:
-    """Traces an optimizer as `trace_optimizer` does; it sees parameters as the caller does.
+    """Traces an optimizer as `trace_optimizer` does, over the stacks of which `params` has slices.
 
-    What it freezes by itself is found, too.
+    Parameters that the optimizer freezes by itself are found, too.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
-        params: arrays or shapes, of each stack its slices.
-        readers: per leaf of these, how many gradient accumulators there are to be summed.
-        microbatches: what the sums are divided by; None if it is an input.
+        params: arrays or shapes; in place of each stack its slices.
+        readers: for each leaf of `params`, the number of gradient accumulators to add up.
+        microbatches: the number by which the sums are divided; None if it is an input.
         grad_norm: also return the norm of the gradients.
-        stacks: which leaves the optimizer sees as arrays; None: it sees slices.
-        frozen: leaves of `params` that it does not see; of a stack all slices.
+        stacks: which leaves form stacks that the optimizer sees; None if it sees the slices.
+        frozen: leaves of `params` that the optimizer does not see; of a stack all slices or none.
     """
     options: Any = {"grad_norm": grad_norm, "frozen": frozen}
     if stacks:
@@ -90,7 +91,7 @@ def _trace_stacks(
     parameters = _Split(stacks.lengths)
     hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
     one_reader = [1] * len(stacks.lengths)
-    # Gradients are summed, divided and normed outside: the core gets one gradient per stack.
+    # `core` gets one gradient per stack: sums, quotients and the norm are computed outside of it.
     core = trace_optimizer(
         optimizer,
         joined,
@@ -112,7 +113,7 @@ def _trace_stacks(
         moments: Any,
     ) -> list[Any]:
         by = np.float32(microbatches) if weight is None else weight
-        # Nobody reads the gradient of what is frozen: the parameter stands in for it.
+        # Nobody reads the gradient of a frozen parameter: the parameter stands in for it.
         grads = list(params)
         for i, parts in enumerate(sums):
             if i not in frozen:
@@ -137,7 +138,7 @@ def _trace_stacks(
             )
         )
 
-    # The pipeline sees the state with `Slices` in place of what was taken apart.
+    # The pipeline sees the state with `Slices` in place of the leaves that were taken apart.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
     return TracedOptimizer(
         straight_line(update, sums, weight, leaves, shapes),
@@ -150,8 +151,9 @@ def _trace_stacks(
 
 @dataclass(frozen=True)
 class _Split:
-    """A way to take leaves apart along their first axis: into how many slices each, None for not at
-    all.
+    """A way to take leaves apart along their first axis.
+
+    `lengths` has the number of slices of each leaf; None for a leaf that is not taken apart.
 
     >>> split = _Split((2, None))
     >>> split.taken_apart(split.joined([1.0, 2.0, 3.0]))[2]
@@ -162,29 +164,29 @@ class _Split:
 
     @property
     def starts(self) -> list[int]:
-        """The position of the first slice of each leaf among all."""
+        """The position of each leaf's first slice among all slices."""
         counts = [1 if n is None else n for n in self.lengths]
         return list(accumulate(counts, initial=0))
 
     def slices(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the slices of each leaf, those of one that is taken apart as `Slices`."""
+        """Returns the leaves, with `Slices` for each leaf that is taken apart."""
         spans = zip(self.starts, self.lengths, strict=False)
         return [values[at] if n is None else Slices(values[at : at + n]) for at, n in spans]
 
     def joined(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the leaves that these are the slices of."""
+        """Returns the leaves that consist of some slices."""
         pairs = zip(self.slices(values), self.lengths, strict=True)
         return [x if n is None else stacked(x) for x, n in pairs]
 
     def taken_apart(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the slices of these leaves."""
+        """Returns the slices of some leaves."""
         slices: list[Any] = []
         for value, n in zip(values, self.lengths, strict=False):
             slices += [whole(value)] if n is None else slices_of(value, 0, n)
         return slices
 
     def shapes(self, leaves: Shapes) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the slices of these leaves."""
+        """Returns the shapes of the slices of some leaves."""
         split: list[jax.ShapeDtypeStruct] = []
         for x, n in zip(leaves, self.lengths, strict=True):
             shape = x.shape if n is None else x.shape[1:]
@@ -202,8 +204,8 @@ class _Split:
         """Returns the slice of a parameter that each slice of the state belongs to.
 
         Args:
-            parameters: how these are taken apart.
-            of_leaves: the parameter that each leaf of the state belongs to.
+            parameters: how the parameters are taken apart.
+            of_leaves: the parameter that each leaf of the state belongs to, or None.
         """
         of_slices: list[int | None] = []
         for n, leaf in zip(self.lengths, of_leaves, strict=True):
@@ -221,16 +223,16 @@ def _settled(
     parameters: _Split,
     leaves: Shapes,
 ) -> _Split:
-    """Returns how the state is taken apart: what belongs to a stack and is as long, and what
-    updates make of slices.
+    """Returns how the state is taken apart.
 
-    The latter is found by running an update abstractly, until it takes apart nothing more: at most
-    once per leaf.
+    A leaf is taken apart if it belongs to a stack and is as long as the stack, or if an update
+    yields it in slices. The latter leaves are found by running the update abstractly until it
+    yields no further leaf in slices. The loop ends, because each turn takes another leaf apart.
 
     Args:
-        core: the optimizer over stacks.
-        parameters: how these are taken apart.
-        leaves: their slices.
+        core: the optimizer, traced over stacks.
+        parameters: how the parameters are taken apart.
+        leaves: the shapes of the parameters' slices.
     """
     shapes = _state(core)
     state = _Split(_stack_lengths(core, parameters))
@@ -263,9 +265,7 @@ def _settled(
 
 
 def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:
-    """Returns for each leaf of the state the length of its parameter's stack, if it is as long
-    itself.
-    """
+    """Returns, for each leaf of the state, its length if its parameter is a stack as long."""
     lengths: list[int | None] = []
     for owner, shape in zip(core.parameter_of, _state(core), strict=True):
         n = None if owner is None else parameters.lengths[owner]

@@ -1,7 +1,8 @@
-"""Compiled programs: one per distinct layer and device, kept for as long as the process lives."""
+"""The store of compiled programs: one per distinct program and device, for the process's life."""
 
 import operator
 import os
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,13 +27,14 @@ class Program:
     """A function of flat arrays, ready to be compiled.
 
     Attributes:
-        key: names what it computes; equal keys, equal programs.
+        key: identifies what the program computes. Programs with equal keys share one executable,
+            so a key must contain everything on which the function depends.
         fn: the function.
         inputs: the shapes and types that it takes.
         donated: positions of inputs that it may overwrite.
-        calls_host: it can fail after its dispatch.
-        takes: how the first inputs lie over a group of devices; all others are whole on each.
-        gives: the same for results; one of which this says None lies as the compiler finds best.
+        calls_host: whether it calls functions on the host, so that it can fail after its dispatch.
+        takes: how the first inputs lie over a group of devices; other inputs are whole on each.
+        gives: the same for results; None lets the compiler choose how a result lies.
     """
 
     key: Hashable
@@ -44,12 +46,11 @@ class Program:
     gives: tuple[Spec | None, ...] = ()
 
     def laid(self, takes: Sequence[Spec], gives: Sequence[Spec | None]) -> "Program":
-        """Returns the same program, some of whose inputs or results are cut along the axes of a
-        group of devices.
+        """Returns the same program, with inputs or results cut along the axes of a device group.
 
         Args:
-            takes: of each input.
-            gives: of each result, or of the first ones.
+            takes: how each input lies over the group.
+            gives: how each result, or each of the first ones, lies over the group.
         """
         if all(spec == () for spec in (*takes, *gives)):
             return self
@@ -69,15 +70,16 @@ class Program:
         marked: bool = False,
         key: Hashable = None,
     ) -> "Program":
-        """Returns a program from a jaxpr.
+        """Returns a program made of a jaxpr.
 
-        A marked one also yields four bytes that are never donated, to wait on.
+        A marked program has one more result, of four bytes, which is never donated. A caller that
+        waits for this mark waits for the program.
 
         Args:
             closed: the jaxpr.
             donated: positions of inputs that it may overwrite.
-            marked: whether somebody waits on it.
-            key: equal for programs that are the same.
+            marked: whether a caller waits for the program by a mark.
+            key: a value that is equal for jaxprs that are the same.
         """
         run = _jax.jaxpr_as_fun(closed)
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
@@ -99,42 +101,43 @@ def types_of(arrays: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
 
 
 def added_up(values: Sequence[Any]) -> Any:
-    """Returns the sum of arrays of one shape.
+    """Returns the sum of arrays of one shape, in their order.
 
-    One after another, not by `jnp.sum`: the order of summation is theirs, whatever the compiler
-    does.
+    They are added one after another and not by `jnp.sum`, so that the compiler cannot choose
+    another order of summation.
     """
     return reduce(operator.add, values)
 
 
 @dataclass(frozen=True)
 class PackedCall:
-    """An executable that takes elements smaller than a byte, compiled once more by `jax.jit` when
-    it is first called.
+    """An executable with inputs whose elements are smaller than a byte, such as int4.
 
-    JAX 0.10.2 checks how an executable's inputs lie in memory, and fails on such elements if they
-    are on a device of one's choice; under `jit` it does not check.
+    JAX 0.10.2 checks how an executable's inputs lie in memory. The check fails for such elements if
+    they lie on a chosen device. `jax.jit` does not check, so it compiles the function once more at
+    the first call, and runs that.
     """
 
     executable: Any
     jitted: Callable[..., Any]
 
     def __call__(self, *arrays: jax.Array) -> Any:
-        """Runs it."""
+        """Runs the program."""
         return self.jitted(*arrays)
 
     def memory_analysis(self) -> Any:
-        """Returns the bytes that it takes."""
+        """Returns the bytes that the program takes."""
         return self.executable.memory_analysis()
 
 
 class ProgramStore:
-    """Makes each layer's programs once and compiles each program once per device."""
+    """A store that makes each layer's programs once, and compiles each program once per device."""
 
     def __init__(self) -> None:
         self._layers: dict[Hashable, LayerPrograms] = {}
         self._jitted: dict[Hashable, Any] = {}
         self._compiled: dict[tuple[Hashable, Device], Any] = {}
+        self._compile_s: dict[tuple[Hashable, Device], float] = {}
 
     def layer(
         self,
@@ -142,17 +145,17 @@ class ProgramStore:
         kept: Collection[str],
         partial: Collection[int],
     ) -> LayerPrograms:
-        """Returns a layer's forward and backward; layers that are alike get the same ones.
+        """Returns a layer's forward and backward; layers that are alike get the same programs.
 
         Args:
-            body: of the layer.
+            body: the equations of the layer.
             kept: the names of the candidates that its forward saves.
-            partial: tensors that later layers read too.
+            partial: the tensors that later layers read, too.
         """
         key = _layer_key(body, kept, partial)
         if key not in self._layers:
             programs = differentiate(body, kept, partial)
-            # Bodies that differ may still have equal programs: the first of these stands for all.
+            # Bodies that differ may still give equal programs: then the first ones are kept.
             self._layers[key] = self._layers.setdefault(programs.key, programs)
         return self._layers[key]
 
@@ -162,7 +165,7 @@ class ProgramStore:
         kept: Collection[str],
         partial: Collection[int],
     ) -> LayerPrograms | None:
-        """Returns the same, if it has been asked for before; None if not."""
+        """Returns a layer's forward and backward if they were made before, otherwise None."""
         return self._layers.get(
             _layer_key(
                 body,
@@ -172,19 +175,22 @@ class ProgramStore:
         )
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
-        """Returns the executables of programs on devices.
-
-        The missing ones are compiled side by side.
-        """
+        """Returns the executables of programs on devices; missing ones are compiled in parallel."""
         # By key: a program that several layers share is compiled once.
         missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}
         if missing:
-            # The setting may be this thread's own: the threads of the pool do not have it.
+            # The setting may hold for this thread alone, so the pool's threads are told.
             wide = jax.config.read("jax_enable_x64")
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 done = pool.map(lambda item: self._compiled_for(*item, wide=wide), missing.values())
                 self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in programs]
+
+    def compile_s(self, programs: Iterable[tuple[Hashable, Device]]) -> float:
+        """Returns how long it took to compile programs, given by their keys and devices, one after
+        another.
+        """
+        return sum((self._compile_s.get(each, 0.0) for each in programs), 0.0)
 
     def text(
         self,
@@ -192,12 +198,12 @@ class ProgramStore:
         device: Device,
         platform: str | None = None,
     ) -> str:
-        """Returns what a program is, in words that are the same in every process.
+        """Returns the text of a lowered program, which is the same in every process.
 
         Args:
-            program: which.
-            device: that it is for.
-            platform: for which it is written; that of the device unless given.
+            program: the program.
+            device: the device that it is for.
+            platform: the platform that it is lowered for; that of the device unless given.
         """
         return self._lower(program, device, platform).as_text()
 
@@ -209,8 +215,10 @@ class ProgramStore:
         wide: bool,
     ) -> Any:
         options: Any = _jax.exact(device.platform)
+        start_s = time.perf_counter()
         with jax.enable_x64(wide):
             executable = self._lower(program, device).compile(compiler_options=options)
+        self._compile_s[program.key, device] = time.perf_counter() - start_s
         if all(_jax.is_plain(x.dtype) or is_key(x) for x in program.inputs):
             return executable
         fn, donated = program.fn, program.donated
@@ -256,7 +264,7 @@ class ProgramStore:
 
 
 def _laid(program: Program) -> Callable[..., Any]:
-    """Returns the function of a program, in which readers of an input do not decide how it lies."""
+    """Returns the function of a program, with inputs whose memory layout no reader can change."""
     return lambda *arrays: program.fn(*map(_jax.laid_out, arrays))
 
 
@@ -265,8 +273,8 @@ def _layer_key(
     kept: Collection[str],
     partial: Collection[int],
 ) -> Hashable:
-    """Returns a value that is equal for layers that are alike and keep the same."""
-    # Which tensors, parameters or keys a layer reads does not count, only what it does with them.
+    """Returns a value that is equal for layers that are alike and keep the same candidates."""
+    # What a layer does with tensors, parameters or keys counts, but not which of them it reads.
     places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
     reads = tuple(ref.kind for ref in body.reads)
     writes = tuple(ref.kind for ref in body.writes)
@@ -285,9 +293,7 @@ def _layer_key(
 
 
 def _spread(program: Program, group: DeviceGroup) -> Any:
-    """Returns a program over the devices of a group: the compiler decides which part is computed
-    where.
-    """
+    """Returns a program for a group of devices; the compiler divides the work among them."""
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
     results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]
@@ -301,5 +307,5 @@ def _spread(program: Program, group: DeviceGroup) -> Any:
 
 @cache
 def shared_store() -> ProgramStore:
-    """Returns the store of this process: pipelines of the same model share what they compile."""
+    """Returns the store of this process: pipelines of the same model share compiled programs."""
     return ProgramStore()

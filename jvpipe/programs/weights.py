@@ -1,5 +1,7 @@
-"""The small programs around an asynchronous update: weights predicted, corrected,
-and what each update leaves behind.
+"""The small programs around an asynchronous update: they shift weights and remember updates.
+
+They predict weights for a forward (XPipe), correct weights for a backward (PipeMare), and compute
+what each update leaves for later ones. In the docstrings:
 
 w         a parameter
 u         its last applied update
@@ -22,7 +24,7 @@ COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def shifted(shapes: Shapes, factor: int) -> Program:
-    """Returns `(w..., v...) -> w + factor v`: weights predicted from u, or corrected by delta."""
+    """Returns `(w..., v...) -> w + factor v`, which predicts by v = u, or corrects by v = delta."""
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
@@ -34,14 +36,14 @@ def shifted(shapes: Shapes, factor: int) -> Program:
 
 
 def difference(shapes: Shapes) -> Program:
-    """Returns `(w before..., w after..., u...) -> u`, in place."""
+    """Returns `(w before..., w after..., u...) -> w after - w before`, which overwrites u."""
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
         pairs = zip(values[:n], values[n : 2 * n], strict=True)
         return [after - before for before, after in pairs]
 
-    # The last updates are overwritten; they are taken for nothing else.
+    # The program takes the last updates only to overwrite them.
     last_updates = tuple(range(2 * n, 3 * n))
     key = "difference", types_of(shapes)
     return Program(
@@ -58,17 +60,17 @@ def settled(
     decay: float,
     anneal_updates: int,
 ) -> Program:
-    """Returns PipeMare's T1 and T2 as a program that works in place.
+    """Returns PipeMare's T1 and T2 as a program, which overwrites all but the weights before.
 
-    It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the
-    update, the t-th, by max(1, tau) ** -(1 - min(t / K, 1)); T2 is delta = gamma delta + (1 -
-    gamma) u.
+    The program is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1
+    scales the t-th update u by max(1, tau) ** -(1 - min(t / K, 1)). T2 is
+    delta = gamma delta + (1 - gamma) u.
 
     Args:
-        shapes: of the parameters.
-        tau: updates between a forward and its update.
+        shapes: the shapes of the parameters.
+        tau: the number of updates between a forward and its update; at least 1.
         decay: D, between 0 and 1.
-        anneal_updates: K; 0: updates are not scaled.
+        anneal_updates: K; with 0 updates are not scaled.
     """
     n = len(shapes)
     gamma = decay ** (1 / tau)
@@ -80,7 +82,7 @@ def settled(
         left = 1 - jnp.minimum(done, np.float32(1))
         return np.float32(tau) ** -left
 
-    # Factors have the type of what they multiply: a float32 one would make bfloat16 arrays wider.
+    # A factor has the type of the array that it multiplies: a float32 one would widen bfloat16.
     def mean(delta: jax.Array, update: jax.Array) -> Any:
         kept = np.asarray(gamma, delta.dtype) * delta
         return kept + np.asarray(1 - gamma, delta.dtype) * update
@@ -98,14 +100,14 @@ def settled(
         return [*after, *map(mean, delta, updates), t + np.int32(1)]
 
     key = "settled", tau, decay, anneal_updates, types_of(shapes)
-    # All but the weights before the update, which others may still read.
+    # Everything is overwritten except the weights before the update, which others may still read.
     in_place = tuple(range(n, 3 * n + 1))
     inputs = (*shapes, *shapes, *shapes, COUNT)
     return Program(key, run, inputs, in_place)
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
-    """Returns `(weight, ...) -> their sum`, a float32 scalar, in ascending order."""
+    """Returns `(weight, ...) -> their sum`, a float32 scalar, added up in ascending order."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
         return [added_up(values).astype(jnp.float32)]

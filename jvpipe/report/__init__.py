@@ -1,1 +1,1 @@
-"""Shows a run: console, metrics, timeline."""
+"""Reports of plans and runs: words, tables, lines, metrics, timelines, figures and trackers."""

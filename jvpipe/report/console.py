@@ -17,14 +17,14 @@ _BAR = 16  # characters
 
 
 class DeviceRow(NamedTuple):
-    """What a row says of a device: the layers that are on it, and what it may hold."""
+    """The row of a device: the layers on it as text, and its memory limit."""
 
     layers: str
     limit_bytes: int | None = None
 
 
 def in_runs(numbers: Sequence[int]) -> str:
-    """Writes numbers as text, those that follow each other as one run.
+    """Writes numbers as text, with consecutive ones as a range.
 
     >>> in_runs([0, 1, 2, 7, 9, 10])
     '0-2, 7, 9-10'
@@ -39,10 +39,10 @@ def in_runs(numbers: Sequence[int]) -> str:
 
 
 class TrainingDisplay:
-    """Shows where a run is, the numbers of its last step, and a row per device.
+    """A context manager that shows a run's progress, its last step's numbers, and its devices.
 
-    A context manager. Where `console` is not a terminal it prints nothing at all. What is printed
-    there meanwhile appears above it.
+    If `console` is not a terminal, nothing is shown. Text that is printed to the terminal in the
+    meantime appears above the display.
     """
 
     def __init__(self, total_steps: int, step: int = 0, console: Console | None = None) -> None:
@@ -50,7 +50,7 @@ class TrainingDisplay:
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("step", total=total_steps, completed=step)
-        shared = sys.stdout.isatty()  # else what is printed is for a file
+        shared = sys.stdout.isatty()  # printed text is redirected only if it goes to a terminal
         self._live = Live(
             self._progress, console=self._console, refresh_per_second=4, redirect_stdout=shared
         )
@@ -67,10 +67,10 @@ class TrainingDisplay:
         """Shows the numbers of a step that has ended.
 
         Args:
-            metrics: of the step.
+            metrics: the metrics of the step.
             places: the devices of the run by name, in the order of their rows.
         """
-        # Without a terminal nothing is drawn, so nothing is made.
+        # Without a terminal nothing is shown, so no tables are made.
         if self._live.is_started:
             self._progress.update(self._task, completed=metrics.step)
             self._live.update(
@@ -79,7 +79,7 @@ class TrainingDisplay:
 
 
 def _numbers(metrics: StepMetrics) -> Table:
-    """Makes a table of a column per number."""
+    """Makes a table with a column for each number of a step."""
     columns = {
         "loss": f"{metrics.loss:.4f}",
         "grad norm": f"{metrics.grad_norm:.3f}",
@@ -93,10 +93,10 @@ def _numbers(metrics: StepMetrics) -> Table:
 
 
 def device_rows(metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> Table:
-    """Makes a row per device: its layers, the most that it held and may hold, and the share of a step it works.
+    """Makes a table with a row for each device: layers, peak and limit of memory, and work share.
 
     Args:
-        metrics: of a step.
+        metrics: the metrics of a step.
         places: the devices by name.
     """
     table = Table(box=None, pad_edge=False)

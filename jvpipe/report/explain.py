@@ -1,4 +1,4 @@
-"""A plan in words: what runs where, what it holds, and why."""
+"""Plans in words: which layers run where, the bytes that devices hold, and the reasons."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,18 +20,18 @@ def explain(
     why: str = "",
     reasons: Sequence[str] = (),
 ) -> str:
-    """Writes a text of one line per stage and one per layer, with the fates of what is not kept, and the reasons.
+    """Writes a line for each stage and each layer, with fates other than keep, and the reasons.
 
     Args:
         graph: the model's layers.
-        plan: what runs where.
-        peaks: the most bytes on each device; None if nobody knows.
-        layer_s: seconds of each layer per micro-batch, if they are known.
-        devices: by number, as the plan names them.
-        why: the planner decides as it does, in a sentence.
-        reasons: why each cut is where it is, a line each.
+        plan: says which layers run where.
+        peaks: the most bytes on each device; None if another process knows them.
+        layer_s: the seconds of each layer for a micro-batch, if they are known.
+        devices: the devices, by their numbers in the plan.
+        why: how the planner decides, in a sentence.
+        reasons: lines that say why each cut is where it is.
     """
-    # The whole first, then stage by stage with their layers, then why.
+    # The text has the whole plan first, then the stages with their layers, then the reasons.
     lines = [
         f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
         f"{why}."
@@ -68,13 +68,13 @@ def explain(
 def stage_lines(
     graph: LayerGraph, plan: Plan, peaks: Sequence[Peak | None], devices: Sequence[Any]
 ) -> str:
-    """Writes what runs where, a line for each stage.
+    """Writes a line for each stage, with its devices, layers and bytes.
 
     Args:
         graph: the model's layers.
-        plan: what runs where.
-        peaks: the most bytes on each device; None if nobody knows.
-        devices: by number, as the plan names them.
+        plan: says which layers run where.
+        peaks: the most bytes on each device; None if another process knows them.
+        devices: the devices, by their numbers in the plan.
     """
     rows: list[Sequence[object]] = [("stage", "on", "layers", "holds", "peak")]
     for s, stage in enumerate(plan.stages):
@@ -87,7 +87,7 @@ def stage_lines(
 
 
 def _parameters(graph: LayerGraph, stage: Stage) -> str:
-    """Returns the bytes of a stage's own parameters, and of those among them that are frozen."""
+    """Returns the bytes of a stage's own parameters, and of the frozen ones among them, as text."""
     parameters = [graph.parameters[p] for layer in stage.layers for p in graph.owned(layer)]
     frozen = sum(parameter.array.bytes for parameter in parameters if parameter.frozen)
     words = f"{format_bytes(sum(parameter.array.bytes for parameter in parameters))} of parameters"
@@ -95,7 +95,7 @@ def _parameters(graph: LayerGraph, stage: Stage) -> str:
 
 
 def _peak(peak: Peak | None) -> str:
-    """Says what a device holds at most, when, and of what."""
+    """Returns a text about a device's peak: its bytes, the task, and what holds them."""
     if peak is None:
         return "its peak is known to its process"
     text = f"peak {format_bytes(peak.bytes)}"
@@ -120,12 +120,12 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
 
 
 def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
-    """Says what of a layer is swapped or computed again.
+    """Returns a text about a layer's values that are swapped or recomputed.
 
-    Edges count to the layer that makes them.
+    Tensors between layers are listed at the layer that makes them.
     """
     layer = graph.layers[i]
-    # By the names under which the plan has their fates.
+    # These are the names under which plans have fates.
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     states = [graph.parameters[p].array.name for p in graph.owned(i)]

@@ -1,4 +1,4 @@
-"""Pictures of timelines: who does what when, and under it who holds how much meanwhile."""
+"""Figures of timelines: the tasks of each device, and below them the bytes that each holds."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +22,11 @@ from jvpipe.util.sizes import format_bytes
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8
-"""Boxes up to the first width have no white edge, and none is narrower than the second: it would vanish."""
+"""Boxes up to the first width have no white edge; none is drawn narrower than the second width,
+because it would not be visible."""
 _MOST_ROOM = 3.0
-"""Limits up to so many times the most bytes are lines.
-
-The axis of a larger one would show nothing else.
-"""
+"""A limit is drawn as a line if it is at most this many times the most bytes held. With a line for
+a larger limit, the curves would shrink to the bottom of the axis."""
 _HOST = "host"
 _Corners = list[tuple[float, float]]
 LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7440", "#6b7683")
@@ -51,18 +50,18 @@ def check_format(path: str | Path) -> None:
 def timeline_figure(
     picture: Picture, path: str | Path, limits: Mapping[str, int] | None = None, title: str = ""
 ) -> None:
-    """Draws steps, simulated or measured, to `path` (the suffix says the format: png, svg, pdf).
+    """Draws steps, simulated or measured.
 
-    A row for each device, and a thinner one for each link with traffic; a box for each task, with
-    the number of its micro-batch where it fits. Under it, where anything is held, bytes over time
-    per device, and their `limits`.
+    There is a row for each device, a thinner one for each link with traffic, and a box for each
+    task, with the number of its micro-batch if that fits. Below, if the picture has any bytes, are
+    curves of the bytes on each device over time, with the limits.
 
     Args:
-        picture: what ran when, and who held how much.
-        path: of the picture; its suffix says the format: png, svg, pdf.
-        limits: what places may hold: lines in the curves of bytes, or words beside them where they
-            are far above.
-        title: of the picture.
+        picture: the spans of tasks, and the bytes held over time.
+        path: the file to draw to; its suffix is the format: png, svg or pdf.
+        limits: the memory limits of devices by name. They are lines between the curves, or only
+            words in the legend if they are far above.
+        title: the title of the figure.
     """
     picture = _from_zero(picture)
     spans, curves = picture.spans, _curves(picture.levels)
@@ -71,7 +70,7 @@ def timeline_figure(
         row: 0.36 if row in working else 0.2
         for row in sorted_devices(span.device for span in spans)
     }
-    # Heights in inches: a row of tasks, thinner ones of links, and the curves.
+    # The heights, in inches, of the rows of devices and links, and of the curves.
     parts = [0.2 + sum(rows.values()), *([2.0] if curves else [])]
     figure = Figure(figsize=(_WIDTH, 0.9 + sum(parts)), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
@@ -87,7 +86,7 @@ def timeline_figure(
 
 
 def _from_zero(picture: Picture) -> Picture:
-    """Returns the picture with times since its first start, as a measured one has them since some other moment."""
+    """Returns a picture with times since its first start; measured ones have another origin."""
     start_s = min((span.start_s for span in picture.spans), default=0.0)
     spans = (
         replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
@@ -98,9 +97,9 @@ def _from_zero(picture: Picture) -> Picture:
 
 
 def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]:
-    """Tells when each place begins to hold how many bytes, if it ever holds any.
+    """Returns, for each place that ever holds bytes, the times and the bytes held from then on.
 
-    The host is the last.
+    The host comes last.
     """
     found: dict[str, tuple[list[float], list[int]]] = {}
     for place, at_s, held_bytes in levels:
@@ -114,7 +113,7 @@ def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]
 def _draw_rows(
     axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], total_s: float
 ) -> None:
-    """Boxes; the first row is the top one."""
+    """Draws the boxes of spans, with the first row at the top."""
     bottoms = dict(zip(rows, -np.cumsum(list(rows.values())), strict=True))
     by_look: dict[tuple[str, str], list[tuple[_Corners, float]]] = {}
     for span in spans:
@@ -125,7 +124,7 @@ def _draw_rows(
     for device, label, start_s, end_s in _labels(spans):
         size = 7.5 if rows[device] > 0.3 else 5.5
         width_pt = (end_s - start_s) / total_s * _WIDTH * 72 * 0.9
-        # A digit is some 0.6 of its height wide.
+        # A digit is about 0.6 times as wide as the font's size.
         if width_pt > size * (0.6 * len(label) + 0.3):
             middle = (start_s + end_s) / 2, bottoms[device] + rows[device] / 2
             axes.text(*middle, label, ha="center", va="center_baseline", size=size)
@@ -144,9 +143,10 @@ def _draw_rows(
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
-    """Yields each micro-batch's number and its row, start and end: that of boxes of one kind in a row.
+    """Yields (row, micro-batch, start, end) of each label; consecutive boxes of a kind share one.
 
-    Measured boxes are of single layers, and simulated ones of whole stages.
+    Measured boxes are of single layers, so a task has several boxes; simulated ones are of whole
+    stages.
     """
     order = sorted(spans, key=lambda span: (span.device, span.start_s))
 
@@ -160,7 +160,7 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
 
 
 def _draw_boxes(axes: Axes, colour: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
-    """Boxes with their widths in points; thin ones lie on top, since a neighbour's white edge may be wider."""
+    """Draws boxes, given with widths in points; thin ones lie above neighbours' white edges."""
     wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
     axes.add_collection(PolyCollection(wide, facecolors=colour, edgecolors="white", linewidths=0.5))
     thin = [(corners, width_pt) for corners, width_pt in boxes if width_pt <= _THIN_PT]
@@ -170,7 +170,7 @@ def _draw_boxes(axes: Axes, colour: str, boxes: Sequence[tuple[_Corners, float]]
             facecolors=colour,
             edgecolors=colour,
             linewidths=[max(0.0, _SEEN_PT - width_pt) for _, width_pt in thin],
-            snap=False,  # to the nearest pixel's edge both sides of a narrow box are the same
+            snap=False,  # snapped to pixels, both sides of a narrow box would be at one edge
             zorder=1.5,
         )
     )
@@ -182,9 +182,9 @@ def _draw_curves(
     end_s: float,
     limits: Mapping[str, int],
 ) -> None:
-    """Draws bytes as steps, the host's dotted.
+    """Draws the bytes of each place as a step curve, dotted for the host, and the limits.
 
-    A limit that all share is black, others are as their places.
+    A limit that all devices share is black; other limits have the colours of their devices.
     """
     colours = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
     colours |= {_HOST: "#777777"}
@@ -199,7 +199,7 @@ def _draw_curves(
             label=f"{place}: {format_bytes(max(sizes))}",
         )
     highest = max(max(sizes) for _, sizes in curves.values())
-    # One line is enough where all have the same limit.
+    # If all devices have the same limit, it is drawn once.
     alike = len(set(limits.values())) == 1
     for place, limit in list(limits.items())[: 1 if alike else None]:
         label = f"{'limit' if alike else f'limit of {place}'}: {format_bytes(limit)}"

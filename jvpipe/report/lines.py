@@ -1,4 +1,4 @@
-"""What a run says where there is no terminal: a line at once for each phase, and one every few seconds of work."""
+"""Progress of a run as lines, for output that is not a terminal: of phases, steps and silence."""
 
 import math
 import threading
@@ -13,28 +13,28 @@ from jvpipe.util.sizes import format_bytes
 
 @runtime_checkable
 class Written(Protocol):
-    """Where text goes."""
+    """A destination of text, such as a file."""
 
     def write(self, text: str, /) -> Any:
         """Takes text."""
         ...
 
     def flush(self) -> Any:
-        """Passes on what it has taken."""
+        """Passes on the text that it has taken."""
         ...
 
 
 class Lines:
-    """Lines in a pipe or a file, each there at once; nobody need read them.
+    """A context manager that writes lines to a pipe or file, each at once.
 
-    A context manager: inside it a thread says what is being done whenever no line was written for
-    `silence_s`.
+    While it is open, a thread writes a line about the current work whenever there was none for
+    `silence_s`. If nothing reads the pipe any more, lines are lost without an error.
 
     Args:
-        out: where they go.
-        period_s: seconds between the lines of two steps.
-        silence_s: after so many seconds without a line one says what goes on.
-        clock: seconds from any origin.
+        out: the destination of the lines.
+        period_s: the least seconds between the lines of two steps.
+        silence_s: seconds without a line after which one is written about the current work.
+        clock: returns seconds, counted from any origin.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Lines:
     ) -> None:
         self._out, self._period_s, self._silence_s, self._clock = out, period_s, silence_s, clock
         self._said_s, self._step_s = clock(), -math.inf
-        self._doing: list[tuple[str, float]] = []  # what goes on, and within it, each since when
+        # The current work and its parts, from outside to inside, each with the time of its start.
+        self._doing: list[tuple[str, float]] = []
         self._ended = threading.Event()
 
     def __enter__(self) -> "Lines":
@@ -60,31 +61,31 @@ class Lines:
         """Writes a line."""
         with suppress(
             OSError, ValueError
-        ):  # whoever read them has gone: that must not stop the training
+        ):  # the reader of the pipe may be gone, which must not stop the training
             self._out.write(line + "\n")
             self._out.flush()
         self._said_s = self._clock()
 
     def doing(self, what: str) -> None:
-        """Notes what goes on from here, in place of all before."""
+        """Notes the current work, which replaces the work noted before."""
         self._doing = [(what, self._clock())]
 
     def begin(self, part: str) -> None:
-        """Notes a part of what goes on, until `end`."""
+        """Notes that a part of the current work begins; it lasts until `end`."""
         self._doing.append((part, self._clock()))
 
     def end(self, part: str) -> None:
-        """Notes that a part is done."""
+        """Notes that a part of the current work has ended."""
         names = [name for name, _ in self._doing]
         if part in names:
-            # The last of that name: parts may lie within each other.
+            # Parts may be nested, so the last one with this name ends.
             del self._doing[len(names) - 1 - names[::-1].index(part)]
 
     def step(self, metrics: StepMetrics, total: int) -> None:
-        """Says what a step was like, if it is the first, the last, or `period_s` after the last one that was written.
+        """Writes a line for a step, if it is the first or the last, or `period_s` have passed.
 
         Args:
-            metrics: of the step.
+            metrics: the metrics of the step.
             total: the number of the last step.
         """
         if metrics.step == total or self._clock() - self._step_s >= self._period_s:
@@ -92,7 +93,7 @@ class Lines:
             self.say(step_line(metrics, total))
 
     def tell_silence(self) -> None:
-        """Says what goes on, if no line was written for long."""
+        """Writes a line about the current work, if none was written for `silence_s`."""
         now_s = self._clock()
         if now_s - self._said_s >= self._silence_s and self._doing:
             what, since_s = self._doing[-1]
@@ -104,10 +105,10 @@ class Lines:
 
 
 def step_line(metrics: StepMetrics, total: int) -> str:
-    """Writes a step as a line.
+    """Returns the line of a step.
 
     Args:
-        metrics: of the step.
+        metrics: the metrics of the step.
         total: the number of the last step.
     """
     peak = max(metrics.peak_bytes.values(), default=0)

@@ -1,4 +1,4 @@
-"""The numbers of each step, as lines of JSON."""
+"""The metrics of each step, and the file of JSON lines that keeps them."""
 
 import json
 import math
@@ -19,18 +19,19 @@ from jvpipe.util.sizes import MOST_S
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one step; steps count from 1, `staleness` is in updates, per layer.
+    """The metrics of one step.
 
-    `swapped_bytes` went to the host; the copies there and back kept devices waiting for
-    `copy_exposed_s`, and took `copy_hidden_s` beside their work. `recomputed_s` is spent on what
-    had not been kept. `busy_fraction` is the share of the step that each device worked. `elapsed_s`
-    is the time since the run began to train, evaluations and checkpoints included, over all its
-    starts.
+    Steps count from 1. `staleness` is in updates, for each layer. `swapped_bytes` were copied to
+    the host. For `copy_exposed_s` seconds devices waited for the copies to the host and back; for
+    `copy_hidden_s` the copies ran while devices worked. `recomputed_s` counts the recomputing of
+    values that were not kept. `busy_fraction` is the share of the step in which each device worked.
+    `elapsed_s` is the time of training so far, with evaluations and checkpoints, over all starts of
+    the run.
 
-    What there is not is left out of the line: `tokens_per_s` where the batch tells no tokens, `mfu`
-    (see `jvpipe.cost.utilisation`) where the peak of a device is not known, `held_out_loss` where
-    nothing was evaluated after the step, `aux` (scalars by name) where the loss returns none,
-    `architecture` (the names of the model's blocks) where none is searched.
+    Metrics that a run does not have are left out of the line. These are `tokens_per_s` if the batch
+    has no leaf of tokens, `mfu` (see `jvpipe.cost.utilisation`) if the peak of a device is unknown,
+    `held_out_loss` if there was no evaluation after the step, `aux` (scalars by name) if the loss
+    returns none, and `architecture` (the names of the model's blocks) outside of a search.
     """
 
     step: int
@@ -55,7 +56,7 @@ class StepMetrics:
     busy_fraction: Mapping[str, float] = field(default_factory=dict)
 
     def told(self) -> dict[str, Any]:
-        """Returns the metrics that there are, by name."""
+        """Returns the metrics that the run has, by name."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -63,7 +64,10 @@ class StepMetrics:
         }
 
     def numbers(self) -> dict[str, int | float]:
-        """Returns all numbers by name; those of a device or of aux as NAME/KEY, of staleness the largest."""
+        """Returns all numbers by name, with names NAME/KEY for entries of mappings.
+
+        For staleness, this is the largest of all layers.
+        """
         numbers: dict[str, int | float] = {}
         for name, value in self.told().items():
             match value:
@@ -76,13 +80,13 @@ class StepMetrics:
         return numbers
 
     def to_json(self) -> str:
-        """Writes a line of JSON; numbers that JSON does not know (NaN, infinities) are null."""
-        # Other readers of JSON refuse NaN and infinities.
+        """Returns a line of JSON, with null for NaN and infinities."""
+        # JSON has no NaN or infinities; Python writes them, but other readers refuse them.
         return json.dumps(_speakable(self.told()), allow_nan=False)
 
 
 def scalars_in(tree: Any) -> Mapping[str, float]:
-    """Returns the single numbers of a tree by their path; one that is the whole tree is called aux.
+    """Returns the scalars of a tree by their paths; if the tree is a scalar, its name is aux.
 
     >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
     {'accuracy': 0.5}
@@ -95,10 +99,10 @@ def scalars_in(tree: Any) -> Mapping[str, float]:
 
 
 class MetricsLog:
-    """Appends a line per step to a file, flushed, so that a killed run keeps all but perhaps the last.
+    """A file to which each step appends a line, flushed at once: a kill loses at most the last.
 
-    `resumed_step` is the last step that counts: lines beyond it, made again by the run, are
-    dropped. `elapsed_s` is that of the last line that is kept.
+    `resumed_step` is the step from which the run goes on. Lines of later steps are dropped, because
+    the run makes these steps again. `elapsed_s` is that of the last line that is kept.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
@@ -108,12 +112,12 @@ class MetricsLog:
             else []
         )
         self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
-        # Lines after the checkpoint are made again by the resumed run.
+        # Only the kept lines are written; the resumed run writes the later ones again.
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = path.open("a")
 
     def append(self, metrics: StepMetrics) -> None:
-        """Writes one step."""
+        """Appends the line of a step."""
         self._file.write(metrics.to_json() + "\n")
         self._file.flush()
 
@@ -125,10 +129,7 @@ class MetricsLog:
 
 
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the steps of a metrics file.
-
-    Lines that hold none, such as one torn by a kill, are left out.
-    """
+    """Yields the steps of a metrics file; skips other lines, such as one torn by a kill."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
@@ -137,7 +138,7 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
-    """Returns the seconds of a run up to a line; 0 where it does not tell them."""
+    """Returns the seconds of a run up to a line; 0 if the line does not have them."""
     elapsed_s = line.get("elapsed_s")
     if elapsed_s is None:
         return 0.0
@@ -150,23 +151,23 @@ def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, however the process ends."""
+    """Replaces a file by a text; however the process ends, the file is the old or the new one."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, however the process ends."""
+    """Replaces a file by bytes; however the process ends, the file is the old or the new one."""
     draft = path.with_name(path.name + ".draft")
     with draft.open("wb") as file:
         file.write(content)
         file.flush()
-        # On disk before the name points to it, also if the machine stops.
+        # The content is forced to the disk before the rename, in case the machine stops.
         os.fsync(file.fileno())
     draft.replace(path)
 
 
 def _speakable(value: Any) -> Any:
-    """Replaces numbers that are not finite by None, also inside."""
+    """Returns a value with None for numbers that are not finite, also inside of mappings."""
     if isinstance(value, Mapping):
         return {name: _speakable(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

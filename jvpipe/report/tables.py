@@ -1,4 +1,4 @@
-"""Tables of plans: a row for each stage of one, or for each of several planners."""
+"""Tables of plans: a row for each stage of a plan, or a row for each of several planners."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from jvpipe.util.sizes import format_bytes
 
 
 def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
-    """Makes a row for each stage of a plan.
+    """Makes a table with a row for each stage of a plan.
 
     Args:
-        stages: what each takes and holds, by the names of `--json`.
-        names: of the devices of each; none: all devices are alike.
+        stages: the seconds and bytes of each stage, by the names of `--json`.
+        names: the name of each stage's device; empty if all devices are equal.
     """
-    # Columns of replicas only where there are some.
+    # Columns about replicas are left out if no stage has any.
     shared = any(stage["replicas"] > 1 for stage in stages)
     seconds = {
         "F": "forward",
@@ -60,7 +60,7 @@ def comparison(rows: Iterable[Sequence[str]]) -> Table:
 
 def printed(show: Callable[[Console], None]) -> str:
     """Returns what `show` prints, as text without colours."""
-    # In a notebook rich would show a cell of its own.
+    # In a notebook, rich would display the text in the notebook and not return it.
     console = Console(width=160, color_system=None, force_jupyter=False)
     with console.capture() as captured:
         show(console)

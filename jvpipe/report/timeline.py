@@ -1,4 +1,4 @@
-"""Spans as a picture: a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens; and the idle share."""
+"""Timelines as Chrome traces, which Perfetto (https://ui.perfetto.dev) opens, and idle shares."""
 
 import json
 import re
@@ -16,10 +16,10 @@ COMPUTE = frozenset(kind for kind, info in KINDS.items() if info.busy)
 
 
 def chrome_trace(picture: Picture) -> dict[str, Any]:
-    """Writes a picture in Chrome's trace format, in microseconds since the first start.
+    """Returns a picture in Chrome's trace format, in microseconds since the first start.
 
-    One row per device; a counter of bytes per place; an arrow from where a copy leaves to where it
-    arrives.
+    The trace has a row for each device, a counter of bytes for each place, and an arrow for each
+    copy.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> trace = chrome_trace(Picture((Span("cpu:0", "0F0", 1.0, 1.5, Kind.F),)))
@@ -71,7 +71,7 @@ def write_trace(path: Path, picture: Picture) -> None:
 
 
 def joined(pictures: Sequence[Picture]) -> Picture:
-    """Joins pictures of steps; copies within different steps stay apart."""
+    """Joins pictures of steps; the number of the step in each copy's key keeps copies apart."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
     hops = (
@@ -83,12 +83,13 @@ def joined(pictures: Sequence[Picture]) -> Picture:
 
 
 def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
-    """Yields the copies both of whose ends are known, each from where it leaves to where it arrives.
+    """Yields the two ends of each copy of which both are known, first the one where it leaves.
 
-    Ends are noted by different threads, which may wake in another order.
+    Different threads measure the two ends, and one may wake late. If the copy would arrive before
+    it leaves, it is made to leave when it arrives.
     """
     ends = defaultdict[str, list[Hop]](list)
-    # False sorts first: where a copy leaves comes before where it arrives.
+    # False sorts before True, so the end where a copy leaves comes first.
     for hop in sorted(hops, key=lambda hop: hop.arrives):
         ends[hop.key].append(hop)
     for both in ends.values():
@@ -98,7 +99,7 @@ def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
 
 
 class Busy(NamedTuple):
-    """The seconds that `devices` worked together, within `elapsed_s` from the first start to the last end."""
+    """The summed seconds of work of `devices`, and the time from its first start to its end."""
 
     seconds: float
     elapsed_s: float
@@ -106,7 +107,7 @@ class Busy(NamedTuple):
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of the devices; 0 of no work.
+        """The share of the time in which the devices were idle; 0 if there was no work.
 
         >>> Busy(2.0, 2.0, 2).bubble_fraction
         0.5
@@ -116,7 +117,7 @@ class Busy(NamedTuple):
 
 
 def busy(spans: Iterable[Span]) -> Busy:
-    """Adds up the work in spans, each device's counted once where they overlap.
+    """Adds up the work in spans; where spans of a device overlap, the time counts once.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> busy([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 2.0, Kind.F)])
@@ -127,7 +128,7 @@ def busy(spans: Iterable[Span]) -> Busy:
 
 
 def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
-    """Returns the share of each device's work in the time between the first start and the last end of all work.
+    """Returns, for each device, its share of work in the time of all work.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> busy_fractions([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 4.0, Kind.F)])
@@ -140,7 +141,7 @@ def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
-    """Returns the seconds that each device worked, and those between the first start and the last end."""
+    """Returns the seconds of work of each device, and the time from the first start to the end."""
     work = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start_s)
     if not work:
         return {}, 0.0
@@ -148,14 +149,14 @@ def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
     worked_s = dict.fromkeys((span.device for span in work), 0.0)
     reached_s = dict.fromkeys(worked_s, start_s)
     for span in work:
-        # What overlaps an earlier task of the device is counted once.
+        # Only the part of the span that does not overlap earlier ones of the device is added.
         worked_s[span.device] += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
         reached_s[span.device] = max(span.end_s, reached_s[span.device])
     return worked_s, end_s - start_s
 
 
 def bubble_fraction(spans: Iterable[Span]) -> float:
-    """Returns the idle share of the devices between the first start and the last end of their work; 0 of no work."""
+    """Returns the idle share of the devices in the time of their work; 0 if there was none."""
     return busy(spans).bubble_fraction
 
 
@@ -164,8 +165,8 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
 
 
 def sorted_devices(devices: Iterable[str]) -> list[str]:
-    """Sorts devices, each once, numbers in their order: `cpu:2` before `cpu:10`."""
-    # Text and numbers alternate, so numbers are compared with numbers.
+    """Sorts names of devices, each once, with numbers by value: `cpu:2` comes before `cpu:10`."""
+    # `re.split` makes text and numbers alternate, so numbers are compared with numbers.
     parts = {name: re.split(r"(\d+)", name) for name in devices}
     return sorted(
         parts, key=lambda name: [int(part) if part.isdigit() else part for part in parts[name]]

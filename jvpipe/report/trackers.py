@@ -1,4 +1,4 @@
-"""Trackers, where the metrics of a run go: TensorBoard, Weights & Biases, MLflow, trackio, and those of packages."""
+"""Trackers that get the metrics of a run: TensorBoard, Weights & Biases, MLflow and trackio."""
 
 import importlib
 import os
@@ -21,20 +21,20 @@ Numbers = Mapping[str, int | float]
 
 
 class Tracker(Protocol):
-    """What is told the metrics of each step."""
+    """A receiver of the metrics of each step."""
 
     def log(self, step: int, metrics: Numbers) -> None:
-        """Takes the numbers of a step, which counts from 1."""
+        """Takes the numbers of a step; steps count from 1."""
         ...
 
     def close(self) -> None:
-        """Writes what is not written yet; nothing follows."""
+        """Writes what is not written yet; no call follows."""
         ...
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers see it: its folder, its options, and how many steps it had when it was begun or resumed."""
+    """A run for trackers: its folder, its options, and how many steps it had at this start."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -42,16 +42,17 @@ class TrackedRun:
 
 
 class TensorBoard:
-    """Writes event files to the folder `tensorboard` of the run; what a killed run had logged beyond is purged.
+    """A tracker that writes event files to the folder `tensorboard` of the run.
 
-    TensorBoard's names have no colon: peak_bytes/cpu:0 is peak_bytes/cpu_0.
+    Steps that a killed run had logged after its last checkpoint are purged. TensorBoard's names
+    cannot have colons, so peak_bytes/cpu:0 is called peak_bytes/cpu_0.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter
         purged = run.first_step + 1 if run.first_step else None
-        begun = f".from-{run.first_step}"  # no two starts have one name
+        begun = f".from-{run.first_step}"  # each start has a file of its own
         self._writer = SummaryWriter(
             str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun
         )
@@ -67,7 +68,7 @@ class TensorBoard:
 
 
 class _Sent:
-    """A tracker whose package has a run that takes the metrics of a step by name."""
+    """A tracker whose package has a run object with `log` and `finish`."""
 
     _run: Any
 
@@ -76,21 +77,22 @@ class _Sent:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Waits until all is written or sent."""
+        """Waits until all metrics are written or sent."""
         self._run.finish()
 
 
 class WeightsAndBiases(_Sent):
-    """Sends to Weights & Biases as wandb's own settings say: WANDB_MODE=offline keeps it in the run's folder `wandb`.
+    """A tracker that sends to Weights & Biases, as wandb's own settings say.
 
-    A resumed run has the id that it had, which is in the file `wandb.id`.
+    WANDB_MODE=offline keeps the metrics in the folder `wandb` of the run. A resumed run keeps its
+    id, which is in the file `wandb.id`.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         with extra("wandb"):
             import wandb
         named = run.folder / "wandb.id"
-        # A resumed run goes on under the id of the run before.
+        # If the file exists, the run is resumed and goes on under the id in it.
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
         options = {
@@ -112,9 +114,9 @@ class WeightsAndBiases(_Sent):
 
 
 class MLflow:
-    """Sends to MLflow as its own settings say (MLFLOW_TRACKING_URI), else to a database in the run's folder.
+    """A tracker that sends to MLflow's MLFLOW_TRACKING_URI, or to a database in the run's folder.
 
-    A resumed run has the id that it had, which is in the file `mlflow.id`.
+    A resumed run keeps its id, which is in the file `mlflow.id`.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -145,7 +147,7 @@ class MLflow:
 
 
 class Trackio(_Sent):
-    """Sends to trackio as its own settings say: TRACKIO_DIR is where it keeps runs on this disk."""
+    """A tracker that sends to trackio, as its own settings say; TRACKIO_DIR is its local folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         with extra("trackio"):
@@ -163,17 +165,18 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-"""By name; each needs the extra of its name."""
+"""jvpipe's own trackers by name; each needs the optional packages (the extra) of that name."""
 _PACKAGES = {"tensorboard": "tensorboardX"}
 ENTRY_POINTS = "jvpipe.trackers"
-"""The group in which packages announce theirs: what takes a `TrackedRun` and gives a `Tracker`."""
+"""The group of entry points in which packages announce trackers. Each is a function that takes a
+`TrackedRun` and returns a `Tracker`."""
 
 
 def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
-    """Finds a tracker by name, one of jvpipe's or of an installed package, and what it needs.
+    """Returns the tracker with a name, jvpipe's or an installed package's, if it can be imported.
 
     Raises:
-        ValueError: it is unknown, or not installed.
+        ValueError: there is no such tracker, or its package is not installed.
 
     >>> find_tracker("tensorbord")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -188,22 +191,23 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
         raise ValueError(did_you_mean("tracker", name, [*TRACKERS, *announced]))
     try:
         return announced[name].load()
-    except Exception as problem:  # it is anybody's code
+    except Exception as problem:  # another package's code may raise any kind of error
         reason = next(iter(str(problem).splitlines()), type(problem).__name__)
         raise ValueError(f"tracker {name} cannot be loaded: {reason}") from problem
 
 
 class Tracking:
-    """Tells trackers of the steps of a pipeline's run: a function for `on_step`, and a context manager that ends them.
+    """A function for `on_step` that sends a run's metrics to trackers, and closes them at its end.
 
-    A step is told once the next one is under way, so that no device waits to be read. With several
-    processes the first one tells.
+    It is also a context manager, whose end closes the trackers. The metrics of a step are read when
+    the next step has been dispatched, so that no device is idle meanwhile. If there are several
+    processes, the first one sends.
 
     Args:
-        names: of trackers: "tensorboard", "wandb", "mlflow", "trackio", or those of installed
+        names: names of trackers: "tensorboard", "wandb", "mlflow", "trackio", or those of installed
             packages.
-        folder: of the run, made if it is not there; its name is the run's.
-        config: what is to be known of it.
+        folder: the folder of the run, which is made if needed; its name is the name of the run.
+        config: the options of the run, for the trackers to record.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder, Tracking("tensorboard", folder) as on_step:
@@ -224,8 +228,8 @@ class Tracking:
         self._steps = 0
 
     def __call__(self, state: Any, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a step that is under way, and tells those of the one before."""
-        # A state knows its step; whoever gives none counts from 1.
+        """Takes the metrics of a dispatched step, and sends those of the step before it."""
+        # The step is that of the state; without a state, calls are counted from 1.
         self._steps = getattr(state, "step", self._steps + 1)
         if self._trackers is None:
             self._trackers = []

@@ -1,1 +1,1 @@
-"""Runs the task lists: controller, buffers, transfers, checkpoints."""
+"""The runtime of a pipeline: `engine` runs its steps, `state` handles states between steps."""

@@ -1,4 +1,4 @@
-"""Schedules: the order of tasks, one file per family, and their registry."""
+"""Schedules: the order of tasks on each device; one file per family, and the registry of names."""
 
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.gpipe import GPIPE
@@ -20,10 +20,7 @@ SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 
 
 def find_schedule(name: str | Schedule) -> Schedule:
-    """Returns the schedule of a name, with its usual options.
-
-    A schedule itself is returned as it is.
-    """
+    """Returns the schedule of a name, with its default options; a schedule is returned as it is."""
     if isinstance(name, Schedule):
         return name
     if name not in SCHEDULES:

@@ -1,4 +1,4 @@
-"""Lists that a planner has found: those of "auto" before it is asked, and those that a plan has of its own."""
+"""The schedule "auto", whose lists a planner finds, and schedules of lists that a plan brings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule
 
 AUTO = Schedule(name="auto", lists=one_f_one_b)
+"""The schedule "auto" before a planner is asked; until then it has the lists of 1F1B."""
 
 
 def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
-    """Tells whether a schedule runs backwards in two halves, or may come to.
+    """Tells whether a schedule runs backwards in two halves, or may do so once it is planned.
 
     Args:
-        schedule: of a step.
-        devices: that the pipeline passes.
-        microbatches: of the step.
+        schedule: the schedule of a step.
+        devices: the number of devices that the pipeline passes.
+        microbatches: the number of micro-batches of the step.
 
     >>> may_split(AUTO, 2, 4)
     True
@@ -27,12 +28,12 @@ def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class GivenLists:
-    """Lists for one number of devices and micro-batches, a line of text per device."""
+    """Lists for one number of devices and of micro-batches, as a line of text per device."""
 
     lines: tuple[str, ...]
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
-        """Reads the lines."""
+        """Reads the lines; raises ValueError for other numbers of devices or micro-batches."""
         lists = read_lines(self.lines)
         count = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
         if (len(lists), count) != (devices, microbatches):
@@ -44,13 +45,13 @@ class GivenLists:
 
 
 def given_lists(lines: Sequence[str]) -> Schedule:
-    """Makes the schedule of a plan that holds its own lists.
+    """Makes the schedule of a plan that has its own lists.
 
     Args:
-        lines: a line per device.
+        lines: the tasks of each device, as a line of text.
 
     Raises:
-        ValueError: the stages neither go round the devices nor there and back.
+        ValueError: the stages lie on the devices neither in a loop nor there and back.
 
     >>> schedule = given_lists(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
     >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
@@ -73,10 +74,10 @@ def given_lists(lines: Sequence[str]) -> Schedule:
 
 @lru_cache(maxsize=8)
 def read_lines(lines: tuple[str, ...]) -> TaskLists:
-    """Reads lists as a plan holds them."""
+    """Reads task lists from lines of text, as a plan holds them."""
     return tuple(tuple(map(Task.parse, line.split())) for line in lines)
 
 
 def lines_of(lists: TaskLists) -> tuple[str, ...]:
-    """Writes lists as a plan holds them."""
+    """Writes task lists as lines of text, as a plan holds them."""
     return tuple(map(text, lists))

@@ -1,13 +1,14 @@
-"""GPipe: all forwards, then all backwards.
+"""GPipe: each stage runs all forwards, then all backwards.
 
-    F<m>, B<m>: forward and backward of micro-batch m. S = 3, M = 3:
+F<m> and B<m> are the forward and the backward of micro-batch m. A column is one unit of time, which
+each of them takes in the drawing. With S = 3 stages and M = 3 micro-batches:
 
     stage 0  F0 F1 F2             B0 B1 B2
     stage 1     F0 F1 F2       B0 B1 B2
     stage 2        F0 F1 F2 B0 B1 B2
 
-Backwards run in ascending order, unlike the paper's drawing: gradients are then summed in the same
-order as in every other schedule. M micro-batches are in flight on every stage.
+Backwards run in ascending order, unlike in the paper's drawing, so that gradients are summed in the
+same order as under every other schedule. M micro-batches are in flight on every stage.
 """
 
 from jvpipe.ir.kinds import Kind

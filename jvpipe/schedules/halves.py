@@ -1,4 +1,7 @@
-"""Backwards in two halves: I gives the cotangents that the stage before waits for, W adds the gradients later."""
+"""Joins the halves of a backward, I and W, where running them apart gains nothing.
+
+I gives the cotangents that the stage before waits for; W adds the gradients, and may run later.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -8,11 +11,12 @@ from jvpipe.ir.task import Task, TaskLists
 
 
 def merged(lists: TaskLists) -> TaskLists:
-    """Joins halves where splitting gains nothing: on the first stage, a W right behind its own I is one whole B.
+    """Joins an I and a W of the first stage to a whole B where W comes directly after its own I.
 
-    Nobody waits for the cotangents of the first stage. The cotangents of all other stages leave
-    earlier if W comes after I, even right after it: under zb-v with S = 4, M = 8, whole backwards
-    in their place take 28.5 units instead of 25.5.
+    Nobody waits for the cotangents of the first stage, so splitting gains nothing there. On every
+    other stage the cotangents leave earlier if W comes after I, even directly after it. For
+    example, under zb-v with S = 4 and M = 8 a step with whole backwards in place of such pairs
+    takes 28.5 units instead of 25.5.
 
     >>> from jvpipe.ir.task import text
     >>> lists = tuple(tuple(map(Task.parse, line.split())) for line in ("0I0 0W0 0I1 3W0 0W1", "1I0 1W0"))
@@ -23,8 +27,8 @@ def merged(lists: TaskLists) -> TaskLists:
 
 
 def _merged(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Yields the tasks of a device, joined."""
-    whole: set[int] = set()  # micro-batches
+    """Yields the tasks of a device, with joined halves."""
+    whole: set[int] = set()  # the micro-batches whose halves are joined
     for task, following in pairwise(tasks):
         m = task.microbatch
         if task == (0, Kind.I, m) and following == (0, Kind.W, m):

@@ -1,20 +1,23 @@
-"""Interleaved 1F1B: each device runs several chunks of layers, with whole or split backwards (zb-h1 is one, split).
+"""Interleaved 1F1B: each device runs several chunks (stages), with whole or split backwards.
 
-    F<m>, B<m>: forward and backward of micro-batch m; small letters: of the device's second chunk. S = 3, M = 3, v = 2,
-    a chunk takes half as long as the stages of 1F1B:
+In the drawings F<m> and B<m> are the forward and the backward of micro-batch m, and small letters
+stand for the device's second chunk. A column is one unit of time, which each task takes. With S = 3
+devices, M = 3 micro-batches and v = 2 chunks per device, each of which takes half as long as a
+stage of 1F1B:
 
     device 0  F0 F1 F2 f0 f1 f2       b0    b1    b2 B0 B1 B2
     device 1     F0 F1 F2 f0 f1 f2 b0    b1    b2 B0 B1 B2
     device 2        F0 F1 F2 f0 b0 f1 b1 f2 b2 B0 B1 B2
 
-    and zb-h1, S = 3, M = 4, I<m>, W<m>: the halves of a backward:
+zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With S = 3 and M = 4:
 
     device 0  F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds of S to 2S - 1, sizes equal to within one, so that for every
-M >= S a step takes (M + (S - 1) / v) (F + B). Backwards run in ascending order per stage, as in
+Micro-batches pass the chunks in rounds of S to 2S - 1 micro-batches, whose sizes differ by at most
+one. So for every M >= S a step takes (M + (S - 1) / v) (F + B), where F and B are the seconds of
+all chunks of a device for one micro-batch. On each stage backwards run in ascending order, as under
 every other schedule.
 """
 
@@ -31,7 +34,7 @@ from jvpipe.util.given import checked_flag
 
 @dataclass(frozen=True)
 class InterleavedLists:
-    """The lists of `Interleaved`.
+    """The lists of `Interleaved`, which has the same options.
 
     >>> from jvpipe.ir.task import text
     >>> text(InterleavedLists(chunks=2)(2, 2)[1])
@@ -52,13 +55,13 @@ class InterleavedLists:
         return tuple(self._device(d, devices, microbatches, late[d]) for d in range(devices))
 
     def _device(self, d: int, devices: int, microbatches: int, late: int) -> tuple[Task, ...]:
-        """Makes the list of device d: forwards until it is warm, then one forward and one backward in turn."""
+        """Makes the list of device d: some forwards, then one forward and one backward in turn."""
         rounds = _rounds(devices, microbatches)
         chunks = range(self.chunks)
         forwards = [(chunk, m) for batch in rounds for chunk in chunks for m in batch]
         backwards = [(chunk, m) for batch in rounds for chunk in reversed(chunks) for m in batch]
         warm = min(self._warm(devices - 1 - d, len(rounds[0])), len(forwards))
-        # The backwards of a device that the user says to be 0 late stay whole.
+        # A device for which the user gives `late` as 0 runs whole backwards.
         split = self.split and (late > 0 or self.late is None)
         work = [(Kind.F, one) for one in forwards[:warm]]
         following = iter(forwards[warm:])
@@ -69,20 +72,21 @@ class InterleavedLists:
             work.append((Kind.I if split else Kind.B, one))
             if split and i >= late:  # the second half of an earlier backward
                 work.append((Kind.W, backwards[i - late]))
-        if split:  # the second halves that are left fill the drain
+        if split:  # the remaining second halves fill the drain
             work += [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]]
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
 
     def _warm(self, hops: int, first_round: int) -> int:
         """Counts the forwards before a device's first backward.
 
-        The first backward is of the last chunk, so the first round passes all earlier chunks before
-        it. From there the micro-batch goes down the `hops` devices behind this one and comes back:
-        forwards fill the way there, with several chunks and whole backwards the way back, too.
+        The first backward is one of the last chunk, so the whole first round passes all earlier
+        chunks before it. Then a micro-batch goes through the `hops` later devices and comes back.
+        Forwards fill the time of the way there. If there are several chunks and whole backwards,
+        they fill the time of the way back, too.
 
         Args:
-            hops: devices behind this one.
-            first_round: micro-batches of the first round.
+            hops: the number of devices after this one.
+            first_round: the number of micro-batches of the first round.
         """
         earlier = (self.chunks - 1) * first_round
         both_ways = self.chunks > 1 and not self.split
@@ -90,7 +94,7 @@ class InterleavedLists:
 
 
 def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Splits micro-batches into as many rounds of at least one per device as possible, the larger first."""
+    """Divides micro-batches into the most rounds with one per device or more, larger ones first."""
     count = max(1, microbatches // devices)
     size, larger = divmod(microbatches, count)
     sizes = [size + (i < larger) for i in range(count)]
@@ -99,11 +103,12 @@ def _rounds(devices: int, microbatches: int) -> Sequence[range]:
 
 
 class Interleaved(Schedule):
-    """1F1B over several chunks per device.
+    """The schedule of 1F1B over several chunks per device.
 
-    The first, the (S + 1)-th ... stage are on the first device. With `split` a backward runs in two
-    halves, and the second one comes a number of backwards `late`: a number per device (where it is
-    0 the backward is whole), or None: device d, counted from 0, is d late.
+    The first of S devices has the first stage, the (S + 1)-th, and so on. With `split` a backward
+    runs in two halves, and the second half comes a number of backwards later than the first. `late`
+    has that number for each device; a device with 0 runs whole backwards. If `late` is None, the
+    number of device d, counted from 0, is d.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')
@@ -133,7 +138,7 @@ class Interleaved(Schedule):
 
 
 class ZBH1(Interleaved):
-    """ZB-H1 (Zero Bubble, ICLR 2024): 1F1B with backwards in two halves, of which the second ones fill the drain.
+    """The schedule ZB-H1 (Zero Bubble, ICLR 2024): 1F1B whose second halves fill the drain.
 
     >>> ZBH1() == ZBH1(), ZBH1(late=[0, 0]).name
     (True, 'zb-h1-late-0-0')

@@ -1,13 +1,14 @@
-"""One micro-batch in flight: it goes forward through all stages, and all the way back, before the next one begins.
+"""The schedule with one micro-batch in flight, which passes all stages before the next one begins.
 
-    F<m>, B<m>: forward and backward of micro-batch m. S = 3, M = 2:
+It goes forward through all stages, and back through all of them. F<m> and B<m> are the forward and
+the backward of micro-batch m; a column is one unit of time. With S = 3 and M = 2:
 
     stage 0  F0             B0 F1             B1
     stage 1     F0       B0       F1       B1
     stage 2        F0 B0             F1 B1
 
-No order of the same stages holds less: each stage has some micro-batch in flight at some time. None
-takes longer.
+No order of the same stages holds less, because in any order each stage has a micro-batch in flight
+at some time. No order takes longer.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class OneByOneLists:
-    """The lists of `one_by_one`; stages lie on devices as those of `placed` do.
+    """The lists of `one_by_one`; stages lie on devices as under the schedule `placed`.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
@@ -46,7 +47,7 @@ def one_by_one(placed: Schedule) -> Schedule:
     """Makes the schedule of one micro-batch in flight, over the stages of another schedule.
 
     Args:
-        placed: the other one; it says on which devices the stages lie.
+        placed: the other schedule, which says on which devices the stages lie.
 
     >>> from jvpipe.schedules import find_schedule
     >>> one_by_one(find_schedule("v-half")).held(2, 3)

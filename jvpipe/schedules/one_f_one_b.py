@@ -1,16 +1,20 @@
-"""1F1B with a flush (PipeDream-flush, DAPPLE's early backward): a stage alternates once it is warm.
+"""1F1B with a flush (PipeDream-flush, DAPPLE): forwards first, then backwards and forwards in turn.
 
-    F<m>, B<m>: forward and backward of micro-batch m. S = 3, M = 4:
+F<m> and B<m> are the forward and the backward of micro-batch m. A column is one unit of time, which
+each of them takes in the drawing. With S = 3 stages and M = 4 micro-batches:
 
     stage 0  F0 F1 F2       B0 F3 B1    B2    B3
     stage 1     F0 F1    B0 F2 B1 F3 B2    B3
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
-min(S - s, M) micro-batches are in flight on stage s. With more, up to 2 (S - s) - 1 ("eager",
-DAPPLE's policy B), sends are hidden. With K[s] in flight on stage s and sends of c seconds, a
-micro-batch takes in the long run the maximum, over stages a < b, of
+On stage s, min(S - s, M) micro-batches are in flight: their forward has run there, and their
+backward has not. More of them, up to 2 (S - s) - 1 ("eager", DAPPLE's policy B), hide the time of
+sends. If K[s] micro-batches are in flight on stage s, and a send takes c seconds, a micro-batch
+takes in the long run the maximum, over stages a < b, of
 
     ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
+
+where F and B are the seconds of a forward and of a backward.
 """
 
 from collections.abc import Sequence
@@ -34,7 +38,7 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
 
 
 def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
-    """Makes a stage's list: `warm` forwards, then backwards and forwards in turn, then the last backwards."""
+    """Makes a stage's list: `warm` forwards, backwards and forwards in turn, the last backwards."""
     forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
     backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
     steady = [task for pair in zip(backwards, forwards[warm:], strict=False) for task in pair]
@@ -43,7 +47,10 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
 
 @dataclass(frozen=True)
 class EagerLists:
-    """The lists of `OneFOneB`: `most` micro-batches in flight per device, by default 2 (S - d) - 1.
+    """The lists of `OneFOneB`.
+
+    `most` has the number of micro-batches in flight for each device; by default, device d of S has
+    2 (S - d) - 1.
 
     >>> from jvpipe.ir.task import text
     >>> text(EagerLists()(2, 4)[0]), text(EagerLists((2, 1))(2, 4)[0])
@@ -65,7 +72,9 @@ class EagerLists:
 
 
 class OneFOneB(Schedule):
-    """1F1B with more in flight than it needs, to hide sends: `eager`, or a number per device.
+    """The schedule of 1F1B with more micro-batches in flight than it needs, to hide sends.
+
+    Their number is the one of `eager` (see `EagerLists`), or that in `most` for each device.
 
     >>> OneFOneB(eager=True).name, OneFOneB(most=[3, 2, 1]).name
     ('1f1b-eager', '1f1b-most-3-2-1')
@@ -78,7 +87,7 @@ class OneFOneB(Schedule):
             raise ValueError(
                 f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others"
             )
-        # A device with fewer in flight than the next one would keep that one waiting.
+        # A device with fewer micro-batches in flight than the next device would keep it waiting.
         rises = most is not None and any(a < b for a, b in pairwise(most))
         if most is not None and (rises or min(most, default=0) < 1):
             raise ValueError(

@@ -1,14 +1,16 @@
-"""Pipelines without a flush: the order of 1F1B over a stream that does not end with the step.
+"""PipeDream (SOSP 2019): the order of 1F1B over a stream, which has no flush between its steps.
 
-    F<m>, B<m>: forward and backward of micro-batch m; an update follows each B. S = 3, a stream of 5:
+F<m> and B<m> are the forward and the backward of micro-batch m; an update follows each B. A column
+is one unit of time. With S = 3 stages and a stream of 5 micro-batches:
 
     stage 0  F0 F1 F2       B0 F3 B1 F4 B2    B3    B4
     stage 1     F0 F1    B0 F2 B1 F3 B2 F4 B3    B4
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-PipeDream (SOSP 2019) stashes the version that each micro-batch in flight read: F<m> on stage s of S
-reads version max(0, m - (S - 1 - s)), its backward the same; S - s versions live. With vertical
-sync all stages read the version that stage 0 read, max(0, m - (S - 1)), and hold S.
+PipeDream stashes the version that each micro-batch in flight has read. On stage s of S, F<m> reads
+version max(0, m - (S - 1 - s)), and B<m> reads the same version, so the stage holds S - s versions.
+With vertical sync all stages read the version that stage 0 has read, which is
+max(0, m - (S - 1)), and each stage holds S versions.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -25,7 +27,7 @@ def _at_every_stage(stage: int, stages: int) -> int:
 
 
 class PipeDream(Schedule):
-    """PipeDream, an update every `update_every` micro-batches.
+    """The schedule of PipeDream, with an update every `update_every` micro-batches.
 
     >>> PipeDream(vertical_sync=True).name
     'pipedream-vertical-sync'

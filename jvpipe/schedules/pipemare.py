@@ -1,18 +1,19 @@
-"""PipeMare (MLSys 2021): one version.
+"""PipeMare (MLSys 2021): an asynchronous schedule that keeps one version of the weights.
 
-The backward finds newer weights than its forward read, and corrects for it. In the order of
-PipeDream, F<m> on stage s of S reads version max(0, m - tau) and B<m> version m, tau = S - 1 - s.
-(The paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which the updates are
-further away.)
+A backward finds newer weights than its forward has read, and corrects for that. The order of tasks
+is that of PipeDream. On stage s of S, F<m> reads version max(0, m - tau) and B<m> reads version m,
+where tau = S - 1 - s. (The paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which
+updates are further away.) The paper has three techniques, with K for `anneal_updates` and D for
+`decay`:
 
-    T1  an update, the t-th, is scaled by max(1, tau) ** -(1 - min(t / K, 1)); K: `anneal_updates`
-    T2  B reads w - tau delta, where delta <- gamma delta + (1 - gamma) (w[t + 1] - w[t]), gamma = D ** (1 / tau);
-        D: `decay`; off at tau = 0
+    T1  the t-th update is scaled by max(1, tau) ** -(1 - min(t / K, 1))
+    T2  B reads w - tau delta, where delta <- gamma delta + (1 - gamma) (w[t + 1] - w[t])
+        and gamma = D ** (1 / tau); not applied if tau = 0
     T3  the first `warmup_updates` are synchronous, under 1F1B, one per step
 
-Whatever is recomputed for a backward reads the backward's weights: here fates are part of the
-mathematics. A parameter that several stages read follows its first reader in all of them, and is
-stashed instead.
+Forwards that are recomputed for a backward read the backward's weights, so here the fates of a plan
+change the results of training. A parameter that several stages read has the versions of its first
+reader on all of them, and is stashed instead of corrected.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -21,11 +22,11 @@ from jvpipe.util.brief import brief
 
 
 def _and_correction(stage: int, stages: int) -> int:
-    return 1 + (stage < stages - 1)  # delta; there is none on the last stage, where tau = 0
+    return 1 + (stage < stages - 1)  # the weights, and delta except on the last stage (tau = 0)
 
 
 class PipeMare(Schedule):
-    """PipeMare with its three techniques.
+    """The schedule of PipeMare with its three techniques, T1, T2 and T3.
 
     >>> PipeMare(decay=0.5, warmup_updates=100).decay
     0.5

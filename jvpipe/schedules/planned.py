@@ -1,4 +1,4 @@
-"""The task lists of a plan: those that it brings with it, else those that its schedule's rule gives."""
+"""The task lists of a plan: its own ones if it has some, otherwise those of its schedule's rule."""
 
 from collections import Counter
 from itertools import product
@@ -12,10 +12,10 @@ from jvpipe.schedules.schedule import Schedule
 
 
 def pipeline_length(plan: Plan, schedule: Schedule) -> int:
-    """Counts the task lists of a plan: one per device that the pipeline passes, however many stages it runs.
+    """Counts the task lists of a plan, of which each device that the pipeline passes has one.
 
     Raises:
-        ValueError: its stages are not a multiple of the schedule's chunks.
+        ValueError: the number of stages is not a multiple of the schedule's chunks.
 
     >>> from jvpipe.schedules import find_schedule
     >>> pipeline_length(Plan.from_cuts([2, 1, 1]), find_schedule("1f1b"))
@@ -33,16 +33,16 @@ def pipeline_length(plan: Plan, schedule: Schedule) -> int:
 
 
 def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
-    """Returns the tasks of a plan's step, a list per device, with halves joined as `merged` does.
+    """Returns the tasks of a plan's step, a list per device, with halves joined by `merged`.
 
     Args:
-        plan: whose own tasks are taken, if it has some.
-        schedule: whose rule gives them otherwise.
-        microbatches: of the step.
+        plan: the plan; its own tasks are returned if it has some.
+        schedule: the schedule whose rule gives the tasks otherwise.
+        microbatches: the number of micro-batches of the step.
 
     Raises:
         ValueError: the plan's tasks are those of another step, or the stages of a list lie on
-            several devices.
+            different devices.
     """
     if plan.tasks:
         lists = merged(read_lines(plan.tasks))
@@ -51,7 +51,7 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
         lists = schedule.tasks(pipeline_length(plan, schedule), microbatches)
     for tasks in lists:
         stages = sorted({task.stage for task in tasks})
-        # A list is run by one device, or by one group of replicas.
+        # One device runs a list, or one group of replicas.
         groups = {plan.stages[s].devices for s in stages}
         if len(groups) > 1:
             devices = sorted(d for group in groups for d in group)
@@ -64,10 +64,14 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
 
 
 def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
-    """Raises ValueError unless every stage has a forward and a whole backward of every micro-batch, in some list."""
+    """Raises ValueError unless the lists have exactly the tasks of a step.
+
+    Each stage needs one forward and one backward of each micro-batch; the backward may be whole or
+    in two halves.
+    """
     counts = Counter(task for tasks in lists for task in tasks)
     for s, m in product(range(stages), range(microbatches)):
-        # What is popped is accounted for; what is left at the end belongs nowhere.
+        # Tasks that are expected are popped; tasks that are left in the end do not belong here.
         times = [counts.pop(Task(s, kind, m), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
         if times not in ([1, 1, 0, 0], [1, 0, 1, 1]):
             raise ValueError(

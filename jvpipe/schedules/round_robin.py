@@ -1,15 +1,17 @@
-"""The lists of asynchronous schedules whose stages have several devices, on which micro-batches take turns (PipeDream).
+"""Lists of asynchronous schedules whose stages have several devices that take turns (PipeDream).
 
-Micro-batch m runs whole on device m mod r of a stage of r devices. Replicas 2:1, an update every 2
+Micro-batch m runs whole on device m mod r of a stage with r devices. In this example stage 0 has
+two devices, for even and for odd micro-batches, and stage 1 has one. An update (U) comes every two
 micro-batches:
 
     stage 0   even   F0 F2     B0 F4   ...
               odd    F1 F3          B1 U1 F5 ...
     stage 1             F0 B0 F1 B1 U1     ...
 
-A stage has as many micro-batches in flight as the next one, and one more for each of its devices,
-rounded up to the same number for each: with fewer (PipeDream counts the devices from the stage on)
-those of a stage that is wider than its neighbours wait for one another.
+A stage has as many micro-batches in flight as the next stage, plus one for each of its own devices,
+rounded up so that each device has the same number. With fewer the devices of a stage that is wider
+than its neighbours would wait for one another; PipeDream has fewer, namely the number of devices of
+the stage and of all later stages.
 """
 
 import math
@@ -23,7 +25,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """The lists for stages of several devices each.
+    """The lists for stages that have `replicas` devices, a number for each stage.
 
     >>> from jvpipe.ir.task import text
     >>> RoundRobin((2, 1)).in_flight, text(RoundRobin((2, 1))(2, 6)[0])
@@ -35,7 +37,7 @@ class RoundRobin:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The most micro-batches in flight on each stage."""
-        counts: list[int] = []  # from the last stage on
+        counts: list[int] = []  # from the last stage to the first
         for devices in reversed(self.replicas):
             following = counts[-1] if counts else 0
             rounds = -(-(following + devices) // devices)
@@ -48,17 +50,17 @@ class RoundRobin:
 
 
 def taking_turns(schedule: Schedule, plan: Plan) -> Schedule:
-    """Returns an asynchronous schedule as the stages of a plan run it."""
+    """Returns an asynchronous schedule with the lists that the stages of a plan run."""
     return schedule.with_lists(RoundRobin(plan.replicas)) if plan.replicated else schedule
 
 
 def check_turns(schedule: Schedule, plan: Plan, microbatches: int) -> None:
-    """Raises ValueError if micro-batches cannot take turns.
+    """Raises ValueError if the devices of a stage cannot take turns with the micro-batches.
 
     Args:
-        schedule: an asynchronous one.
-        plan: whose stages have several devices.
-        microbatches: of a step.
+        schedule: an asynchronous schedule.
+        plan: a plan with stages of several devices.
+        microbatches: the number of micro-batches of a step.
     """
     if schedule.predicts or schedule.decay is not None:
         raise ValueError(

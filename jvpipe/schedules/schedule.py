@@ -1,4 +1,4 @@
-"""A schedule: the order of tasks on each stage, and what that order costs in memory."""
+"""A schedule: the order of tasks on each stage, and the micro-batches and versions held by it."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -17,34 +17,40 @@ from jvpipe.util.given import is_whole, whole_numbers
 _log = logging.getLogger("jvpipe")
 
 Rule = Literal["newest", "first stage", "one behind"]
-"""The version that a forward reads: its stage's newest, what the first stage read, or the one before its batch's."""
+"""The version that a forward reads.
+
+"newest" is its stage's newest version. "first stage" is the version that the first stage has read
+for the micro-batch. "one behind" is the version before the one that the micro-batch's update takes.
+"""
 
 
 def one_version(stage: int, stages: int) -> int:
-    """Counts the versions of parameters that are updated only when nothing is in flight."""
+    """Counts the versions that a stage holds if it is updated only when nothing is in flight."""
     return 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A family of task lists.
+    """A family of task lists, with the rule for the versions of weights that tasks read.
 
-    `lists` makes them for a number of devices and micro-batches, a list per device: of a step if
-    the schedule is `synchronous`, of a whole stream with its warm-up and drain if it is not. A
-    device runs as many stages as there are `chunks`; they lie on the devices in a loop, with `vee`
-    there and back:
+    `lists` makes the lists for a number of devices and of micro-batches, one list per device. If
+    the schedule is `synchronous`, they are the lists of a step; otherwise they are those of a whole
+    stream, with its warm-up and its drain. Each device runs `chunks` stages. The stages lie on the
+    devices in a loop or, with `vee`, there and back. These are the devices of the stages 0 to 5 on
+    three devices:
 
-        chunks=2             0 1 2 0 1 2      the device of each stage, of three devices
+        chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
 
     `versions` counts the versions of its parameters that a stage (counted from 0) holds.
 
-    An asynchronous schedule updates a stage every `update_every` micro-batches (0: those of a
-    step). A forward reads the version that `rule` says. A backward reads the same if the schedule
-    stashes it, else its stage's newest: corrected with the discrepancy of PipeMare if there is a
-    `decay`; then updates are scaled down for the first `anneal_updates`, and the first
-    `warmup_updates` are synchronous. With `predicts` a forward reads the weights that its backward
-    is expected to find (XPipe).
+    An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
+    A forward reads the version that `rule` says. A backward reads the same version if `stash` is
+    true, and otherwise its stage's newest version.
+
+    With a `decay` (PipeMare) the weights of a backward are corrected, updates are scaled down for
+    the first `anneal_updates`, and the first `warmup_updates` are synchronous. With `predicts`
+    (XPipe) a forward reads the weights that its backward is expected to find.
     """
 
     name: str
@@ -63,8 +69,8 @@ class Schedule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Lists what distinguishes it from other schedules, as JSON."""
-        # Lists with options of their own are dataclasses; those of a function have none.
+        """Lists the values that distinguish the schedule from others, for JSON."""
+        # `lists` is a function, or a dataclass whose fields are options.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if is_dataclass(self.lists) and not isinstance(self.lists, type):
             for name, value in asdict(self.lists).items():
@@ -72,13 +78,13 @@ class Schedule:
         return {name: value for name, value in values.items() if not callable(value)}
 
     def with_lists(self, lists: Callable[[int, int], TaskLists]) -> "Schedule":
-        """Makes a schedule of the same rules over other lists."""
+        """Makes a schedule with the same rules and other lists."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         values["lists"] = lists
         return Schedule(**values)
 
     def device_of(self, stage: int, devices: int) -> int:
-        """Returns the device of a stage, of a number of devices.
+        """Returns the device that runs a stage, given the number of devices.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule("1f1b").device_of(stage, 3) for stage in range(3)]
@@ -93,7 +99,7 @@ class Schedule:
         return self.chunks * devices
 
     def tasks(self, devices: int, microbatches: int) -> TaskLists:
-        """Makes the lists as they are run: see `merged`.
+        """Makes the lists as they are run: halves that gain nothing are joined by `merged`.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -103,12 +109,14 @@ class Schedule:
         return merged(self.lists(devices, microbatches))
 
     def held(self, devices: int, microbatches: int) -> tuple[tuple["Holding", ...], ...]:
-        """Finds the most that each device holds at once, whatever the sizes are; counted from the lists.
+        """Finds, for each device, the largest sets of micro-batches that it holds at once.
 
-        That is a set of vectors, of which none is exceeded by another in every entry. A vector has
-        (k, w) for each chunk: k micro-batches of which a forward has left A bytes, w of which the
-        second half of the backward still needs H. So a device's peak is the maximum, over its
-        vectors, of the sum over its chunks of k A + w H.
+        The result has vectors for each device. A vector has a pair (k, w) for each chunk: k
+        micro-batches are between their forward and their backward, and w are between the two halves
+        of their backward. Only vectors count that no other one reaches or exceeds in every entry.
+        If a micro-batch takes A bytes of a chunk in the first case, and H bytes in the second, the
+        peak of a device is the maximum, over its vectors, of the sum over its chunks of k A + w H.
+        So the vectors serve for any sizes.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("zb-h1").held(2, 8)
@@ -119,7 +127,7 @@ class Schedule:
         return _held(self, devices, microbatches)
 
     def in_flight(self, devices: int, microbatches: int) -> tuple[int, ...]:
-        """Counts the most micro-batches between forward and backward, on each stage, from the lists.
+        """Counts, for each stage, the most micro-batches between their forward and backward.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("1f1b").in_flight(3, 8), find_schedule("gpipe").in_flight(3, 8)
@@ -128,14 +136,15 @@ class Schedule:
         return _in_flight(self, devices, microbatches)
 
     def splits(self, devices: int, microbatches: int) -> bool:
-        """Tells whether there are backwards in two halves."""
+        """Tells whether some backwards run in two halves."""
         return _splits(self, devices, microbatches)
 
     def phases(self, devices: int, microbatches: int) -> int:
-        """Counts how often a step waits for its slowest stage in turn, from the lists.
+        """Counts the phases of a step, in each of which one slowest stage sets the pace.
 
-        Twice, if every forward of a device comes before its first backward: the slowest forward and
-        the slowest backward need not be of one stage. Once, if they alternate.
+        If all forwards of a device come before its first backward, there are two phases: the stage
+        with the slowest forward need not be the one with the slowest backward. If forwards and
+        backwards alternate, there is one phase.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
@@ -144,11 +153,11 @@ class Schedule:
         return _phases(self, devices, microbatches)
 
     def period(self, microbatches: int) -> int:
-        """Returns the micro-batches per update, of those of a step."""
+        """Returns the number of micro-batches per update, given the number per step."""
         return self.update_every or microbatches
 
     def updates(self, microbatches: int) -> float:
-        """Returns the updates per step of so many micro-batches, on average.
+        """Returns the average number of updates per step, given the micro-batches per step.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).updates(8) for name in ("1f1b", "pipedream", "2bw")]
@@ -157,12 +166,12 @@ class Schedule:
         return microbatches / self.period(microbatches)
 
     def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
-        """Makes the lists of a stream, with the updates of an asynchronous schedule: U<m> follows B<m>.
+        """Makes the lists of a stream with their updates: U<m> follows the B<m> that completes it.
 
         Args:
-            stages: how many.
-            microbatches: of a step.
-            steps: of the stream.
+            stages: the number of stages.
+            microbatches: the number of micro-batches of a step.
+            steps: the number of steps of the stream.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -177,16 +186,16 @@ class Schedule:
         """Checks that a stream can run in steps of a number of micro-batches.
 
         Args:
-            devices: that the pipeline passes.
-            microbatches: of a step.
+            devices: the number of devices that the pipeline passes.
+            microbatches: the number of micro-batches of a step.
 
         Raises:
-            ValueError: there are too few, updates do not divide them, or the lists have no place
-                for updates.
+            ValueError: there are too few micro-batches, `update_every` does not divide them, or the
+                lists have no place for updates.
         """
         if self.synchronous:
             return
-        # An update stands behind a whole backward of the only stage of its device.
+        # An update comes after a whole backward, on a device with one stage.
         split = self.splits(devices, microbatches)
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
@@ -234,12 +243,15 @@ class Schedule:
 
 
 Holding = tuple[tuple[int, int], ...]
-"""Per chunk of a device: the micro-batches between the forward and the backward or its first half, and those between
-the halves of the backward."""
+"""What a device holds at some time: a pair for each of its chunks.
+
+The pair has the number of micro-batches between their forward and their backward (or its first
+half), and the number between the two halves of their backward.
+"""
 
 
 def at_least(least: int, **options: Any) -> None:
-    """Raises ValueError if one of a schedule's options is less, or no whole number.
+    """Raises ValueError unless all options are whole numbers of at least `least`.
 
     >>> at_least(1, update_every=0)
     Traceback (most recent call last):
@@ -253,12 +265,12 @@ def at_least(least: int, **options: Any) -> None:
 
 
 def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
-    """Reads the numbers of an option that has one for each device.
+    """Reads an option that has a number for each device.
 
     Args:
-        least: that each must be.
-        name: of the option.
-        values: as the user gave them.
+        least: the least that each number may be.
+        name: the name of the option.
+        values: the numbers as the user gave them.
 
     Raises:
         ValueError: they are not such numbers.
@@ -283,9 +295,9 @@ def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     """Words the message for fewer micro-batches than devices.
 
-    The share is that of equal stages, whole backwards.
+    It names the idle share of devices whose stages are equal and whose backwards are whole.
     """
-    # A step and its work, in units of a device's work on one micro-batch.
+    # The seconds of a step, in units of a device's work on one micro-batch.
     step = devices + (microbatches - 1) / schedule.chunks
     share = 1 - microbatches / step
     leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
@@ -300,16 +312,17 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
 def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Holding, ...], ...]:
     count = microbatches
     if not schedule.synchronous:
-        count = max(microbatches, 2 * devices)  # by then a stream is full: nothing later holds more
+        # After that many the pipeline of a stream is full, so nothing later holds more.
+        count = max(microbatches, 2 * devices)
     lists = schedule.tasks(devices, count)
     return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
 
 
 def _largest_holdings(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ...]:
-    """Finds the holdings of a device that are not within another one.
+    """Finds the holdings of a device that no other holding reaches or exceeds in every entry.
 
-    Only those before something is released are looked at: before a forward a device holds less
-    than behind it.
+    Only holdings before a task that releases something are looked at, because a device holds less
+    before a forward than after it.
     """
     current = [[0, 0] for _ in range(chunks)]
     peaks: dict[Holding, None] = {}
@@ -320,7 +333,7 @@ def _largest_holdings(tasks: Sequence[Task], chunks: int, devices: int) -> tuple
         chunk[0] += info.in_flight
         chunk[1] += info.between
     vectors = np.array(list(peaks)).reshape(len(peaks), -1)
-    is_within = (vectors[:, None] <= vectors[None]).all(axis=2)  # each is within itself
+    is_within = (vectors[:, None] <= vectors[None]).all(axis=2)  # each holding is within itself
     counts = is_within.sum(axis=1)
     return tuple(peak for peak, count in zip(peaks, counts, strict=True) if count == 1)
 
@@ -339,7 +352,7 @@ def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int
 def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
     for tasks in schedule.lists(devices, microbatches):
         is_forward = [KINDS[task.kind].in_flight > 0 for task in tasks]
-        if is_forward != sorted(is_forward, reverse=True):  # one comes behind a backward
+        if is_forward != sorted(is_forward, reverse=True):  # a forward comes after a backward
             return 1
     return 2
 

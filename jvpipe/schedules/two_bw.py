@@ -1,7 +1,8 @@
-"""PipeDream-2BW (ICML 2021): the order of PipeDream, one update per step, two versions.
+"""PipeDream-2BW (ICML 2021): the order of PipeDream, with one update per step and two versions.
 
-The micro-batches of step b read version max(0, b - 1), forward and backward; its update makes
-version b + 1 from version b. So every update is one version late, at one stage too.
+The forwards and backwards of step b read version max(0, b - 1). The update of step b makes version
+b + 1 from version b. So every update has gradients of one version earlier, even with a single
+stage.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -13,7 +14,7 @@ def _two(stage: int, stages: int) -> int:
 
 
 class TwoBW(Schedule):
-    """PipeDream-2BW.
+    """The schedule of PipeDream-2BW.
 
     >>> TwoBW().versions(0, 8)
     2

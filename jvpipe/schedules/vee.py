@@ -1,24 +1,28 @@
-"""Two chunks per device in a vee, backwards in two halves (zb-v, v-half, v-min: Controllable Memory, NeurIPS 2024).
+"""Schedules with two chunks per device in a vee, and backwards in two halves.
 
-The first chunk of device d is stage d, the second one stage 2S - 1 - d: the last device's second
-chunk follows its first at once, and loss and embedding share device 0.
+They are zb-v, v-half and v-min of "Controllable Memory" (NeurIPS 2024). A chunk is one of several
+stages on one device. With S devices, device d has stage d as its first chunk and stage 2S - 1 - d
+as its second. So the last device runs its second chunk directly after its first, and device 0 has
+both the first stage (with the embedding) and the last (with the loss).
 
-    F<m>, I<m>, W<m>: forward and the halves of the backward of micro-batch m; small letters: of the device's second
-    chunk. zb-v, S = 3, M = 5:
+In the drawings F<m> is the forward of micro-batch m, and I<m> and W<m> are the halves of its
+backward. Small letters stand for the device's second chunk. A column is one unit of time, which
+each of these tasks takes. zb-v, for S = 3 devices and M = 5 micro-batches:
 
     device 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4
     device 1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3 w4 W4
     device 2        F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 w4 W3 W4
 
-    v-half, S = 3, M = 4:
+v-half, for S = 3 and M = 4:
 
     device 0  F0 F1          f0 i0 w0 F2    f1 i1 w1 I0 W0 F3 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2          I3 W3
     device 1     F0       f0 F1    i0 w0 f1 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2    I2 i3 W2 w3    I3 W3
     device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3 W3
 
-zb-v ("full") holds as much as 1F1B, S micro-batches of a device, v-half at most S / 2 + 1.5 and
-v-min ("least") at most S / 3 + 1.5. The latter two repeat a block of six slots per micro-batch;
-only its order counts.
+A device holds at most so many micro-batches: S under zb-v (`memory="full"`), as under 1F1B;
+S / 2 + 1.5 under v-half ("half"); S / 3 + 1.5 under v-min ("least"). v-half and v-min repeat a
+block of six slots of time for each micro-batch. Only the order of the slots counts, not how long
+tasks take.
 """
 
 from collections import deque
@@ -34,14 +38,14 @@ from jvpipe.util.brief import brief
 Memory = Literal["full", "half", "least"]
 NAMES: Mapping[Memory, str] = {"full": "zb-v", "half": "v-half", "least": "v-min"}
 PERIOD_SLOTS = 6
-"""What a micro-batch takes of a device: F, I and W of two chunks."""
+"""The slots that a micro-batch takes on a device: F, I and W of two chunks."""
 
 
 @dataclass(frozen=True)
 class VeeLists:
     """The lists of `VSchedule`.
 
-    A device's work is written in letters: small ones are of its second chunk.
+    The code writes the work of a device in letters; small letters stand for its second chunk.
 
     >>> from jvpipe.ir.task import text
     >>> text(VeeLists("half")(2, 1)[0])
@@ -57,14 +61,14 @@ class VeeLists:
     def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
         match self.memory:
             case "full":
-                # The phases need some micro-batches more than a short step has: these are left out.
+                # The phases need 2 S - 1 micro-batches. The surplus of a short step is left out.
                 work = _full(d, devices, max(microbatches, 2 * devices - 1))
             case "half" | "least":
                 work = _repeated(_slots(self.memory, d, devices), microbatches)
             case _:
                 assert_never(self.memory)
-        # There and back: the second chunk of the last device comes right after its first.
-        stage = {True: 2 * devices - 1 - d, False: d}  # by whether it is of the second chunk
+        # The device's stage by whether the letter is small, which means the second chunk.
+        stage = {True: 2 * devices - 1 - d, False: d}
         return tuple(
             Task(stage[letter.islower()], Kind(letter.upper()), m)
             for letter, m in work
@@ -73,12 +77,13 @@ class VeeLists:
 
 
 def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Yields the phases of zb-v on device d.
+    """Yields the phases of zb-v on device d, each of which repeats some letters.
 
+    letters         phase
     F               until the first micro-batch comes back from the last device
-    fF              while it goes on to device 0, where the loss is
+    fF              while that micro-batch goes on to device 0, which has the loss
     fiw             until the pipeline is full
-    FIWfiw          steady, as long as there is something to begin
+    FIWfiw          the steady state, as long as forwards are left
     Ii, IW, w, W    the drain
     """
     done = dict.fromkeys("FfIiWw", 0)
@@ -105,8 +110,8 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
     """Returns the slot of each task of the first micro-batch on device d.
 
-    Micro-batch m has slot + 6 m. The `gap` keeps two tasks of a device from having slots that are
-    equal modulo 6: then those of all micro-batches would collide.
+    The same task of micro-batch m has the slot 6 m later. So tasks of different micro-batches would
+    collide if two slots of a device were equal modulo 6; the `gap` prevents that.
     """
     S = devices
     if memory == "half":
@@ -125,13 +130,16 @@ _LATER = {"i": "w", "I": "W"}
 
 
 def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str, int]]:
-    """Yields each micro-batch's tasks, six slots after those of the one before; W and w fill the slots between."""
+    """Yields the tasks of all micro-batches, each six slots after the same task of the one before.
+
+    W and w fill the slots between.
+    """
     at: dict[int, tuple[str, int]] = {}
     for letter, slot in slots.items():
         for m in range(microbatches):
             at[slot + PERIOD_SLOTS * m] = letter, m
     late: deque[tuple[str, int]] = deque()  # second halves that wait for a slot
-    for slot in range(max(at) + 1):  # an empty slot is for a second half, if one waits
+    for slot in range(max(at) + 1):  # a second half that waits takes the next empty slot
         if slot in at:
             letter, m = at[slot]
             yield letter, m
@@ -143,7 +151,10 @@ def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str
 
 
 class VSchedule(Schedule):
-    """Two chunks per device, there and back; `memory` says of how much: that of 1F1B, half of it, or a third.
+    """A schedule with two chunks per device in a vee.
+
+    `memory` says how much a device holds: as much as under 1F1B ("full"), about half of that
+    ("half"), or about a third ("least").
 
     >>> VSchedule().name, VSchedule(memory="half").device_of(5, 3), VSchedule(memory="half").device_of(3, 3)
     ('zb-v', 0, 2)

@@ -1,10 +1,13 @@
 """XPipe (arXiv:1911.04610): forwards read the weights that their backwards are expected to find.
 
-In the order of PipeDream, F<m> reads w[c] + d u, where c is the newest version, d = m - c the
-updates until B<m>, and u the last applied update (nothing before the first); B<m> reads w[m]. (The
-paper's u is Adam's step, predicted for a whole batch from its first micro-batch; here it is
-whatever the optimizer did.) What is recomputed for a backward reads the backward's weights. A
-parameter that several stages read is neither predicted nor read newer: it is stashed.
+The order of tasks is that of PipeDream. F<m> reads w[c] + d u. Here w[c] is the newest version of
+the weights, d = m - c is the number of updates until B<m>, and u is the last applied update (zero
+before the first one). B<m> reads w[m]. (In the paper u is Adam's step, predicted for a whole batch
+from its first micro-batch; here u is whatever the optimizer did.)
+
+Forwards that are recomputed for a backward read the backward's weights. A parameter that several
+stages read is not predicted: its backward reads the version that its forward has read, which is
+stashed.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -16,7 +19,7 @@ def _and_prediction(stage: int, stages: int) -> int:
 
 
 class XPipe(Schedule):
-    """XPipe.
+    """The schedule of XPipe, with an update every `update_every` micro-batches.
 
     >>> XPipe().predicts
     True

@@ -1,1 +1,1 @@
-"""Between facade and engine: compiled plans, arguments, planning, migrations asked for, adapting."""
+"""The sessions of pipelines: their options, planning, measuring, steps, migrations and adapting."""

@@ -1,31 +1,30 @@
-"""Follows what steps take, and has another plan ready when that pays: one process by itself, several together.
+"""Watches how long steps take, and moves to another plan during training when the move pays.
 
-The controller's thread only hands over the marks of a step. A thread beside it reads them, asks the
-trigger, and lowers and compiles the migration; the pipeline makes it at the next boundary between
-two steps. Several processes all tell what their devices took, the first one decides, and all move
-at one step:
+The controller's thread only hands over the marks of a step: arrays that come when its tasks have
+run. A second thread reads the marks, asks the trigger whether another plan would pay, and lowers
+and compiles the migration (the move of layers to the devices of the other plan). The pipeline makes
+the migration between two steps. If there are several processes, each of them reports the seconds of
+its devices, the first one decides, and all migrate before the same step. They exchange news in
+rounds, every `ADAPTING.round_steps` steps. The columns are the step of the round, what the news
+says, and what follows:
 
-    step 4     every process tells the seconds of its layers     the first one asks the trigger
-    step 8     the first one proposes another plan               all make it ready, beside the training
-    step 12    every process tells that it is ready              all move
+    step 4     each process: the seconds of its layers      the first process asks the trigger
+    step 8     the first process: a proposed plan           all prepare it, beside the training
+    step 12    each process: it is ready                    all migrate
 
-Nobody is asked between these steps, so that a process may run ahead of the others. What all were
-told decides what each does; a process that is not ready is waited for at a later one of these
-steps. A process alone need not tell anybody: its thread decides and makes ready as soon as a step
-was read, and what is ready is done before the next step.
+Between two rounds no process waits for another, so that one may run ahead. Each process acts only
+on news that all have received, so that all do the same. If one is not ready, all ask again in the
+next round. A process alone has no rounds: its thread decides and prepares as soon as it has read a
+step, and the migration is made before the next step that begins.
 """
 
-import gc
 import logging
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from jvpipe._jax import first_of
 from jvpipe.cost.hardware import INFINITE, Link
@@ -33,6 +32,7 @@ from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
+from jvpipe.runtime.engine.beside_training import Thread, beside_training
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
@@ -43,113 +43,32 @@ from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
 from jvpipe.session.planning import Planned, planned_again
 from jvpipe.session.trigger import Proposal, Replan, Rule, Seen, Told, Trigger, all_of
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class AdaptEffort:
-    """How much of a run's time may go into looking at it.
+    """How much of a run's time may go into watching it.
 
     Attributes:
-        turn_s: seconds after which a thread beside the training gives up the interpreter. Python's
-            5 ms would keep each dispatch waiting that long.
-        waiting_steps: steps that may wait to be looked at; more are passed over.
-        round_steps: steps after which several processes tell one another what they have seen.
+        waiting_steps: how many steps may wait for the second thread; further steps are not read.
+        round_steps: steps between two exchanges of news among processes; all need the same number.
     """
 
-    turn_s: float = 1e-4
     waiting_steps: int = 4
     round_steps: int = 4
 
 
 ADAPTING = AdaptEffort()
-_lock = Lock()
-_outside: list[tuple[float, bool]] = []
-"""What each that is inside has found; the first is what holds outside."""
-
-
-@contextmanager
-def beside_training() -> Iterator[None]:
-    """Keeps work beside the training from holding up the thread that dispatches.
-
-    That thread gives the interpreter up at each dispatch and then asks for it again. So turns end
-    after `ADAPTING.turn_s`. And tracing does not set off collections of garbage, which look at
-    every object and take half a second.
-
-    >>> with beside_training():
-    ...     round(sys.getswitchinterval(), 4), gc.isenabled()
-    (0.0001, False)
-    """
-    with _lock:
-        _outside.append((sys.getswitchinterval(), gc.isenabled()))
-        sys.setswitchinterval(min(ADAPTING.turn_s, _outside[0][0]))
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            interval_s, collecting = _outside.pop()
-            if not _outside:
-                sys.setswitchinterval(interval_s)
-                if collecting:
-                    gc.enable()
-
-
-class Thread:
-    """A thread beside the training, once it is switched on: it does one thing after another.
-
-    >>> thread = Thread("jvpipe-example")
-    >>> thread.switch(on=True)
-    >>> asked = thread.ask(sum, [1, 2])
-    >>> thread.wait()
-    >>> asked.result(), thread.waiting
-    (3, 0)
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._pool: ThreadPoolExecutor | None = None
-        self._asked: list[Future[Any]] = []
-
-    def __bool__(self) -> bool:
-        return self._pool is not None
-
-    def switch(self, *, on: bool) -> None:
-        """Begins again, or ends; what has not begun by then is not done."""
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-        self._pool, self._asked = ThreadPoolExecutor(1, self._name) if on else None, []
-
-    @property
-    def waiting(self) -> int:
-        """How much it has not done yet."""
-        # Finished calls are forgotten, so the list stays short.
-        self._asked = [future for future in self._asked if not future.done()]
-        return len(self._asked)
-
-    def ask(self, act: Callable[..., T], *args: Any) -> Future[T]:
-        """Has it do something; returns at once."""
-        assert self._pool is not None, "switched on"
-        self._asked.append(future := self._pool.submit(act, *args))
-        return future
-
-    def wait(self) -> None:
-        """Waits until all is done."""
-        for future in self._asked:
-            future.result()
-
-
 _log = logging.getLogger("jvpipe")
 
 
 class Adapter:
-    """Looks at the steps of a pipeline, once it is switched on; what is to move goes into the queue of its moves.
+    """The watcher of a pipeline's steps: once switched on, it queues migrations that pay.
 
     Args:
-        compiled_plans: those of the model.
-        queue: the migrations that wait.
-        limits: kept while layers move.
-        hosts: the processes, if there are several.
+        compiled_plans: the compiled plans of the model.
+        queue: the pipeline's migrations that are still to be made.
+        limits: in bytes; a migration keeps them while layers move.
+        hosts: the processes of the run, if there are several.
     """
 
     def __init__(
@@ -166,10 +85,10 @@ class Adapter:
         self._link: Link | None = None  # measured before the first step
 
     def switch(self, on: bool, rule: Rule) -> None:
-        """Switches it on, under a rule, or off; in all processes alike.
+        """Switches watching on, under a rule, or off; all processes must do the same.
 
         Raises:
-            Disagreement: another process was asked for something else.
+            Disagreement: another process was switched otherwise or has another rule.
         """
         if self._hosts:
             self._hosts.agree("adapting", [("on", str(on)), ("rule", str(rule))])
@@ -177,20 +96,20 @@ class Adapter:
         self._judge = _Judge(rule, self._compiled_plans, self._limits)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Looks at another model from here on; what is still read of the one before is for nobody."""
+        """Watches another model from now on; readings of the earlier model are no longer used."""
         self._compiled_plans = compiled_plans
         self._judge = _Judge(self._judge.rule, compiled_plans, self._limits)
 
     def observe(
         self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
-        """Has a dispatched step looked at in the background; returns at once.
+        """Lets the second thread read a dispatched step; returns at once.
 
         Args:
-            monitor: has its marks.
-            compiled: all of it ran under this plan.
-            step: its number.
-            stream_steps: those of the stream after it.
+            monitor: has the marks of the step.
+            compiled: the plan under which the whole step ran.
+            step: the step's number.
+            stream_steps: how many steps a stream (a run without flushes) has had after this one.
         """
         self._stream_steps = stream_steps
         if not self._thread or monitor is None:
@@ -198,14 +117,14 @@ class Adapter:
         record, first = monitor.close(), self._compiled_plans.current
         is_free = self._thread.waiting < ADAPTING.waiting_steps
         if record and is_free and compiled.traced is first.traced:
-            if not self._hosts or not self._hosts.process:  # who decides
+            if not self._hosts or not self._hosts.process:  # this process decides
                 self._judge.plans[step] = first.plan
             self._thread.ask(
                 self._look, self._judge, partial(monitor.read, record), first, step, stream_steps
             )
 
     def offer(self, step: int) -> None:
-        """Does what all were told, now and then: tells the others, prepares, or moves before `step`."""
+        """Does a round before `step`, if one is due: exchanges news, then prepares or migrates."""
         if not self._thread:
             return
         judge, hosts, current = self._judge, self._hosts, self._compiled_plans.current
@@ -213,13 +132,13 @@ class Adapter:
             self._link = self._measured_link()
         judge.link = self._link
         if hosts is None:
-            # Alone: what the thread has prepared by now is all that there is to know.
+            # A process alone has no rounds: it migrates as soon as its thread is ready.
             if judge.preparing is not None and not self._queue:
                 self._move(judge.preparing, [judge.news()], step)
             return
         if step % ADAPTING.round_steps:
             return
-        # All processes come here at the same step, so each exchange is of the same round for all.
+        # All processes come here at the same steps, so they exchange news of the same round.
         words = hosts.exchange("seconds", judge.news().to_json().encode())
         news = [Told.from_json(word.decode()) for word in words]
         proposal = news[0].proposal
@@ -232,21 +151,18 @@ class Adapter:
             self._thread.ask(judge.decide, news, current)
 
     def wait(self) -> None:
-        """Waits until every step that was seen has been looked at."""
+        """Waits until the second thread has read every step that was handed to it."""
         self._thread.wait()
 
     def _measured_link(self) -> Link:
-        """Measures the link between processes, or between the devices of one."""
+        """Measures the link between processes, or between two devices if there is one process."""
         if self._hosts:
             return link_between(self._hosts)
         first, *others = map(first_of, self._compiled_plans.current.devices)
         return links_between(first, others[0]).send if others else INFINITE
 
     def _move(self, proposal: Proposal, news: Sequence[Told], step: int) -> None:
-        """Queues a migration once all are ready for it.
-
-        Forgets it if one of them cannot make it.
-        """
+        """Queues a migration once all processes are ready for it, or drops it if one refuses."""
         judge, current = self._judge, self._compiled_plans.current
         refusals = [one.refusal for one in news if one.refusal]
         if not refusals and not all(one.how for one in news):
@@ -259,7 +175,8 @@ class Adapter:
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
             agree_on_rows(migration.new, "migrations")
-            # Processes that would move by different ways prepare again, all by one.
+            # Processes that have prepared to move in different ways cannot move together.
+            # `UNFORESEEN` makes all prepare again once the move is due, all in the same way.
             foreseen = migration.stream_steps if len({one.how for one in news}) == 1 else UNFORESEEN
             change = replace(migration.change, step=step)
             self._queue.append(replace(migration, change=change, stream_steps=foreseen))
@@ -272,7 +189,7 @@ class Adapter:
         step: int,
         stream_steps: int,
     ) -> None:
-        """Reads the marks of a step; a process alone decides and makes ready at once."""
+        """Reads the marks of a step; a process alone also decides and prepares at once."""
         try:
             seconds = seen(read(), compiled)
         except Exception:
@@ -281,7 +198,7 @@ class Adapter:
         if self._hosts:
             judge.untold.append((step, seconds))
             return
-        if judge.preparing is not None:  # the thread that trains has not come to it
+        if judge.preparing is not None:  # the training thread has yet to take what is ready
             return
         judge.decide([Told({step: seconds})], compiled)
         proposal, judge.proposal = judge.proposal, None
@@ -291,30 +208,30 @@ class Adapter:
 
 
 class _Judge:
-    """What a process knows of the steps of a model under a rule; of several the first one proposes.
+    """What a process knows about the steps of a model; the first process proposes other plans.
 
     Args:
-        rule: how much evidence is enough.
-        compiled_plans: those of the model.
-        limits: kept while layers move.
+        rule: how much evidence is enough for another plan.
+        compiled_plans: the compiled plans of the model.
+        limits: in bytes; a migration keeps them while layers move.
     """
 
     def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
         self.rule, self.link = rule, INFINITE
         self._compiled_plans, self._limits = compiled_plans, limits
-        self.plans: dict[int, Plan] = {}  # under which the steps ran that not all have told of
-        self.untold: deque[tuple[int, Seen]] = deque()  # steps that the others do not know of
-        self.proposal: Proposal | None = None  # not told yet
-        self.preparing: Proposal | None = None  # what all make ready
-        self.ready: Migration | str | None = None  # for it, or why it cannot be
-        self._parts: dict[int, list[Seen]] = {}  # of steps, as the processes tell them
+        self.plans: dict[int, Plan] = {}  # by step: the plan it ran under, until it is judged
+        self.untold: deque[tuple[int, Seen]] = deque()  # steps not yet reported to the others
+        self.proposal: Proposal | None = None  # not yet reported to the others
+        self.preparing: Proposal | None = None  # all processes prepare this one
+        self.ready: Migration | str | None = None  # of `preparing`, or why it cannot be made
+        self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # another one is proposed for it: not judged again
-        self._answer: Planned | None = None  # the planner's last one
-        self._asked: tuple[int, ...] = ()  # the cuts for which the plan that is proposed was found
+        self._replaced: Plan | None = None  # a proposal replaces it: its steps are not judged
+        self._answer: Planned | None = None  # the last plan that the planner gave
+        self._asked: tuple[int, ...] = ()  # the trigger's cuts that led to the last proposal
 
     def news(self) -> Told:
-        """Returns what the others do not know yet, and counts it as told."""
+        """Returns what the other processes do not know yet, and counts it as reported."""
         seconds = dict(self.untold.popleft() for _ in range(len(self.untold)))
         proposal, self.proposal = self.proposal, None
         ready = self.ready
@@ -322,10 +239,10 @@ class _Judge:
         return Told(seconds, proposal, how, ready if isinstance(ready, str) else "")
 
     def decide(self, news: Sequence[Told], compiled: CompiledPlan) -> None:
-        """Asks the trigger about every step that all have told of by now.
+        """Asks the trigger about every step whose seconds all processes have reported by now.
 
         Args:
-            news: what each process has told.
+            news: what each process reports in this round.
             compiled: the plan in use.
         """
         try:
@@ -336,7 +253,7 @@ class _Judge:
                 complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
                 for step in sorted(complete):
                     self._judge(self.plans[step], all_of(self._parts[step]), compiled)
-                    # Earlier steps are too late to decide anything.
+                    # Steps before this one can no longer change the decision.
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
                     self.plans = {s: plan for s, plan in self.plans.items() if s > step}
         except Exception:
@@ -345,13 +262,13 @@ class _Judge:
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
-        """Makes a migration ready, by the way that this process has room for; or says why it cannot.
+        """Prepares a migration in a way that this process has memory for, or keeps the error.
 
         Args:
-            proposal: the plan to come.
+            proposal: has the plan to move to.
             compiled: the plan in use.
-            step: before which it may be made.
-            stream_steps: those of the stream by then.
+            step: the first step before which the migration may be made.
+            stream_steps: how many steps the stream, if there is one, will have had by then.
         """
         try:
             with beside_training():
@@ -366,18 +283,18 @@ class _Judge:
             self.ready = str(error) or type(error).__name__
 
     def refuse(self, plan: Plan) -> None:
-        """Asks no more for a plan that cannot be made."""
+        """Tells the trigger not to ask again for a plan to which no migration is possible."""
         if self._trigger is not None:
             self._trigger.refuse(plan.cuts)
             self._trigger.refuse(self._asked)
         self._replaced = None
 
     def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
-        """Proposes another plan if a step asks for one that pays for its way there.
+        """Proposes another plan if a step shows that one would pay for the move to it.
 
         Args:
-            plan: under which the step ran.
-            seconds: that it took.
+            plan: the plan under which the step ran.
+            seconds: what the step took.
             compiled: the plan in use.
         """
         if self._trigger is None:
@@ -385,7 +302,7 @@ class _Judge:
             self._trigger = Trigger(
                 layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
             )
-        if plan == self._replaced:  # a proposal to leave this plan is on its way
+        if plan == self._replaced:  # a proposal to leave this plan is in preparation
             return
         self._replaced, trigger = None, self._trigger
         replan = trigger.observe(plan, seconds)
@@ -409,14 +326,14 @@ class _Judge:
         """Finds the plan to move to.
 
         Args:
-            replan: the cuts that a step asks for.
-            home: the plan that was planned or asked for.
+            replan: the cuts that the trigger asks for.
+            home: the plan with which the run began, made by the planner or given by the user.
             compiled: the plan in use.
 
         Returns:
-            The plan at home; or the planner's for the devices as they are, None if it gains too
-                little; or other cuts
-            alone, where no planner made the plan at home, or whoever did is not asked again.
+            `home`, if its cuts are asked for. Otherwise the planner's plan for devices as slow as
+            they now are, or None if that plan gains too little. If no planner made `home`, or its
+            planner is not asked again, `home` with the cuts that are asked for.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
@@ -424,12 +341,12 @@ class _Judge:
             return home
 
         def placed(plan: Plan) -> Plan:
-            """Puts the optimizer's state where it lies at home."""
+            """Puts the optimizer's state of each layer where `home` has it."""
             like_home = zip(plan.stages, recut(graph, home, plan.cuts).stages, strict=True)
             stages = tuple(replace(s, state_fates=x.state_fates) for s, x in like_home)
             return replace(plan, stages=stages, splits=home.splits)
 
-        def held_bytes(plan: Plan) -> list[int]:
+        def held_bytes(plan: Plan) -> list[int]:  # of the fullest device of each stage
             peaks = compiled_plans.with_plan(placed(plan), compiled).peaks
             return [max(peaks[d].bytes for d in stage.devices) for stage in plan.stages]
 
@@ -450,7 +367,7 @@ class _Judge:
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    """Tells whether two plans have the same layers on the same devices, with the same fates of what they leave."""
+    """Tells whether two plans have equal layers, devices and fates of residuals in each stage."""
 
     def stages(plan: Plan) -> list[Any]:
         return [(stage.layers, stage.devices, dict(stage.fates)) for stage in plan.stages]
@@ -459,9 +376,10 @@ def _alike(one: Plan, other: Plan) -> bool:
 
 
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
-    """Returns seconds of a measured step per micro-batch, by layer and by stage.
+    """Returns a measured step's seconds per micro-batch, by layer and by stage.
 
-    Where devices of a stage take turns, each has as many times longer for one of its own.
+    In an asynchronous schedule the devices of a stage take turns: each of n devices has every n-th
+    micro-batch and n times as long for it, so its seconds are divided by n.
     """
     places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
     exposed_s = [
@@ -476,40 +394,62 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     return Seen(layer_s, exposed_s)
 
 
-# Layers that have moved run by programs of their own until those of their groups are compiled,
-# beside the run.
+# A group is several consecutive layers of a stage that run as one program. Layers begin apart, each
+# with its own programs, and so do layers that have moved. Groups are compiled beside the run, which
+# takes over their programs later. How long a run will be is not known. Unless groups are asked for,
+# they are compiled once the steps under a plan have taken as long as its programs took to compile
+# (c seconds), and only on CPUs, where groups were measured and found bitwise identical:
+#
+#     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
+#     |<------- c -------->|<---------- c ------------>|
+#
+# So a run that ends early compiles no groups, and for a longer run, compiling groups takes about as
+# long as it has already run.
 
 
 class Grouping:
-    """Has a plan of layers apart compiled in groups, by a thread beside the training, and then run so."""
+    """A compiler of layers in groups: it works beside the training, which then takes over."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._apart: CompiledPlan | None = None
+        self._stepping_s = 0.0  # seconds of the steps under `_apart`
         self._grouped: Future[CompiledPlan] | None = None
+        self._begun = False
+
+    def note_step(self, taken_s: float) -> None:
+        """Adds the seconds for which the training thread was within a step."""
+        self._stepping_s += taken_s
 
     def pass_step(self, compiled_plans: CompiledPlans) -> None:
-        """Begins to compile the groups of a plan that has none, or takes over what has been compiled.
+        """Begins to compile the groups of a plan without groups, or takes over compiled ones.
 
         Args:
-            compiled_plans: those of the model, between two steps, with no change of plan to come.
+            compiled_plans: the compiled plans of the model. This must be called between two steps,
+                with no migration in the queue.
         """
-        current = compiled_plans.current
-        if current.grouped or not compiled_plans.settings.group:
+        current, asked = compiled_plans.current, compiled_plans.settings.group
+        if current.grouped or asked is False:
+            return
+        if asked is None and first_of(compiled_plans.settings.devices[0]).platform != "cpu":
             return
         if self._apart is not current:
-            self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
-            self._apart = current
-            self._grouped = self._pool.submit(_compiled, compiled_plans, current)
+            self._apart, self._grouped, self._begun = current, None, False
+            self._stepping_s = 0.0
+        if not self._begun:
+            if asked or self._stepping_s > current.compile_s:
+                self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
+                self._grouped = self._pool.submit(_compiled, compiled_plans, current)
+                self._begun = True
         elif self._grouped and self._grouped.done():
             grouped, self._grouped = self._grouped, None
             if error := grouped.exception():
                 _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
-            elif grouped.result() is not current:  # else there is no room for groups
+            elif grouped.result() is not current:  # the same plan means no memory for groups
                 compiled_plans.adopt(grouped.result())
 
     def wait(self) -> None:
-        """Waits until what is being compiled is there; the next step runs it."""
+        """Waits until the groups are compiled; the next step runs them."""
         if self._grouped:
             self._grouped.exception()
 

@@ -1,4 +1,4 @@
-"""Checks of what a user gives: numbers, names, functions, keys, and batches that micro-batches must divide."""
+"""The checks of a user's arguments: numbers, names, functions, random keys and batches."""
 
 import inspect
 import math
@@ -25,19 +25,19 @@ from jvpipe.util.paths import path_name
 
 Tree = Any
 PER_LAYER = "per_layer"
-"""The optimizer sees each layer of those that a scan stacks alone."""
+"""The optimizer sees parameters of stacked layers (those of a scan) as one array per layer."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
-"""How many there are unless given, in training and in planning alike."""
+"""The numbers of stages and micro-batches unless given, in `Pipeline` and in `plan_for` alike."""
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Checks a whole number of Python or NumPy.
+    """Checks a whole number of Python or NumPy, and returns it as an int.
 
     Args:
-        name: of the option.
-        value: what was given.
-        least: that it may be.
-        most: that it may be, if there is a limit.
+        name: the name of the option, for the message.
+        value: what the user gave.
+        least: the smallest number allowed.
+        most: the largest number allowed; None if there is no limit.
     """
     if most is not None and is_whole(value) and value > most:
         raise ValueError(f"{name} must be a whole number of at most {most}, not {brief(value)}")
@@ -63,8 +63,8 @@ def positive(name: str, value: Any, largest: float = math.inf) -> float:
 
 
 def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
-    """Makes the check of a name that must be known; `kind` is what it names."""
-    # Listed once: what is known may be an iterator.
+    """Makes a check that a name is one of `choices`; `kind` says in messages what it names."""
+    # A list can be read by each check, while `choices` may be an iterator.
     names = list(choices)
 
     def check(name: str, value: Any) -> str:
@@ -91,12 +91,12 @@ def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:
-    """Checks a name, known or not.
+    """Checks that a value is a text that can be a name, whether or not anything has that name.
 
     Args:
-        name: of the option.
-        value: what was given.
-        usual: a name for the message to suggest.
+        name: the name of the option, for the message.
+        value: what the user gave.
+        usual: the name that the message gives as an example.
     """
     if not isinstance(value, str) or not value:
         raise ValueError(
@@ -106,27 +106,27 @@ def checked_name(name: str, value: Any, usual: str) -> str:
 
 
 def checked_schedule(name: str, schedule: Any) -> Schedule:
-    """Finds a schedule by its name, or takes it as it is."""
+    """Returns the schedule with a name, or a schedule as it is given."""
     return find_schedule(
         schedule if isinstance(schedule, Schedule) else checked_name(name, schedule, "1f1b")
     )
 
 
 def checked_stages(name: str, stages: Any, largest: int) -> int | Plan:
-    """Checks the number of stages, or takes a plan."""
+    """Checks the number of stages, or returns a plan as it is given."""
     return stages if isinstance(stages, Plan) else whole_number(name, stages, most=largest)
 
 
 def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
-    """Checks fates by patterns.
+    """Returns fates (keep, swap or recompute) by patterns of names.
 
     Args:
-        name: of the option.
-        fates: a mapping, or a text as a command line has it.
-        of: what the patterns are for, with an example.
+        name: the name of the option, for the message.
+        fates: a mapping, or a text from a command line.
+        of: says in the message what has these names, with an example.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `fates` is neither a mapping of texts nor such a text.
 
     >>> checked_fates("state_fates", "embed/*=keep,*=swap", of="parameters")
     {'embed/*': 'keep', '*': 'swap'}
@@ -143,7 +143,7 @@ def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
 
 
 def checked_stacked(name: str, stacked: Any) -> str:
-    """Checks what an optimizer is to see of stacked layers.
+    """Checks the option that says how an optimizer sees stacked layers.
 
     >>> checked_stacked("stacked", "per_layer")
     'per_layer'
@@ -157,7 +157,7 @@ def checked_stacked(name: str, stacked: Any) -> str:
 
 
 def checked_moment(at: Any) -> tuple[int, int] | None:
-    """Checks a step and a micro-batch of it, if they are given.
+    """Checks a step and one of its micro-batches, if they are given.
 
     >>> checked_moment([3, np.int64(1)])
     (3, 1)
@@ -173,7 +173,7 @@ def checked_moment(at: Any) -> tuple[int, int] | None:
 
 
 def checked_plan(plan: Any) -> Plan:
-    """Checks a plan to move to."""
+    """Checks that a value to migrate to is a plan."""
     if not isinstance(plan, Plan):
         raise ValueError(
             f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}"
@@ -182,7 +182,7 @@ def checked_plan(plan: Any) -> Plan:
 
 
 def checked_stream(batches: Any, num_steps: Any) -> Iterator[Any]:
-    """Batches one after another: all of a stream, or so many."""
+    """Returns an iterator over the batches of a stream, of which it yields at most `num_steps`."""
     if isinstance(batches, Mapping) or not is_stream(batches):
         kind = type(batches).__name__
         raise ValueError(f"run takes a stream of batches, such as a list, not one {kind}: use step")
@@ -192,16 +192,16 @@ def checked_stream(batches: Any, num_steps: Any) -> Iterator[Any]:
 
 
 def check_loss(loss_fn: Any, *, has_state: bool) -> None:
-    """Raises ValueError if a loss cannot be called as it will be."""
+    """Raises ValueError if a loss cannot be called with the arguments that a pipeline passes."""
     names = ("params", "model_state", "batch", "rng") if has_state else ("params", "batch", "rng")
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ValueError(
             f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}"
         )
     try:
-        # Bound to names alone: nothing is called.
+        # Arguments are only bound to the signature, so the loss is not called.
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # one that Python cannot look into
+    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
         return
     try:
         signature.bind(*names)
@@ -214,14 +214,14 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
 
 
 def check_predicted(function: Any, *, has_state: bool) -> None:
-    """Raises ValueError for what `predict` cannot call."""
+    """Raises ValueError for a value that `predict` cannot call."""
     if not callable(function) or isinstance(function, type):
         arguments = "params, model_state, batch" if has_state else "params, batch"
         raise ValueError(f"function must be a function of ({arguments}), not {brief(function)}")
 
 
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
-    """Raises ValueError if a loss cannot be called as it will be, or an optimizer is none of optax.
+    """Raises ValueError if a loss cannot be called as needed, or an optimizer is not one of optax.
 
     Args:
         loss_fn: as the user gave it.
@@ -237,7 +237,7 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
 
 
 def check_key(rng: Any) -> None:
-    """Raises ValueError for anything but a random key, of the new kind or the old."""
+    """Raises ValueError for anything except one random key, made by `key` or `PRNGKey` of JAX."""
     cure = (
         f": write jax.random.key({rng})"
         if isinstance(rng, (int, np.integer))
@@ -245,14 +245,14 @@ def check_key(rng: Any) -> None:
     )
     if not isinstance(rng, (jax.Array, np.ndarray)):
         raise ValueError(f"rng must be a random key, not {_kind(rng)}{cure}")
-    # A key of the old kind is an array of words.
+    # A key of `PRNGKey` is an array of 32-bit words, whose shape depends on JAX's settings.
     shape = () if is_key(rng) else jax.eval_shape(jax.random.PRNGKey, 0).shape
     if rng.shape != shape or (not is_key(rng) and rng.dtype != np.uint32):
         raise ValueError(f"rng must be one random key, not {rng.dtype}{list(rng.shape)}{cure}")
 
 
 def check_arrays(tree: Tree, role: Role) -> None:
-    """Raises ValueError for leaves that are shapes alone, or arrays whose buffers are gone."""
+    """Raises ValueError for leaves that are only shapes, or arrays whose memory was given up."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
             raise ValueError(f"{role} '{path_name(path)}' is a shape: give an array")
@@ -283,7 +283,7 @@ def _called(function: Any) -> str:
 
 
 def check_chooser(schedule: Schedule, planner: str) -> None:
-    """Raises ValueError if an order of tasks is left to a planner that chooses none."""
+    """Raises ValueError if the planner is to choose the order of tasks (`AUTO`) and cannot."""
     if schedule == AUTO and find_planner(planner).as_paper:
         raise ValueError(
             f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave planner out, or name a schedule "
@@ -292,7 +292,7 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
 
 
 def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
-    """Checks the devices of each stage, or "auto".
+    """Checks how many devices each stage is to have: a number for each, or "auto".
 
     >>> checked_replicas("replicas", "2:1"), checked_replicas("replicas", "auto")
     ((2, 1), 'auto')
@@ -314,7 +314,7 @@ _SPEEDS = "such as [2.0, 1.0] for a device twice as fast as the other"
 
 
 def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
-    """Tells how fast each device is beside the others; none if nobody says.
+    """Checks the relative speed of each device.
 
     >>> checked_speeds("speeds", np.array([2, 1]))
     (2.0, 1.0)
@@ -334,7 +334,7 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
 
 
 def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
-    """Raises ValueError unless there is a speed for each device, or none."""
+    """Raises ValueError unless there is a speed for each device, or no speed at all."""
     if speeds and len(speeds) != devices:
         raise ValueError(
             f"{len(speeds)} speeds for {devices} devices: give one for each, {_SPEEDS}"
@@ -342,7 +342,10 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
 
 
 def shapes_of(tree: Tree) -> Any:
-    """Returns what tells traced trees apart: containers, and the shapes and types of leaves on a device."""
+    """Returns the containers of a tree, and the shapes and types of its leaves once on a device.
+
+    Trees for which this is equal are traced alike, so it is a key for what was traced.
+    """
     leaves, containers = jax.tree.flatten(tree)
     return containers, tuple(
         (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
@@ -356,7 +359,7 @@ _UNEVEN = (
 
 
 def check_deferred(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for running statistics that nobody carries through a batch, or not one device alone."""
+    """Raises ValueError if deferred batch norms have no model state, no batch end, or replicas."""
     if not options["deferred_batch_norm"]:
         return
     if not options["has_state"]:
@@ -378,7 +381,7 @@ def check_deferred(options: Mapping[str, Any]) -> None:
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of one micro-batch."""
+    """Returns the shapes of a micro-batch; raises ValueError if the batch cannot be split so."""
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)
@@ -411,7 +414,7 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
 
 
 def _nearest_divisors(size: int, target: int) -> str:
-    # Divisors come in pairs, n and size / n.
+    # If n divides size, size / n does as well, so n needs to go no further than the square root.
     small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
     divisors = sorted({*small, *(size // n for n in small)})
     below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]

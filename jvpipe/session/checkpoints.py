@@ -1,4 +1,8 @@
-"""The states of a session on disk: saved by parameter path, restored under the plan of whoever restores."""
+"""Checkpoints of a session's states: saved by parameter path, restored under any plan.
+
+A state at rest has no micro-batches in flight (forwards that ran without their backwards). A state
+in flight has some, and its arrays are restored where they lay.
+"""
 
 import json
 from collections.abc import Mapping
@@ -26,17 +30,22 @@ from jvpipe.util.pattern import anything, compare
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state on the host, which no step changes any more; of several processes what this one holds of it."""
+    """A copy of a state on the host, which later steps do not change.
+
+    If there are several processes, it has the arrays that this process holds.
+    """
 
     arrays: Arrays
     meta: dict[str, Any]
     hosts: Hosts | None
 
     def write(self, path: str | Path) -> None:
-        """Writes it as a checkpoint, in any thread; of several processes all do, one checkpoint after another.
+        """Writes the snapshot as a checkpoint; any thread may call this.
+
+        If there are several processes, all must write, one checkpoint after another.
 
         Args:
-            path: a folder.
+            path: the folder of the checkpoint.
         """
         if self.hosts is None:
             save_checkpoint(path, self.arrays, self.meta)
@@ -45,12 +54,12 @@ class Snapshot:
 
 
 def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
-    """Copies a state to the host, to be written later; of several processes all call it.
+    """Copies a state to the host, to be written later; all processes of the run must call it.
 
     Args:
-        session: what the state belongs to.
-        state: at rest, or in flight.
-        extra: kept with it; what JSON can hold.
+        session: the session to which the state belongs.
+        state: a state at rest or in flight.
+        extra: values that JSON can hold, to keep in the checkpoint.
     """
     check_json(extra)
     saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
@@ -62,7 +71,7 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
         except Exception as error:
             raise session.controller.failure(error) from error
 
-    # Whoever restores without a model of its own traces the loss with these.
+    # A pipeline that restores before `init` traces its loss with these shapes.
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
     meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
@@ -71,7 +80,7 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
 
 
 def check_json(extra: Any) -> None:
-    """Raises ValueError for what cannot be kept with a checkpoint.
+    """Raises ValueError for a value that JSON cannot hold, or that JSON would change.
 
     >>> check_json({"seen": {1, 2}})
     Traceback (most recent call last):
@@ -87,13 +96,15 @@ def check_json(extra: Any) -> None:
 
 
 def save_state(session: Engine, path: str | Path, state: State, extra: dict[str, Any]) -> None:
-    """Writes a checkpoint of a state; of several processes all call it, and each writes what it holds.
+    """Writes a checkpoint of a state; all processes of the run must call it.
+
+    Each process writes the arrays that it holds.
 
     Args:
-        session: what the state belongs to.
-        path: a folder.
-        state: at rest, or in flight.
-        extra: kept with it; what JSON can hold.
+        session: the session to which the state belongs.
+        path: the folder of the checkpoint.
+        state: a state at rest or in flight.
+        extra: values that JSON can hold, to keep in the checkpoint.
     """
     snapshot(session, state, extra).write(path)
 
@@ -101,15 +112,16 @@ def save_state(session: Engine, path: str | Path, state: State, extra: dict[str,
 def restore(session: Engine, path: str | Path) -> State:
     """Begins a run with the state that `save_state` wrote, under the plan in use.
 
-    Each process reads what it is to hold.
+    Each process reads the arrays that it will hold.
 
     Args:
-        session: of the same model; one that has none yet takes that of the checkpoint.
-        path: a folder.
+        session: a session of the same model; if it has no model yet, the loss is traced with the
+            shapes in the checkpoint.
+        path: the folder of the checkpoint.
 
     Raises:
-        ValueError: the checkpoint is of another model, or of other cuts if it was saved in flight.
-        DamageError: it is not as it was saved.
+        ValueError: the checkpoint is of another model; or it was saved in flight under other cuts.
+        DamageError: the checkpoint is not as it was saved.
         MemoryLimitExceeded: the run does not keep the limits.
     """
     hosts = session.settings.hosts
@@ -119,7 +131,7 @@ def restore(session: Engine, path: str | Path) -> State:
         _trace(session, path, saved.meta)
     _check_key(session, path, saved.meta)
     compiled = session.compiled
-    if compiled.previous:  # it was on its way from another plan
+    if compiled.previous:  # the session's own stream was changing plans; the restored one is not
         compiled = replace(compiled, previous=None)
     if "flight" in saved.meta:
         _saving(session, compiled).check_in_flight(path, saved.meta["flight"])
@@ -135,7 +147,7 @@ def restore(session: Engine, path: str | Path) -> State:
 
 
 def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
-    """Takes the model of a checkpoint; raises ValueError if the loss is none of it."""
+    """Traces the loss with a checkpoint's shapes; raises ValueError if it cannot take them."""
     inputs = saved_inputs(path, meta)
     try:
         session.compiled_plans.trace(*inputs)
@@ -147,7 +159,7 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
 
 
 def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
-    """Raises ValueError unless the run's key is of the kind that the model was traced with."""
+    """Raises ValueError unless the saved key is of the kind with which the model was traced."""
     rng = session.trees.rng
     ours = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
     if meta["key"] != ours:
@@ -158,7 +170,7 @@ def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
 
 
 def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
-    """Raises ValueError if what was in flight has other shapes than the first batch of this pipeline."""
+    """Raises ValueError if batches saved in flight differ in shape from the first batch here."""
     saved, here = meta["shapes"]["batch"], session.trees.batch
     then = None if saved is None else skeleton.load_container(saved)
     if then is not None and shapes_of(then)[1] != shapes_of(here)[1]:
@@ -171,7 +183,7 @@ def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> No
 def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:
     """Places the arrays of a state at rest."""
     saving, meta = _saving(session, compiled), saved.meta
-    # Each process reads what it is to hold, and nothing else.
+    # Each process reads only the arrays that it will hold.
     names = saving.own(0)
     leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(names)))
     step, updates = int(meta["step"]), int(meta["updates"])
@@ -179,12 +191,12 @@ def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledP
 
 
 def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> State:
-    """Places the arrays of a state in flight each where it lay."""
+    """Places the arrays of a state in flight, each on the device where it lay."""
     hosts, meta, in_flight = session.settings.hosts, saved.meta, saved.meta["flight"]
     stream_steps = int(in_flight["steps"])
     names = _saving(session, compiled).own(stream_steps)
     arrays = read_together(hosts, lambda: saved.read(names))
-    # In flight everything is placed where it lay, so making it takes no more than running.
+    # Arrays go straight to where they lay, so placing them never holds more than a step does.
     session.reset(compiled, compiled.peaks)
     try:
         placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)

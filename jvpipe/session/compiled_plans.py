@@ -1,4 +1,4 @@
-"""The compiled plans of a model: its loss, traced at the shapes of each batch that it meets, under one plan."""
+"""The compiled plans of a model: its loss is traced once per batch shape, always under one plan."""
 
 import json
 import logging
@@ -55,26 +55,26 @@ def shown(batch: Tree) -> str:
 
 
 class CompiledPlans:
-    """Holds the compiled plan of each batch shape that a model was traced at.
+    """The compiled plans of one model, one for each batch shape that it was traced at.
 
-    The first one decides the plan of all.
+    The plan is made for the first batch shape; all later shapes run under the same plan.
 
     Args:
         settings: what the user asked for.
-        store: where programs are compiled.
-        present: those of the model that is trained meanwhile, if there is one: layers are timed in
-            the room that it leaves under the limit.
+        store: compiles and keeps programs.
+        present: the compiled plans of the model that is in training, if this is another model:
+            layers are then timed in the memory that the present model leaves under the limit.
     """
 
     def __init__(
         self, settings: Settings, store: ProgramStore, present: "CompiledPlans | None" = None
     ) -> None:
         self.settings, self._store = settings, store
-        self._follows = present is not None  # which waits meanwhile: finer layers are not tried
+        self._follows = present is not None  # time matters then: finer layers are not tried
         self.runs: Runs = {} if present is None else present.runs
-        first = settings.places[0] if settings.places else 0  # the device that layers are timed on
+        first = settings.places[0] if settings.places else 0  # layers are timed on this device
         self._room_bytes = settings.limits[first] if settings.limits else None
-        # The model that trains meanwhile keeps its peak.
+        # The present model goes on with its training and needs its peak again.
         if present is not None and self._room_bytes is not None:
             self._room_bytes -= present.current.peaks[first].bytes
         self._by_shapes: dict[Any, CompiledPlan] = {}
@@ -84,7 +84,7 @@ class CompiledPlans:
         self._archive = Archive.beside_the_cache(again=settings.remeasure, busy=self._follows)
         self.planned: Planned | None = None
         self.shape: ChosenShape | None = None
-        self.model_id = object()  # the states of one model have the same
+        self.model_id = object()  # all states of one model have the same object
 
     def __bool__(self) -> bool:
         return bool(self._by_shapes)
@@ -94,7 +94,7 @@ class CompiledPlans:
 
     @property
     def layer_s(self) -> list[float] | None:
-        """Seconds of each layer on a micro-batch, if they were measured."""
+        """Seconds that each layer takes for a micro-batch; None if they were not measured."""
         return self.planned.layer_s if self.planned else None
 
     @property
@@ -105,19 +105,19 @@ class CompiledPlans:
 
     @property
     def trees(self) -> Trees:
-        """The caller's trees, as the model was first traced with them."""
+        """The shapes of the caller's trees with which the model was first traced."""
         self.check_traced()
         assert self._trees is not None
         return self._trees
 
     def reasons(self) -> tuple[Sequence[float] | None, list[str]]:
-        """Returns the seconds of the layers that the present plan was made with, if any, and its reasons."""
+        """Returns the layers' seconds that the planner used, if any, and the plan's reasons."""
         compiled, planned, shape = self.current, self.planned, self.shape
         layer_s, lines = self.layer_s, list[str]()
         chosen = shape and shape.planned
         if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
             lines += shape.why
-        # A plan that took this one's place has other reasons, which nobody knows.
+        # After a migration the plan has other cuts, and the planner's reasons are not about it.
         if planned and planned.plan.cuts == compiled.plan.cuts:
             layer_s = layer_s and work_s(planned.placed)
             lines += planned.reasons(compiled.optimizer.cross_layer)
@@ -129,11 +129,11 @@ class CompiledPlans:
             raise ValueError("this pipeline has no model yet: call init or restore first")
 
     def for_batch(self, batch: Tree, *, warms_up: bool = False) -> CompiledPlan:
-        """Finds what runs a batch; at a shape that is new the loss is traced and compiled.
+        """Returns the compiled plan that runs a batch; traces and compiles for a new batch shape.
 
         Args:
-            batch: a whole one.
-            warms_up: in the synchronous steps before an asynchronous stream.
+            batch: a whole batch.
+            warms_up: the step is one of the synchronous ones that precede an asynchronous stream.
         """
         trees, key = self.trees, shapes_of(batch)
         if key not in self._by_shapes:
@@ -156,14 +156,17 @@ class CompiledPlans:
         model_state: Tree,
         leaves_of: LeavesOf,
     ) -> "CompiledPlans":
-        """Makes those of a run that begins with these; another model than the present one gets a new plan.
+        """Returns the compiled plans of a run that begins with these trees.
+
+        If the model has the same layers and tree of parameters as the present one, the present
+        plan is kept; otherwise a plan is made. Each tree holds arrays or shapes.
 
         Args:
-            params: arrays or shapes, as all that follows.
-            batch: a whole one.
+            params: the parameters.
+            batch: a whole batch.
             rng: the key of the run.
-            model_state: with `has_state`.
-            leaves_of: puts or makes the parameters, given how they are split into layers.
+            model_state: the model state, if the loss has one (`has_state`).
+            leaves_of: makes the parameters or puts them on devices, given their split into layers.
         """
         run = CompiledPlans(self.settings, self._store)
         run.runs = self.runs
@@ -171,7 +174,7 @@ class CompiledPlans:
         return run
 
     def take_leaves(self) -> dict[Name, Leaf]:
-        """Gives the parameters that the run begins with, by name, and forgets them: they may be large."""
+        """Returns the run's first parameters by name, and forgets them here: they may be large."""
         leaves, self._leaves = self._leaves, {}
         return leaves
 
@@ -184,16 +187,16 @@ class CompiledPlans:
         leaves_of: LeavesOf | None = None,
         before: "CompiledPlans | None" = None,
     ) -> None:
-        """Traces and compiles at the shapes of a batch; the first time this also plans.
+        """Traces and compiles the loss for a batch's shapes; the first call also makes the plan.
 
         Args:
-            params: arrays or shapes, as all that follows.
-            batch: a whole one.
+            params: the parameters as arrays or shapes, like the other trees.
+            batch: a whole batch.
             rng: the key of the run.
-            model_state: with `has_state`.
-            leaves_of: puts or makes the parameters, given how they are split into layers; the plan
-                has room for it.
-            before: those of another run; if its model has the same layers, its plan holds.
+            model_state: the model state, if the loss has one (`has_state`).
+            leaves_of: makes the parameters or puts them on devices, given their split into layers;
+                this happens before layers are timed, so the plan leaves room for them.
+            before: the compiled plans of another run; its plan is kept if the layers are the same.
         """
         settings = self.settings
         micro = micro_batch_shapes(batch, settings.microbatches)
@@ -242,7 +245,8 @@ class CompiledPlans:
             bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
             compiled, self.planned, self.shape = self._planned(planner, traced)
-        if not self._follows:  # else another model waits: groups are compiled beside it
+        # If another model is in training, groups are compiled later, beside this one's training.
+        if settings.group and not self._follows:
             compiled = self.in_groups(compiled)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
@@ -252,11 +256,11 @@ class CompiledPlans:
         self._by_shapes[shapes_of(batch)] = compiled
 
     def _planned(self, planner: ModelPlanner, traced: Traced) -> Chosen:
-        """Plans; of several processes the first one measures and decides for all."""
+        """Makes the plan; if there are several processes, the first one measures and decides."""
         hosts, finer = self.settings.hosts, not self._follows
         if hosts is None or isinstance(self.settings.stages, Plan):
             return planner.plan(traced, finer=finer)
-        # All take part in measuring the link, before the first one decides.
+        # All processes take part in measuring the link, before the first one decides.
         if find_planner(self.settings.planner).asks_seconds:
             bench = replace(planner.bench, between_hosts=link_between(hosts))
             planner = replace(planner, bench=bench)
@@ -273,7 +277,7 @@ class CompiledPlans:
         return with_plan.plan(traced, finer=finer)
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
-        """Splits a model as the present one is, if it has the same layers and the same tree of parameters."""
+        """Splits a model's layers like the present model's; None if layers or parameters differ."""
         present = self.current.traced
         if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(
             self.trees.params
@@ -286,9 +290,10 @@ class CompiledPlans:
         return compile_plan(self.settings, self._store, traced, plan, optimizer)
 
     def in_groups(self, compiled: CompiledPlan) -> CompiledPlan:
-        """The same plan with layers in groups, if that was asked for and the limits leave room: groups hold more."""
-        if not self.settings.group:
-            return compiled
+        """Returns the plan with layers in groups that run as one program each.
+
+        Groups hold more memory: the layers stay apart if groups would go over a limit.
+        """
         grouped = replace(compiled, grouped=True)
         limits = Limits(self.settings.limits or None)
         try:
@@ -299,18 +304,18 @@ class CompiledPlans:
         return grouped
 
     def with_plan(self, plan: Plan, base: CompiledPlan | None = None) -> CompiledPlan:
-        """Compiles the model under another plan, at the batch shape of `base` or at the first."""
+        """Compiles the model under another plan, for the batch shape of `base` or the first one."""
         base = base or self.current
         plan = plan.under(self.settings.schedule.name)
         return self._compiled(base.traced, plan, base.optimizer)
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
-        """Compiles a stream that came to the present plan through others, as a checkpoint describes it.
+        """Compiles a stream (a run without flushes) whose plan has changed, as its checkpoint says.
 
         Args:
             spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last.
         """
-        # Each plan but the first remembers the one before it, and where it took over.
+        # Each plan except the first refers to the plan before it and its own first micro-batch.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = replace(
@@ -321,11 +326,11 @@ class CompiledPlans:
         )
 
     def adopt(self, compiled: CompiledPlan) -> None:
-        """Runs everything under the plan of `compiled` from here on.
+        """Makes the plan of `compiled` the plan of every batch shape from now on.
 
-        It takes the place of the first.
+        `compiled` itself is for the first batch shape and replaces the compiled plan of it.
         """
-        # The first shape stays first: its plan is that of all.
+        # The first shape stays first, because `current` reads the plan of all shapes there.
         (first, _), *others = self._by_shapes.items()
         self._by_shapes = {
             first: compiled,
@@ -336,11 +341,14 @@ class CompiledPlans:
         }
 
     def compile_everywhere(self) -> None:
-        """Compiles all that training needs on every device of this process, so that any layer can run on any."""
-        # Any layer may come to any device of this process by a later plan.
+        """Compiles every program of the training for every device of this process.
+
+        A later plan may then put any layer on any of these devices without compiling.
+        """
+        # Later plans are run without groups at first, so layers are compiled one by one.
         every = [replace(plan, grouped=False) for plan in (self.current, *self._warmup.values())]
         for compiled in every:
-            compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
+            compiled.peaks  # noqa: B018 - reading it compiles the plan where its layers lie now
         local = [device for device in self.settings.devices if _jax.is_own(device)]
         programs = [
             self.current.placing.initial_program(piece) for piece in self.current.optimizer.init
@@ -350,7 +358,7 @@ class CompiledPlans:
 
 
 def loop_reasons(traced: Traced) -> list[str]:
-    """Writes a line for each layer that is a loop: it is not cut between the iterations, and what would cut it."""
+    """Writes for each layer with a loop that it is not cut inside the loop, and how it could be."""
     lines = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]
@@ -367,11 +375,13 @@ def loop_reasons(traced: Traced) -> list[str]:
 
 
 def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes run") -> None:
-    """Makes sure that all processes have lowered a plan alike, before anything crosses between them.
+    """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
+
+    It precedes the first row: a process that sends what none receives would wait forever.
 
     Args:
         compiled: the plan.
-        name: of what is compared, for the message.
+        name: names the compared rows in the message.
 
     Raises:
         Disagreement: some rows differ.
@@ -381,20 +391,21 @@ def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes r
         compiled.hosts.agree(name, parts)
 
 
-# The models that a pipeline has met: each is traced and planned once, so that one that comes back
+# The models that a pipeline has met: each is traced and planned once, so that switching back to one
 # costs nothing.
 
 Loss = Callable[..., Any]
 
 
 REMEMBERED = 64
-"""How many models are remembered; those that were asked for longest ago are forgotten."""
+"""How many models are remembered; the one that was asked for longest ago is forgotten first."""
 
 
 class KnownModels:
-    """Remembers compiled plans by the loss they were traced from (that very object) and the shapes of its parameters.
+    """The compiled plans of the models that a pipeline has met.
 
-    `parked` are arrays on the host that the present model lacks.
+    The key of a model is its loss function (the object, not its code) with the shapes of its trees.
+    `parked` holds, on the host, arrays of other models that the present model lacks.
     """
 
     def __init__(self, store: ProgramStore) -> None:
@@ -406,19 +417,17 @@ class KnownModels:
     def compiled_for(
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
     ) -> CompiledPlans:
-        """Finds the compiled plans of a loss.
-
-        One that is new is traced at the present one's batch and planned.
+        """Returns the compiled plans of a loss; a new one is traced at the present batch shape.
 
         Args:
-            present: those of the model that is trained.
-            loss_fn: the very object that is looked for.
+            present: the compiled plans of the model that is in training.
+            loss_fn: the loss; a copy of a known loss counts as a new one.
             params: arrays or shapes.
-            model_state: also arrays or shapes; by default the present one's.
+            model_state: arrays or shapes; unless given, those of the present model.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init`
-                refuses.
+            ValueError: the loss reads a parameter that `params` lack, or `Pipeline.init` would
+                refuse the model.
         """
         trees = present.trees
         params, model_state = (
@@ -432,7 +441,7 @@ class KnownModels:
             ] = present
             if key not in self._known:
                 self._known[key] = self._traced(present, loss_fn, params, model_state)
-            # The least recently asked for goes first.
+            # The last one is the most recent; the first one was asked for longest ago.
             self._known.move_to_end(key)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
@@ -442,7 +451,8 @@ class KnownModels:
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
     ) -> CompiledPlans:
         settings = replace(present.settings, loss_fn=loss_fn)
-        if isinstance(settings.stages, Plan) or settings.shares:  # for the layers of another model
+        # A plan has the layers of one model: for another model only its devices are used.
+        if isinstance(settings.stages, Plan) or settings.shares:
             plan = settings.stages if isinstance(settings.stages, Plan) else present.current.plan
             places = tuple(stage.devices[0] for stage in plan.stages)
             length = pipeline_length(plan, settings.schedule)
@@ -473,7 +483,7 @@ class _MissingError(Exception):
 
 
 class _Watched(dict[Any, Any]):
-    """A part of the parameters that tells what is looked for and missing."""
+    """A dict of the parameters' tree that raises an error with the path of a missing key."""
 
     path: tuple[Any, ...] = ()
 
@@ -482,10 +492,7 @@ class _Watched(dict[Any, Any]):
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """Returns the path of the first parameter that a loss looks for and does not find.
-
-    Returns None if that cannot be told.
-    """
+    """Returns the path of the first parameter that a loss does not find, or None if unclear."""
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):
@@ -504,11 +511,11 @@ def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
 
 
 def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
-    """Raises ValueError for a `jax.shard_map` over another mesh than that of a stage.
+    """Raises ValueError for a `jax.shard_map` over a mesh that differs from the stages' meshes.
 
     Args:
-        eqns: of the loss.
-        axes: of the meshes that stages are on, with their sizes; none: each stage is on one device.
+        eqns: the equations of the loss.
+        axes: the axes of the stages' meshes with their sizes; empty if a stage is on one device.
     """
     for eqn in every(eqns):
         if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(

@@ -1,4 +1,4 @@
-"""Options become settings: the device of each stage, what it may hold, and how parameters lie over meshes."""
+"""Options become settings: each stage's device, each device's limit, parameters over meshes."""
 
 import json
 import os
@@ -37,13 +37,13 @@ from jvpipe.util.sizes import GIB, limits_of_each
 
 @dataclass(frozen=True)
 class ReportedMemory:
-    """How what devices report of their memory is read.
+    """How the memory that devices report becomes the limits that plans keep.
 
     Attributes:
-        alike: devices that report at least this share of what the roomiest of them has are taken to
-            have the same.
-        whole: the part of what a GPU reports that plans may fill: its allocator gives memory out in
-            pieces, and what lies between them is lost.
+        alike: a device gets the smallest limit that any device reports and that is at least this
+            share of its own, so that devices that differ by little count as equal.
+        whole: the share of its reported memory that a plan may fill on a GPU. The allocator gives
+            memory out in pieces, and the gaps between the pieces are lost.
     """
 
     alike: float = 0.98
@@ -54,7 +54,7 @@ REPORTED = ReportedMemory()
 
 
 def checked_devices(devices: Any) -> list[Device]:
-    """Checks the devices that are given; all of them unless given."""
+    """Checks the devices that the user gives and returns them as a list; None: all of JAX's."""
     chosen = several(jax.devices() if devices is None else devices)
     if not chosen or not all(hasattr(device, "addressable_memories") for device in chosen):
         raise ValueError(
@@ -72,32 +72,32 @@ def place(
     *,
     shares: bool,
 ) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """Finds the distinct devices, and the index of each stage's first one among them.
+    """Finds the distinct devices, and for each stage the index of its first device among them.
 
-    Devices that are given stay, used or not: a later plan may have more stages. Replicas take
-    devices in their order, stage by stage.
+    Devices that the user gives are all returned, used or not, because a later plan may have more
+    stages. Stages take devices in order: stage 0 takes as many as it has replicas, then stage 1.
 
     Args:
-        stages: the devices that the pipeline passes, or a plan; None: it is to be decided.
-        devices: given for these.
+        stages: the number of devices that a micro-batch passes, or a plan; None: to be decided.
+        devices: the devices as the user gave them.
         schedule: says which stages share a device.
-        replicas: how many devices each stage takes, if some take several.
-        shares: that is to be decided.
+        replicas: how many devices each stage takes, if some stage takes several.
+        shares: the planner decides how many devices each stage takes.
 
     Returns:
-        No indices where a plan or a search decides them.
+        The devices, and the indices; these are empty if a plan or a planner decides the devices.
 
     Raises:
-        ValueError: there are too few devices, or a replica has none of its own.
+        ValueError: there are too few devices, or two replicas would share one.
     """
     offered = checked_devices(devices)
-    # Where one device is named twice, stages share it: replicas cannot.
+    # A user may name a device twice, and stages then share it. Replicas cannot share a device.
     if shares or replicas:
         _check_different(offered)
     elif devices is None and stages:
         count = stages.device_count if isinstance(stages, Plan) else stages
         offered = [*dealt(count, offered), *offered]
-    # The order stays: stages take devices as they were named.
+    # `dict.fromkeys` keeps the order, in which stages take devices.
     distinct = tuple(dict.fromkeys(offered))
     available = len(distinct if devices is None else offered)
     if isinstance(stages, Plan) or stages is None:
@@ -114,7 +114,7 @@ def place(
 
 
 def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares: bool) -> str:
-    """Says what devices are missing, and what would do."""
+    """Writes how many devices are needed and present, and what the user can change."""
     if replicas:
         return (
             f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {count}: use fewer replicas or "
@@ -136,7 +136,7 @@ def _check_different(devices: Sequence[Device]) -> None:
 
 
 def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Numbers the devices of each stage.
+    """Returns the devices of each stage as indices, given how many devices each stage has.
 
     >>> replicas_at((2, 1))
     ((0, 1), (2,))
@@ -145,10 +145,10 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Orders the devices of all processes as stages take them: a block of stages for each process.
+    """Returns one device for each stage: consecutive stages lie on the devices of one process.
 
     Raises:
-        ValueError: fewer stages than processes, or fewer devices of a process than its stages.
+        ValueError: there are fewer stages than processes, or a process has too few devices.
     """
     processes = list(dict.fromkeys(device.process_index for device in devices))
     if len(processes) == 1:
@@ -161,7 +161,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     left = {process: [d for d in devices if d.process_index == process] for process in processes}
     order = []
     for s in range(stages):
-        # Blocks of stages: then few edges cross between processes.
+        # Consecutive stages share a process, so few tensors cross between processes.
         process = processes[s * len(processes) // stages]
         if not left[process]:
             block = sum(
@@ -181,19 +181,20 @@ def device_limits(
     planned: int,
     hosts: Hosts | None,
 ) -> tuple[int, ...]:
-    """Returns what each device may hold: as given, else as it reports; none if it does not (CPUs).
+    """Returns each device's limit in bytes; empty if no limit is given and none reported (CPUs).
 
     Args:
-        limits: one limit for all devices, or one for each that is planned for. Others may hold as
-            much as the least.
-        devices: that there are.
-        planned: so many of them, the first ones.
+        limits: one limit for all devices, one for each, or one for each that the plan uses: the
+            devices beyond the plan then get the smallest of these limits. None: as reported.
+        devices: all devices of the run.
+        planned: how many of these the plan uses; they come first.
         hosts: the processes of the run, if there are several.
 
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    if limits is None or hosts is not None:  # all tell, for one of them may be given no limit
+    # Every process takes part in the exchange: another one may have been given no limit.
+    if limits is None or hosts is not None:
         reported = reported_limits(devices, hosts)
         if limits is None:
             return reported
@@ -204,7 +205,7 @@ def device_limits(
 
 
 def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
-    """Returns the memory that each device of all processes reports, those that have nearly the same alike."""
+    """Returns the bytes that each device of the run reports; nearly equal ones are made equal."""
     reported = {device.id: _reported(device) for device in devices if is_own(device)}
     limits = {at: limit for at, limit in reported.items() if limit is not None}
     if hosts is not None:
@@ -212,7 +213,7 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         limits = {at: limit for word in words for at, limit in json.loads(word)}
     if not limits:
         return ()
-    # A process that says nothing is taken to have the least that others say.
+    # A device that reports nothing gets the smallest limit that another one reports.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
     least = REPORTED.alike
     return tuple(min(x for x in by_device if x >= least * limit) for limit in by_device)
@@ -224,13 +225,12 @@ def _reported(device: Device) -> int | None:
 
 
 def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
-    """Returns what the host may hold for all devices: as asked, else what JAX lets GPUs pin.
-
-    Returns None if it sets no bound.
+    """Returns how many bytes the host may hold for all devices; None: there is no limit.
 
     Args:
-        asked: by the user.
-        devices: of all processes; each process with GPUs pins as much.
+        asked: the limit that the user gives. If it is None, and there are GPUs, the limit is what
+            JAX lets each process pin, once for each process that has GPUs.
+        devices: the devices of all processes.
     """
     processes = {device.process_index for device in devices if device.platform == "gpu"}
     if asked is not None or not processes:
@@ -238,7 +238,7 @@ def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
     return len(processes) * int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * GIB
 
 
-# Places of several devices, and the rules by which parameters lie over their axes.
+# Meshes: a place may consist of several devices, and rules say how parameters lie over its axes.
 
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 
@@ -246,18 +246,19 @@ _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 def inner_axes(
     devices: Any, sharding: Any, batch_axis: Any, replicas: Any
 ) -> tuple[Any, Sharding | None]:
-    """Makes a group of each mesh, and says how parameters and batches lie over it.
+    """Makes a device group of each mesh, and the rules by which parameters and batches lie over it.
 
-    Returns None without meshes.
+    Without meshes, returns the devices as they are, and None in place of rules.
 
     Args:
-        devices: as the user gave them.
-        sharding: as the user gave it.
-        batch_axis: as the user gave it.
-        replicas: as the user gave them.
+        devices: as the user gave them, like the other arguments.
+        sharding: a `PartitionSpec` for each pattern of parameters' paths.
+        batch_axis: the axis over which the examples of a micro-batch lie.
+        replicas: how many meshes each stage has.
 
     Raises:
-        ValueError: the meshes differ, overlap or go over processes, or the rules are none for them.
+        ValueError: meshes have different axes, share a device or cross processes; or a rule names
+            an axis that they do not have.
     """
     listed = list(devices) if isinstance(devices, Sequence) else []
     meshes = [one for one in listed if isinstance(one, Mesh)]
@@ -288,7 +289,7 @@ def inner_axes(
         )
     groups = [
         DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes
-    ]  # whose axes the compiler handles
+    ]  # made again, so that the compiler handles the axes, whatever their types were
     _check_apart(groups)
     if not sharding and batch_axis is not None:
         return groups, Sharding({}, common, batch_axis)
@@ -300,7 +301,7 @@ def _listed(axes: Mapping[str, int]) -> str:
 
 
 def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
-    """Returns the axes of all meshes, with their sizes."""
+    """Returns the axes that all meshes have, with their sizes."""
     axes = [dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)) for mesh in meshes]
     if other := next(
         (i for i, one in enumerate(axes) if list(one.items()) != list(axes[0].items())), None
@@ -312,7 +313,7 @@ def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
 
 
 def _check_apart(groups: Sequence[DeviceGroup]) -> None:
-    """Raises ValueError if a device is in two meshes, or a mesh in several processes."""
+    """Raises ValueError if a device is in two different meshes, or a mesh in several processes."""
     holder: dict[Device, DeviceGroup] = {}
     for group in groups:
         members = devices_in(group)
@@ -330,7 +331,7 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
 
 
 def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
-    """Checks that there are rules for the axes of parameters; what they say is checked later."""
+    """Checks that `sharding` is a mapping with rules; the rules are checked against axes later."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
@@ -339,7 +340,7 @@ def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
 
 
 def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
-    """Checks the rules against the axes of the meshes."""
+    """Checks each rule against the axes of the meshes, and returns the entries of its spec."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
@@ -371,13 +372,13 @@ def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
             f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an axis of the meshes, each "
             f"axis once; they have {_listed(axes)}"
         )
-    # A spec without its last None says the same, and equal ones compare equal.
+    # Trailing Nones mean nothing. Without them, specs with equal meaning compare equal.
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return entries
 
 
-# How options become settings: what each says with the others, and the devices that they come to.
+# Options become settings: they are checked against each other, and against the devices.
 
 
 def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, Any]) -> Settings:
@@ -387,10 +388,10 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         loss_fn: as the user gave it.
         optimizer: as the user gave it.
         devices: as the user gave them.
-        options: what its options mean, by name.
+        options: each option's value by name, checked by itself; some are taken out of the mapping.
 
     Raises:
-        ValueError: they cannot be together, with each other or with the devices that there are.
+        ValueError: an option contradicts another one, or the devices.
     """
     check_functions(loss_fn, optimizer, has_state=options["has_state"])
     take, schedule, planner = options.pop, options["schedule"], options["planner"]
@@ -407,7 +408,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     counts = None if stages is None or shares else replica_counts(replicas, stages, schedule)
     groups, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
     used, places = place(stages, groups, schedule, counts, shares=shares)
-    # Devices beyond those of the plan are there for later plans, without speeds of their own.
+    # Devices beyond those of the plan serve later plans. The user gives no speeds for them.
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
@@ -434,7 +435,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
 
 
 def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> None:
-    """Raises ValueError for reductions of leaves that no loss returns."""
+    """Raises ValueError for reductions of aux or model state if the loss does not return any."""
     for rules, returns_some, option, flag in (
         (reductions.aux, has_aux, "aux_reduce", "has_aux"),
         (reductions.state, has_state, "model_state_reduce", "has_state"),
@@ -448,15 +449,15 @@ def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> 
 def shares_devices(
     replicas: str | tuple[int, ...] | None, stages: int | Plan | None, planner: str
 ) -> bool:
-    """Tells whether how many devices each stage has is to be decided.
+    """Tells whether the planner is to decide how many devices each stage has.
 
     Args:
-        replicas: "auto", or those of each stage.
-        stages: their number, if that is given, or a plan.
-        planner: by its name.
+        replicas: "auto", or how many devices each stage has.
+        stages: their number, or a plan, if one of these is given.
+        planner: the planner's name.
 
     Raises:
-        ValueError: it cannot be decided.
+        ValueError: the planner is asked to decide it and cannot, or a plan has decided it.
     """
     if replicas != "auto":
         return False
@@ -482,10 +483,10 @@ def stages_under(
     """Returns the stages, a number or a plan, as a schedule runs them; None: to be decided.
 
     Args:
-        stages: their number or a plan, if that is given.
-        schedule: in which order they run.
-        microbatches: of a step.
-        shares: how many devices each has is to be decided.
+        stages: their number, or a plan, if one of these is given.
+        schedule: the order in which they run; it may refuse the numbers, or warn of idle devices.
+        microbatches: how many a step has.
+        shares: the planner decides how many devices each stage has.
     """
     if isinstance(stages, Plan):
         stages = stages.under(schedule.name)
@@ -502,15 +503,15 @@ def stages_under(
 def replica_counts(
     counts: tuple[int, ...] | None, stages: int | Plan, schedule: Schedule
 ) -> tuple[int, ...] | None:
-    """Returns the devices of each stage; None if every stage has one.
+    """Returns how many devices each stage has; None if each has one, or a plan says how many.
 
     Args:
-        counts: as the user gave them.
-        stages: their number, or a plan.
-        schedule: in which order they run.
+        counts: as the user gave them, one for each stage.
+        stages: the number of stages, or a plan.
+        schedule: the order in which they run; not every schedule can have replicas.
 
     Raises:
-        ValueError: they are not those of the stages.
+        ValueError: there are more or fewer counts than stages, or a plan has other counts.
     """
     if isinstance(stages, Plan):
         if counts not in (None, stages.replicas):

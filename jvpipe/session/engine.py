@@ -1,4 +1,4 @@
-"""What a run is made of: the parts that compute it, how it begins, and what can be read of its states."""
+"""The engine of a pipeline: what computes a run, how a run begins, and how its states are read."""
 
 import json
 from collections.abc import Hashable, Sequence
@@ -45,7 +45,10 @@ Metrics = dict[str, Any]
 
 
 class Engine:
-    """What steps, evaluations and checkpoints of a pipeline share: compiled plans, a controller, a ledger and limits.
+    """The parts of a pipeline that steps, evaluations and checkpoints share.
+
+    They are the compiled plans, the controller (which dispatches rows), the ledger (which counts
+    bytes and weight versions) and the limits.
 
     Args:
         settings: the pipeline's options, checked.
@@ -56,7 +59,7 @@ class Engine:
         self.store = shared_store()
         self.compiled_plans = CompiledPlans(settings, self.store)
         self.known_models = KnownModels(self.store)
-        # What no model needs now lies on the host, and counts there.
+        # Arrays of models that are not in training lie on the host and count there.
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
         if any(device.platform == "cpu" for device in settings.devices):
@@ -70,16 +73,16 @@ class Engine:
             settings.hosts.connect()
             self.controller.hosts = settings.hosts
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
-        # The compiled function that was asked for last.
+        # The function of the last call of `predict`, compiled.
         self.predictions: dict[Hashable, CompiledPlan] = {}
-        # The plan that a run began with, and its peaks as all processes tell them.
+        # The plan with which the run began, and its peaks as all processes have reported them.
         self._begun_with: tuple[Plan, Sequence[Peak]] = Plan(()), ()
 
     # Looking
 
     @property
     def compiled(self) -> CompiledPlan:
-        """The compiled plan in use, at the batch shape that the model was first traced at."""
+        """The compiled plan in use, for the batch shape at which the model was first traced."""
         return self.compiled_plans.current
 
     @property
@@ -89,17 +92,21 @@ class Engine:
 
     @property
     def trees(self) -> Trees:
-        """The caller's pytrees."""
+        """The caller's pytrees, as shapes."""
         return self.compiled_plans.trees
 
     @property
     def planned(self) -> Planned | None:
-        """The numbers that the first plan was decided on; None if it was given."""
+        """The first plan and the numbers it was decided on; None if the user gave the plan."""
         return self.compiled_plans.planned
 
     @property
     def peaks(self) -> list[Peak | None]:
-        """The most bytes on each device in a step of the present plan; None if another process has not told them."""
+        """Each device's peak in a step of the present plan; None if only another process knows it.
+
+        Processes exchange their peaks once, when a run begins. If the plan has changed since then,
+        a process knows the peaks of its own devices only.
+        """
         plan, peaks = self._begun_with
         here, known = self.compiled.peaks, plan == self.compiled.plan
         return [
@@ -109,27 +116,27 @@ class Engine:
 
     @property
     def programs(self) -> dict[Device, int]:
-        """The number of compiled programs that steps use, per device."""
+        """The number of compiled programs that steps use on each device."""
         used = set().union(*(compiled.executables for compiled in self.compiled_plans))
         return {device: sum(d == device for _, d in used) for device in self.settings.devices}
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
-        """Switches on the measuring of every task, or off; what is known of the last `kept` steps can be asked for."""
+        """Switches the timing of every task on or off; the last `kept` steps are remembered."""
         seconds = self.compiled_plans.layer_s if self.compiled_plans else None
         self.controller.monitor = (
             Monitor(self.settings.devices, kept, seconds or ()) if on else None
         )
 
     def pictures(self, steps: int = 1) -> list[Picture]:
-        """Draws up what each device did in the last steps; waits for their end."""
+        """Returns pictures of the tasks in the last steps, after waiting for their end."""
         monitor = self._watching()
         labels = [self.graph.label(layer) for layer in self.graph.layers]
         return [picture(monitor, record, labels) for record in monitor.last(steps)]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Tells what ran when in the last step, or the one `before`, and what was swapped.
+        """Returns spans, seconds and swapped bytes of the last step, or of the one `before` it.
 
-        Waits for its end.
+        Waits until the step has ended.
         """
         return self._watching().measured(before=before)
 
@@ -143,7 +150,8 @@ class Engine:
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
         """Copies the newest arrays of a kind to the host, in the order of their leaves.
 
-        All of several processes must ask, and the first one alone gets them.
+        If there are several processes, all must call this, and only the first one gets the arrays;
+        the others get None.
         """
         self.check_whole(self.compiled, state)
         hosts, devices = self.settings.hosts, self.settings.devices
@@ -171,17 +179,21 @@ class Engine:
         }
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """Returns the newest of all that outlives a step; ValueError if the state is not whole, or another model's."""
+        """Returns the newest version of each array that outlives a step, without those in flight.
+
+        Raises:
+            ValueError: the state is not whole, or belongs to another model.
+        """
         self.check_whole(compiled, state)
         return plain_arrays(compiled, state)
 
     def check_whole(self, compiled: CompiledPlan, state: State) -> None:
-        """Raises ValueError for anything but a state of this pipeline's present model, or was consumed."""
+        """Raises ValueError unless this is a state of the present model that was not consumed."""
         self.check_state(state)
         state.check(len(names_of(compiled, state.stream_steps)))
 
     def check_state(self, state: State) -> None:
-        """Raises ValueError for anything but a state of this pipeline's present model, or in a forked process."""
+        """Raises ValueError unless this is a state of the present model, in an unforked process."""
         check_not_forked()
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
@@ -198,9 +210,9 @@ class Engine:
         """Warns of losses that are not finite.
 
         Args:
-            state: the newest.
-            wait: for losses that are not there yet.
-            last: look at those of the last step too.
+            state: the newest state.
+            wait: wait for losses that have not come yet.
+            last: check the losses of the last step as well.
 
         Raises:
             ValueError: a loss is not finite, and a parameter is NaN.
@@ -217,14 +229,14 @@ class Engine:
         model_state: Tree,
         leaves_of: LeavesOf,
     ) -> State:
-        """Begins a run: traces, plans, compiles and places.
+        """Begins a run: traces the loss, plans, compiles, and places the arrays on devices.
 
         Args:
             params: arrays or shapes.
-            batch: a whole one, or its shapes.
+            batch: a whole batch, or its shapes.
             rng: the key of the run.
             model_state: arrays.
-            leaves_of: puts or makes the parameters, given how they are split into layers.
+            leaves_of: makes the parameters or puts them on devices, given their split into layers.
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
         traced = compiled_plans.current.traced
@@ -246,15 +258,16 @@ class Engine:
         step: int = 0,
         updates: int = 0,
     ) -> State:
-        """Begins a run whose arrays are placed now, with nothing in flight.
+        """Begins a run: places its arrays on devices, with no micro-batch in flight.
 
         Args:
-            compiled_plans: those of the model.
-            compiled: of these, or one that will take their place.
-            leaves: put or make the arrays by name; optimizer state without leaves is made.
-            words: those of the run's key.
-            step: the steps that are done.
-            updates: how often parameters were updated.
+            compiled_plans: the compiled plans of the model.
+            compiled: the one of these that places the arrays, or one that will replace it.
+            leaves: by name, what makes an array or puts it on a device. Optimizer state that has no
+                leaf here is made by the optimizer.
+            words: the words of the run's key.
+            step: how many steps have been done.
+            updates: how many updates the parameters have had.
         """
         constants = given_leaves(compiled.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
@@ -268,17 +281,18 @@ class Engine:
         return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)
 
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
-        """Forgets the run before, if the one to come and the making of its arrays keep the limits.
+        """Forgets the run before, provided that the new run and its beginning keep the limits.
 
         Args:
-            compiled: what is to run.
-            making: what is held at most on each device, and last on the host, while its arrays are
-                made.
+            compiled: the compiled plan of the new run.
+            making: the peaks of the devices, and last of the host, while the arrays of the new run
+                are made.
 
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
-        # A new run begins with nothing parked, but forgets what is only once it is sure to begin.
+        # A new run begins with nothing parked on the host, so parked arrays do not count here. They
+        # are forgotten only after the check, when the new run is sure to begin.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:
@@ -294,19 +308,19 @@ class Engine:
         self.ledger.begin()
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Runs another model from here on."""
+        """Runs another model from now on."""
         self.compiled_plans = compiled_plans
 
     # Running
 
     def readable(self, values: Sequence[jax.Array]) -> Sequence[Any]:
-        """Metrics that say, where they are read, what went wrong on their way: of several processes, who is lost."""
+        """Returns metrics that, if there are several processes, name a lost process when read."""
         if self.settings.hosts is None:
             return values
         return [Awaited(value, self.controller.arrive) for value in values]
 
     def metrics_of(self, compiled: CompiledPlan, values: Sequence[Any]) -> Metrics:
-        """Returns names what a step or an evaluation yielded."""
+        """Returns the values of a step or an evaluation by the names of the metrics."""
         groups = len(compiled.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
         if self.settings.has_aux:
@@ -318,7 +332,10 @@ class Engine:
         return metrics
 
     def compiled_at(self, batch: Tree, updates: int) -> CompiledPlan:
-        """Finds what runs a batch after so many updates: an asynchronous schedule may begin with synchronous steps."""
+        """Returns the compiled plan for a batch after some number of updates.
+
+        An asynchronous schedule may begin with synchronous steps, which have plans of their own.
+        """
         warms_up = updates < self.settings.schedule.warmup_updates
         return self.compiled_plans.for_batch(batch, warms_up=warms_up)
 
@@ -330,17 +347,17 @@ class Engine:
         rows: Bound | None = None,
         compiled: CompiledPlan | None = None,
     ) -> Feeds:
-        """Slices what the micro-batches of a step read from the host; see `feeds_of`.
+        """Returns the slices of a batch that micro-batches read from the host; see `feeds_of`.
 
         Args:
-            batch: a whole one.
-            words: those of the run's key, if it has one.
+            batch: a whole batch.
+            words: the words of the run's key, if it has one.
             step: the number of the step.
-            rows: that read it, if they are to find all of it.
-            compiled: the plan that they are of; the one in use unless given.
+            rows: the rows of the step, if every leaf that they read must be present.
+            compiled: the compiled plan of the rows; the one in use unless given.
 
         Raises:
-            ValueError: a leaf that they read is a shape alone.
+            ValueError: the rows read a leaf that is only a shape.
         """
         compiled = compiled or self.compiled
         feeds = feeds_of(batch, words, step, compiled.microbatches)
@@ -366,8 +383,8 @@ class Engine:
         return [graph.batch[i].name for i in sorted(leaves)]
 
     def wait(self, state: State) -> State:
-        """Waits until a state is there; raises what went wrong on the way to it."""
-        if isinstance(state, State):  # that of an earlier run too
+        """Waits until a state's arrays have been computed; raises errors of the steps so far."""
+        if isinstance(state, State):  # it may be of an earlier run
             state.check(len(state.arrays))
         for array in jax.tree.leaves(state):
             if isinstance(array, jax.Array):
@@ -377,7 +394,7 @@ class Engine:
         return state
 
     def replace_optimizer_state(self, state: State, leaves: Sequence[Any]) -> State:
-        """Puts other values into the optimizer's state; consumes `state`."""
+        """Returns the state with other values as the optimizer's state; consumes `state`."""
         self.check_whole(self.compiled, state)
         names = names_of(self.compiled, state.stream_steps)
         arrays = with_leaves(names, state.arrays, ValueKind.OPTIMIZER, leaves, consume=True)
@@ -390,11 +407,12 @@ class Engine:
 def agree_on_given(
     hosts: Hosts, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree
 ) -> None:
-    """Makes sure that all processes begin a run with the same.
+    """Makes sure that all processes give `init` the same values.
 
-    Every byte of parameters and model state is compared; for parameters that a function makes, how
-    it makes each; for the batch the shapes, and the bytes of the leaves that every process gives as
-    arrays. Batches of later steps are not: to read them all would take longer than some steps.
+    Every byte of parameters and model state is compared. If a function makes the parameters, the
+    equations of the function are compared. The batches' shapes are compared, and the bytes of each
+    leaf that all processes give as an array. Batches of later steps are not compared, because
+    reading them in full would take longer than some steps.
 
     Args:
         hosts: the processes.
@@ -404,7 +422,7 @@ def agree_on_given(
         model_state: arrays.
 
     Raises:
-        Disagreement: something differs.
+        Disagreement: two processes give different values.
     """
     if is_initialiser(params):
         assert rng is not None
@@ -421,7 +439,7 @@ def agree_on_given(
     hosts.agree("what init is given", parts)
     mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
     all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
-    # A leaf that some process gives as a shape has no values to be compared.
+    # A leaf's values are compared only if every process has them: a shape's digest is the shape.
     by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
     hosts.agree(
         "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]
@@ -429,16 +447,16 @@ def agree_on_given(
 
 
 def _unread(leaf: Any) -> Any:
-    """Returns a leaf, or the shape of one that is read lazily: whoever needs nothing of it shall not read it."""
+    """Returns a leaf, or the shape of a lazy one, which should be read only where it is needed."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
 
 
 def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
-    """Returns the most bytes on each device, and last on the host, as the processes that have them tell.
+    """Returns the peaks of all devices, and last of the host, from the reports of all processes.
 
     Args:
         hosts: the processes.
-        here: what this one knows; nothing of the others' devices.
+        here: the peaks as this process knows them, too small for devices of other processes.
     """
     sizes_by_process = [
         json.loads(word)
@@ -450,11 +468,14 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
 def feeds_of(
     batch: Tree, words: np.ndarray | None, step: int, microbatches: int
 ) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
-    """Slices what the micro-batches of a step read from the host, by (kind, index); of shapes there is nothing to read.
+    """Returns what each micro-batch of a step reads from the host, by (kind, index).
+
+    Leaves that are only shapes are left out. Each micro-batch's seed consists of the key's words,
+    the step and the micro-batch's number, so random values do not depend on the plan.
 
     Args:
-        batch: a whole one.
-        words: those of the run's key, if it has one.
+        batch: a whole batch.
+        words: the words of the run's key, if it has one.
         step: the number of the step.
         microbatches: how many the batch is split into.
     """
@@ -463,8 +484,8 @@ def feeds_of(
         if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
             continue
         if isinstance(leaf, Tracer):
-            abstract(batch, "batch leaf")  # raises, and names the leaf that is being traced
-        # In the type of the device, so that no copy converts it there.
+            abstract(batch, "batch leaf")  # raises an error that names the traced leaf
+        # The leaf gets its type on a device here, so that no conversion is needed there.
         leaf = _feedable(leaf)
         size = leaf.shape[0] // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
@@ -476,10 +497,10 @@ def feeds_of(
 
 
 def _feedable(leaf: Any) -> Any:
-    """Returns a leaf of the batch as an array of the type that it has on a device.
+    """Returns a leaf of the batch as an array with the type that it has on a device.
 
-    The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but
-    JAX's own.
+    Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs that
+    are compiled ahead take such small types only from JAX's own arrays.
     """
     if isinstance(leaf, LazyArray):
         return leaf.astype(canonical(leaf.dtype))

@@ -1,14 +1,15 @@
-"""Forward passes alone: the metrics of a batch, or any function of the parameters, each part where its parameters lie.
+"""Evaluation of a loss, and of any function of the parameters, each part where its parameters lie.
 
-An evaluation runs the forwards of the plan in use. A function of the user's is traced and cut into
-layers as a loss is. Each of its layers runs on the device that holds the parameters that it reads,
-and never on an earlier stage than a layer before it:
+An evaluation runs only the forwards of the plan in use. A prediction runs a function of the user's,
+which is traced and cut into layers like a loss. Each layer of the function runs on the device that
+holds the parameters that the layer reads, but never on an earlier stage than the layer before it.
+The lines show which layers run on which device:
 
     training      device 0: embed, block 0    device 1: block 1, head, loss
-    prediction    device 0: embed, block 0    device 1: block 1, head, and what the function does beside
+    prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
 
-Its batch is one micro-batch, because what the function returns need not have an entry for each
-example.
+The batch of a prediction is one micro-batch, because the values that the function returns need not
+have an entry for each example and could not be joined.
 """
 
 from collections import defaultdict
@@ -42,26 +43,27 @@ from jvpipe.trace.model import trace_model
 Tree = Any
 Function = Callable[..., Any]
 _Name = tuple[ValueKind, str | int]
-"""What an array is, in any graph of the same parameters and model state."""
+"""A name for an array that is the same in the graphs of the loss and of a function: the kind, and
+the path of a parameter or the index of another array."""
 _Spot = tuple[_Name, int]
 """An array's name, and the place where it lies."""
 _LAST = Reductions(aux={"*": AuxReduction.LAST})
-"""There is one micro-batch, so the last value is the only one."""
+"""A prediction has one micro-batch, so the value of the last one is the only one."""
 
 
 def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] = ()) -> Metrics:
-    """Runs the forward of a batch; nothing changes, and what is measured of steps stays.
+    """Runs the forward of a batch; changes neither the state nor the measurements of steps.
 
     Args:
-        session: what the state belongs to.
+        session: the session to which the state belongs.
         state: its newest arrays are evaluated.
-        batch: of any size that the micro-batches divide.
-        params: leaves in the parameters' place, which lie beside these meanwhile; none for the
-            state's own.
+        batch: a batch of any size that the micro-batches divide.
+        params: leaves to use in place of the state's parameters, both of which are in memory
+            during the evaluation; empty to use the state's.
 
     Raises:
         MemoryLimitExceeded: an evaluation does not keep the limit.
-        StageError: it failed; the state is whole.
+        StageError: the evaluation failed; the state is whole.
     """
     compiled = session.compiled_plans.for_batch(batch)
     arrays = _newest_arrays(session, compiled, state)
@@ -79,17 +81,17 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     """Computes a function of the newest parameters and a batch; nothing changes.
 
     Args:
-        session: what the state belongs to; it remembers what was compiled for the function, that
-            very object.
+        session: the session to which the state belongs. It remembers what was compiled last; the
+            same function object with the same plan and shapes is not compiled again.
         state: its newest arrays are read.
-        batch: of any size.
-        function: of parameters and batch; of a pipeline with model state, of parameters, model
-            state and batch.
+        batch: a batch of any size.
+        function: a function of (parameters, batch), or of (parameters, model state, batch) if the
+            pipeline has a model state.
 
     Raises:
-        ValueError: the function reads no parameter, or gives no arrays.
-        MemoryLimitExceeded: it does not keep the limit beside what the state holds.
-        StageError: it failed; the state is whole.
+        ValueError: the function reads no parameter, or returns no arrays.
+        MemoryLimitExceeded: the arrays of the state and of the function exceed the limit.
+        StageError: the function failed; the state is whole.
     """
     session.check_state(state)
     training, compiled_for = session.compiled, session.predictions
@@ -114,7 +116,7 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
 
 
 def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """Returns the newest of what a state has, each array where the plan has it."""
+    """Returns the newest version of each array of a state, at the place where the plan has it."""
     arrays = session.plain_arrays(compiled, state)
     if session.settings.hosts is None:
         return arrays
@@ -128,17 +130,17 @@ def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tup
 def _holding(
     session: Engine, compiled: CompiledPlan, what: str, beside: Sequence[int], new: Sequence[int]
 ) -> Iterator[None]:
-    """Checks that devices may hold more than a forward takes, and counts what is new of it meanwhile.
+    """Checks that a forward and other arrays together keep the limits; counts new arrays inside.
 
     Args:
         session: has the limits and the ledger.
         compiled: the plan whose forward is to run.
-        what: lies beside, for the message.
-        beside: its bytes on each device.
-        new: those that the ledger does not know of.
+        what: names the other arrays in the message.
+        beside: the bytes of the other arrays on each device.
+        new: the bytes that the ledger does not count yet; it counts them inside the context.
 
     Raises:
-        MemoryLimitExceeded: they do not keep the limit.
+        MemoryLimitExceeded: a device would hold more than its limit.
     """
     peaks = compiled.evaluation_peaks
     larger = [peak.beside(what, size) for peak, size in zip(peaks, beside, strict=False)]
@@ -160,15 +162,15 @@ def _forward(
     batch: Tree,
     words: np.ndarray | None,
 ) -> Sequence[jax.Array]:
-    """Runs the forwards of a plan; what is measured of steps stays.
+    """Runs the forwards of a plan, without adding to the measurements of steps.
 
     Args:
-        session: whose controller runs them.
+        session: has the controller that runs the forwards.
         compiled: the plan.
-        state: at whose step it is.
-        arrays: what lies on the devices.
-        batch: what the micro-batches are slices of.
-        words: those of the key that they draw from, if from any.
+        state: has the number of the step.
+        arrays: the arrays on the devices that the forwards read.
+        batch: the batch, of which each micro-batch is a slice.
+        words: the words of the random key; None if the forwards draw no random numbers.
     """
     controller, rows = session.controller, compiled.evaluation
     monitor, controller.monitor = controller.monitor, None
@@ -181,15 +183,18 @@ def _forward(
         controller.monitor = monitor
 
 
-# A function of the user's, made ready to run where the parameters lie.
+# The user's function is compiled to run where the parameters lie.
 
 
 def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
-    """Traces a function as the aux of a loss, and compiles its forward."""
+    """Traces a loss that returns the function's values as aux, and compiles its forward."""
     settings, trees = session.settings, session.trees
 
     def loss(params: Tree, *rest: Any) -> Any:
-        """Returns the function's values as aux, beside a number: their sum, so that none is dropped."""
+        """Returns the sum of the function's values as the loss, and the values as aux.
+
+        Tracing drops what the loss does not depend on, and the loss depends on every summand.
+        """
         *model_state, batch, _ = rest
         values = function(params, *model_state, batch)
         leaves = jax.tree.leaves(values)
@@ -209,7 +214,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
             sharding=settings.sharding,
             reductions=_LAST,
         )
-    # Forwards alone, of one micro-batch: no schedule matters, and no optimizer.
+    # Only forwards of one micro-batch run, so any schedule will do, and the optimizer is empty.
     return CompiledPlan(
         model.traced,
         _along(session.compiled, model.traced.graph),
@@ -223,7 +228,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
 
 
 def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
-    """Plans a function's layers: each where its parameters lie, and none before one that it follows."""
+    """Plans a function's layers: on their parameters' stage, but never before an earlier layer."""
     trained, stages = training.traced.graph, training.plan.stages
     home = {
         trained.parameters[p].array.name: s
@@ -233,7 +238,7 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     }
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
-        # A layer may read what an earlier one made, so places never go back.
+        # A layer may read values of earlier layers, so it is never on an earlier stage than these.
         at = max([at, *(home[graph.parameters[p].array.name] for p in graph.owned(layer))])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
@@ -243,10 +248,10 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
 def _arrays(
     session: Engine, compiled: CompiledPlan, trained: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[int]]:
-    """Finds a function's arrays among those of the training, and copies the others to where it reads them.
+    """Returns the arrays that a function reads, each on the device that reads it.
 
-    If several devices hold a value, each takes its own copy. The training has none of the arrays
-    that the function closes over.
+    An array of the training is used if it lies on that device, and copied there otherwise. Arrays
+    that the function closes over are not part of the training, so they are always copied.
 
     Returns:
         The arrays of this process, and the bytes that had to be copied to each device.
@@ -257,7 +262,7 @@ def _arrays(
         for buffer, array in zip(training.persistent, trained, strict=True)
     }
     carried = _carried(session, compiled, there)
-    # Any copy will do: all copies of a value are equal.
+    # A value may lie on several devices. Its copies are equal, so any of them serves as the source.
     anywhere = {name: array for (name, _), array in there.items() if array is not None}
     arrays, copied = list[Any](), [0] * len(compiled.devices)
     for buffer in compiled.persistent:
@@ -277,12 +282,15 @@ def _arrays(
 def _carried(
     session: Engine, compiled: CompiledPlan, there: Mapping[_Spot, jax.Array | None]
 ) -> dict[_Spot, jax.Array | None]:
-    """Copies what a layer reads of other processes, where the function reads in another order than the loss.
+    """Copies arrays from other processes to the devices of this one that read them.
+
+    This is needed if the function reads parameters in another order than the loss, so that a layer
+    runs on a later stage than that of its parameters.
 
     Args:
-        session: of the training.
+        session: the session of the training.
         compiled: the function.
-        there: what the training has, in whatever process; None in others than this one.
+        there: all arrays of the training; None for those that another process has.
     """
     hosts = session.settings.hosts
     if hosts is None:
@@ -295,7 +303,7 @@ def _carried(
     for buffer in compiled.persistent:
         name = _name(compiled.traced.graph, buffer)
         places = holders.get(name, ())
-        # Every process finds the same copies, for all know where everything lies.
+        # Every process knows where all arrays lie, so all of them find the same copies.
         if places and process[buffer.place] not in {process[place] for place in places}:
             copies.append(compiled.carried(buffer, process[places[0]]))
             spots.append((name, buffer.place))

@@ -1,4 +1,4 @@
-"""What planners answer about hardware that is not here: a plan, what it takes, and why."""
+"""The answers of planners for hardware that is not here: a plan, its seconds, bytes and reasons."""
 
 import math
 import time
@@ -36,11 +36,12 @@ from jvpipe.util.sizes import format_bytes
 
 @dataclass(frozen=True)
 class Forecast:
-    """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints.
+    """The answers of planners to a problem, the best answer first.
 
-    Where the number of devices of each stage was decided too, `shapes` are those that there were.
-    The optimizer's state that lies on the host comes and goes in `state_s` seconds a step, which
-    nothing hides.
+    `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also decided
+    how many devices each stage has, `shapes` holds the shapes that it could choose from. `state_s`
+    counts the seconds per step in which the optimizer's state is copied from the host and back; no
+    other work is assumed to hide these seconds.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -67,7 +68,7 @@ class Forecast:
 
     @property
     def simulated(self) -> bool:
-        """Whether there is a plan to be simulated, which may be over the limit."""
+        """Whether there is a plan to simulate; the plan may be over the limit."""
         return self.answers[0].decision is not None
 
     @property
@@ -75,8 +76,8 @@ class Forecast:
         """The best plan.
 
         Raises:
-            MemoryLimitExceeded: none keeps the limit; its `smallest_limit_bytes` is one that would
-                do.
+            MemoryLimitExceeded: no plan keeps the limit; the error's `smallest_limit_bytes` is a
+                limit that some plan keeps.
         """
         if not self.fits:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
@@ -86,21 +87,21 @@ class Forecast:
 
     @property
     def microbatches(self) -> int:
-        """How many the best plan splits a batch into."""
+        """How many micro-batches the best plan splits a batch into."""
         return self.problem.microbatches
 
     @cached_property
     def held_bytes(self) -> list[int]:
-        """The most that devices like the first one at hand hold under the best plan, to the byte of a run's ledger.
+        """Each device's peak bytes under the best plan, if all devices are like the one at hand.
 
-        For this, and for nothing else here, programs are compiled for the device at hand. What
-        other hardware makes of them is its own compiler's affair: `plan_for(..., compile=True)`
-        asks it, and each stage's `compiled_bytes` are what it says. Without, temporaries are
-        counted by rules that GPUs' and TPUs' compilers were seen to follow: some percent of a stage
-        too high or too low.
+        The bytes equal those of a run's ledger, because the programs are compiled for the device at
+        hand; nothing else here compiles for it. Programs take other bytes on other hardware:
+        `plan_for(..., compile=True)` asks the compiler of that hardware, which gives each stage's
+        `compiled_bytes`. Without that, temporaries are counted by rules that compilers for GPUs and
+        TPUs were seen to follow, and a stage's bytes are some percent too high or too low.
 
         Raises:
-            ValueError: the problem is of no model.
+            ValueError: the problem was made from a profile, not from a model.
         """
         if self.question is None:
             raise ValueError(
@@ -110,14 +111,14 @@ class Forecast:
 
     @cached_property
     def simulation(self) -> Timeline:
-        """What each device of the best plan does when, and what it holds."""
+        """The simulated step: what each device of the best plan does when, and holds in bytes."""
         return forecast(self.problem, self._decision)
 
     @property
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
         best = self.answers[0].evaluation
-        # An infinite step is slower than any, so comparisons need no case of their own.
+        # An infinite step is slower than every other one, so comparisons need no special case.
         own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
         return own_s + self.state_s
 
@@ -137,17 +138,17 @@ class Forecast:
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """Seconds of a step that no plan under the limit is below."""
+        """A lower bound on the seconds of a step of any plan that keeps the limit."""
         if self.answers[0].decision is None:
             return math.inf
         return least_step_s(self.shapes) if self.shapes else least_bound(self.problem)
 
     def why_not(self) -> str:
-        """Says why no plan keeps the limit, and what would."""
+        """Says why no plan keeps the limit, and which limit a plan would keep."""
         return why_not(self.problem, self.answers)
 
     def figure(self, path: str | Path) -> None:
-        """Draws the simulation, with memory under it (png, svg or pdf)."""
+        """Draws the simulated step with the memory of devices below it (png, svg or pdf)."""
         with extra("figures"):
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
@@ -163,16 +164,16 @@ class Forecast:
         timeline_figure(found.picture(), Path(path), limited, title)
 
     def timeline(self, path: str | Path) -> None:
-        """Writes the simulation for Perfetto."""
+        """Writes the simulated step as a trace file for Perfetto."""
         timeline.write_trace(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
-        """Returns the answer as `--json` holds it; of several planners a list, the best first."""
+        """Returns the answer as `--json` writes it, or a list of several, with the best first."""
         answers = list(map(self._answer_json, self.answers))
         return answers[0] if len(answers) == 1 else answers
 
     def show(self, console: Any) -> None:
-        """Prints one answer whole, several side by side, to a `rich.console.Console`."""
+        """Prints to a `rich.console.Console`: one answer in full, or several as rows of a table."""
         with extra("cli"):
             from jvpipe.report.tables import comparison, stage_table
         problem, best = self.problem, self.answers[0]
@@ -199,7 +200,7 @@ class Forecast:
         return decision
 
     def _answer_json(self, answer: Answer) -> dict[str, Any]:
-        """Returns an answer in the form of `--json`."""
+        """Returns an answer as `--json` writes it."""
         problem, evaluation, bound_s = self.problem, answer.evaluation, self.lower_bound_s
         head = {
             "planner": answer.planner,
@@ -217,7 +218,7 @@ class Forecast:
         stages = _stages(problem, answer)
         for stage in stages:
             del stage["host_bytes"]
-        # What a compiler has said comes over what was planned, in the order of the stages.
+        # The compiler's bytes are added to each stage. Answers that were not compiled have none.
         for stage, said in zip(stages, answer.compiled, strict=False):
             stage |= said.to_json()
         lists, shapes = problem.schedule.lists, self.shapes
@@ -237,12 +238,12 @@ class Forecast:
         return content
 
     def _idle(self, evaluation: Evaluation) -> float:
-        """Returns the idle share of the devices."""
+        """Returns the share of a step in which the devices are idle."""
         shapes = self.shapes
         return simulated_bubble_fraction(self.problem, evaluation.stages, shapes and shapes.devices)
 
     def _row(self, answer: Answer) -> tuple[str, ...]:
-        """Returns what a comparison says of an answer."""
+        """Returns the row of an answer in the table that compares planners."""
         planning, evaluation = f"{answer.planning_s:.2f}", answer.evaluation
         if evaluation is None:
             return answer.planner, "no plan fits", "", "", "", "", planning
@@ -258,7 +259,7 @@ class Forecast:
         )
 
     def _summary(self) -> str:
-        """Says how long a step is, how slow the slowest stage and how idle the devices."""
+        """Says how long a step and its slowest stage take, and how idle the devices are."""
         best, problem, shapes = self.answers[0], self.problem, self.shapes
         evaluation, bound_s = best.evaluation, self.lower_bound_s
         assert evaluation is not None
@@ -289,7 +290,7 @@ def _plan_of(problem: Problem, answer: Answer) -> Plan:
 
 
 def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
-    """Returns what each stage is, takes and holds, by the names of `--json`; and its bytes on the host."""
+    """Returns each stage's layers, seconds and bytes, by the names of `--json` and `host_bytes`."""
     assert answer.evaluation is not None
     stages = list[dict[str, Any]]()
     for stage, cost in zip(_plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
@@ -320,7 +321,7 @@ def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
 
 
 def _shapes_json(answer: Answer) -> list[dict[str, Any]]:
-    """Returns the best plan of each kind of shape that was looked at, the fastest first."""
+    """Returns the best plan of each kind of shape that the planner tried, the fastest first."""
     return [
         {
             "shape": kind,
@@ -336,36 +337,38 @@ def _shapes_json(answer: Answer) -> list[dict[str, Any]]:
 def asked(
     problem: Problem, names: Sequence[str], title: str = "", question: Question | None = None
 ) -> Forecast:
-    """Puts a problem to planners.
+    """Asks planners to solve a problem, and returns their answers, the best first.
 
     Args:
-        problem: whose order of tasks may be open; the best answer's then takes its place.
-        names: of the planners.
-        title: of a figure.
-        question: from which the problem was made.
+        problem: the problem; if its order of tasks is open, the forecast's problem has the order of
+            the best answer.
+        names: the names of the planners.
+        title: the title of a figure.
+        question: the question from which the problem was made.
 
     Raises:
-        ValueError: the seconds or bytes of the problem are such that no sums can be made of them.
+        ValueError: seconds or bytes of the problem are too large for accurate sums.
     """
     check_sums(problem)
     for name in names:
         check_chooser(problem.schedule, name)
-    own_first = sorted(names, key=lambda name: find_planner(name).as_paper)  # of equals it is told
+    # The sort of `best_first` is stable, so jvpipe's own planner comes before one with equal plans.
+    own_first = sorted(names, key=lambda name: find_planner(name).as_paper)
     by_planner = {name: _timed(name, problem, partial(ask, name, problem)) for name in own_first}
     answers = best_first(problem, [answer for _, answer in by_planner.values()])
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
 def _timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
-    """Asks a planner, and looks at the clock.
+    """Asks a planner and measures how long it takes.
 
     Args:
-        planner: its name.
-        problem: what it is asked.
-        put: asks it.
+        planner: the name of the planner.
+        problem: the problem to solve.
+        put: asks the planner.
 
     Returns:
-        The problem with the order of tasks that the answer is for, and the answer.
+        The problem with the order of tasks that the planner chose, and the answer.
     """
     start_s = time.perf_counter()
     try:
@@ -391,13 +394,14 @@ def _told(
 
 
 def with_splits(question: Question, whole: Forecast) -> Forecast:
-    """Cuts layers in two where that makes the plan faster.
+    """Returns the answer with some layers cut in two if that makes the plan faster.
 
-    Results are assumed to stay bitwise identical.
+    Training's results are assumed to stay bitwise identical. This is not checked here, because the
+    hardware that would have to run the halves is not here.
 
     Args:
-        question: names the model, which is traced again.
-        whole: the answer with whole layers.
+        question: has the model, which is traced again.
+        whole: the answer in which no layer is cut.
     """
     first = whole.answers[0]
     cluster, decision, plan_of_whole = whole.problem.cluster, first.decision, first.plan

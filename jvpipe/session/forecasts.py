@@ -1,9 +1,10 @@
-"""Plans for hardware that is not here, from shapes alone: planners are asked, and the hardware's compiler.
+"""Plans for hardware that is not here, from shapes only, if wanted checked by its compiler.
 
-A plan that this compiler signs is asked for again and again, with what it said of programs, until
-one keeps the limits. Two things can make a plan hold more than was counted: programs whose
-temporaries the roofline has too low, of which the next plan knows, and what no word on programs
-explains, by which the limits that planners see are lowered.
+A compiled plan may hold more bytes than the planner counted. The planner is then asked again, and
+again, until a plan keeps the limits as compiled; the compiler is said to sign that plan. Each time
+the planner knows more: the bytes that the compiler has reported for programs so far take the place
+of estimates. If the planner answers with the same plan again, although it knows these bytes, the
+excess has another cause, and the limits that the planner sees are lowered by the excess.
 """
 
 import logging
@@ -63,7 +64,7 @@ Tree = Any
 _log = logging.getLogger("jvpipe")
 USUAL_HARDWARE = "a100-40gb"
 Limits = int | tuple[int, ...] | None
-"""One limit for all devices, or one for each; None: what they have."""
+"""Bytes: one limit for all devices, or one for each; None: all the memory that they have."""
 
 
 def plan_for(
@@ -92,45 +93,45 @@ def plan_for(
 ) -> Forecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated or run.
 
-    With `compile` the compiler of that hardware says what the programs of the plan take, each once:
-    another plan is made where one takes more than the limit. What it said is kept in JAX's
-    compilation cache.
+    With `compile`, the compiler of that hardware reports the bytes of the plan's programs. It
+    compiles each program once and keeps the report in JAX's compilation cache. If the plan takes
+    more than the limit, another plan is made.
 
-    With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given
-    is decided.
+    With `devices`, `replicas` or `cuts`, a stage may have several devices, and the planner decides
+    which of stages, replicas, cuts and micro-batches are not given.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
-        batch: a whole one: arrays, or their shapes.
-        stages: how many; 2 unless given or decided.
-        devices: how many all stages share; all of the hardware's unless given or told by
-            `replicas`.
-        replicas: devices of each stage, such as (3, 1) or "3:1"; decided with "auto".
-        cuts: layers of each stage.
-        hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices
-            are used. "a100-40gb" unless given.
-        memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they
-            have unless given.
+        batch: a whole batch, as arrays or their shapes.
+        stages: how many stages; 2 unless given or decided.
+        devices: how many devices all stages share; unless given, as many as `replicas` take, or
+            else all of the hardware.
+        replicas: how many devices each stage has, such as (3, 1) or "3:1"; decided with "auto".
+        cuts: how many layers each stage has.
+        hardware: a cluster, by name such as "h100", as a TOML file, or as a `Cluster`; its first
+            devices are used. "a100-40gb" unless given.
+        memory_limit: bytes or a text such as "16GiB" for all devices, or a sequence with one of
+            these for each; unless given, all the memory that the devices have.
         microbatches: how many a batch is split into; 4 unless given or decided.
-        schedule: by name, or one with options; replicas are planned for synchronous ones.
-        planner: by name; several are compared, all of them with "all". Replicas are planned by
-            "jvpipe", "pipedream" or "dapple".
-        optimizer: whose state is counted; AdamW unless given.
-        model_state: with `has_state`: arrays, or their shapes.
-        has_aux: the loss returns something beside.
-        has_state: the loss carries a model state.
-        stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
+        schedule: the name of a schedule, or one with options; replicas need a synchronous one.
+        planner: the name of a planner, or several to compare; "all" compares all planners. Replicas
+            are planned by "jvpipe", "pipedream" or "dapple".
+        optimizer: the optimizer whose state is counted; AdamW unless given.
+        model_state: arrays, or their shapes, if the loss has a model state (`has_state`).
+        has_aux: whether the loss returns auxiliary values as well.
+        has_state: whether the loss takes and returns a model state.
+        stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
-        state_fates: where the optimizer's state of parameters lies between updates. Unless given,
-            one planner that chooses fates decides: on the host where else nothing fits, or where
-            its way there takes less than what is computed again to make room for it.
-        compile: for the devices of the hardware; or the name of a compile target, such as
+        state_fates: where the optimizer's state lies between updates, by patterns of parameters.
+            Unless given, a single planner that chooses fates decides: on the host, if no other plan
+            fits, or if copying takes less time than recomputing what would have to make room.
+        compile: True for the compiler of the hardware, or the name of a compile target, such as
             "v5e:4x4".
-        title: of the figure.
+        title: the title of the figure.
 
     Raises:
-        ValueError: for what cannot be used, with the values and the cure.
+        ValueError: an argument cannot be used; the message has its value and the cure.
     """
     names, options = planner_names("planner", planner), checked(PLAN_FOR, locals())
     if optimizer is None:
@@ -148,10 +149,10 @@ def _planned(
     """Asks planners about a model.
 
     Args:
-        model: makes the question of it, of what else that has.
-        names: of the planners.
-        options: what the options of `plan_for` mean, by name.
-        title: of the figure.
+        model: makes the question about the model, given the other fields of a question.
+        names: the names of the planners.
+        options: the checked options of `plan_for`, by name; some are taken out of the mapping.
+        title: the title of the figure.
     """
     pins = {name: options.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
     count, limit, target = (
@@ -177,7 +178,11 @@ def _planned(
 
 @dataclass(frozen=True)
 class _Asking:
-    """Asks planners about a model, as often as more is known; with `pins` about shapes over the devices, too."""
+    """A question with the hardware and the planners, to be asked again when more is known.
+
+    With `pins`, the parts of a shape that the user gives, the planner also chooses the shape: which
+    devices each stage has.
+    """
 
     question: Question
     cluster: Cluster
@@ -187,11 +192,11 @@ class _Asking:
     title: str
 
     def __call__(self, said: Said, limits: Limits) -> Forecast:
-        """Returns what they answer.
+        """Returns the planners' answers.
 
         Args:
-            said: what the hardware's compiler has said.
-            limits: of the devices.
+            said: the bytes of programs that the hardware's compiler has reported so far.
+            limits: the limits of the devices.
         """
         asking = replace(self, question=replace(self.question, said=said))
         kept = asking._answer(limits)
@@ -201,7 +206,7 @@ class _Asking:
         return place_state(kept, partial(asking._state_away, limits), _judged)
 
     def _answer(self, limits: Limits) -> Forecast:
-        """Returns the answer with the optimizer's state where the question says."""
+        """Returns the answers, with the optimizer's state where the question has it."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
@@ -214,12 +219,12 @@ class _Asking:
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def _state_away(self, limits: Limits) -> Forecast:
-        """Returns the answer with the state on the host, except what the devices then have room for."""
+        """Returns the answer with the optimizer's state on the host, except the part that fits."""
         question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
         model = question.trace()
         sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
         if cluster.host_memory_bytes is not None:
-            # What the state takes of the host is gone for swapped residuals.
+            # Host memory that the state takes is not available for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
             cluster = replace(cluster, host_memory_bytes=rest)
         away = replace(self, question=question, cluster=cluster)._answer(limits)
@@ -232,17 +237,17 @@ class _Asking:
         held = [best.evaluation.device_bytes[place] for place in problem.places]
         each = zip(problem.places, best.plan.stages, strict=True)
         limits_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
-        # Room is counted with all of the state away, so whatever comes back into it still fits.
+        # Room is what the limit leaves while all state is away, so state that fits may return.
         room = room_left(best.plan, held, limits_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
-        """Returns the plan that the compiler of the hardware signs.
+        """Returns a plan that keeps the limits as the hardware's compiler compiles it.
 
         Args:
-            limit: as it was given.
-            target: another one than the hardware; True: that.
+            limit: the memory limit as the user gave it.
+            target: the compile target; True: that of the hardware.
         """
         if len(self.names) > 1:
             names = ", ".join(self.names)
@@ -258,7 +263,7 @@ class _Asking:
 
 
 def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
-    """Returns what was planned best, and the seconds of a step; None if that does not fit."""
+    """Returns the best plan and the seconds of its step; None if it does not fit."""
     best = forecast.answers[0]
     if not forecast.fits or best.plan is None or best.decision is None:
         return None
@@ -266,7 +271,7 @@ def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
 
 
 def _with_state(forecast: Forecast) -> Forecast:
-    """Puts into the plans where the optimizer's state lies; with the seconds of its way to the host and back."""
+    """Adds the fates of the optimizer's state to the plans, and the seconds of its copies."""
     question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
     if question is None or not question.state_fates or best is None or cluster is None:
         return forecast
@@ -282,7 +287,7 @@ def _with_state(forecast: Forecast) -> Forecast:
 
 
 def _with_seconds(forecast: Forecast) -> Forecast:
-    """Counts the seconds that the optimizer's state of the best plan is on its way to the host and back."""
+    """Adds the seconds in which the best plan copies optimizer state to the host and back."""
     question, best = forecast.question, forecast.answers[0].plan
     assert question is not None
     assert best is not None
@@ -292,9 +297,9 @@ def _with_seconds(forecast: Forecast) -> Forecast:
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
-    """Reads names of planners: all of them, some with commas between, or a list.
+    """Returns names of planners, given as "all", as a text with commas, or as a list.
 
-    An `option` gives them.
+    `option` is the option's name, for the message.
 
     >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']
@@ -311,15 +316,16 @@ def planner_names(option: str, planner: Any) -> list[str]:
     return chosen
 
 
-# Plans that the compiler of the hardware signs.
+# Plans that keep the limits as the compiler of the hardware compiles them.
 
 Ask = Callable[[Said, int], Forecast]
-"""Plans with what compilers have said, under limits that are larger by some bytes; smaller, if these are below 0."""
+"""A function that plans, given the bytes that compilers have reported and a number of bytes that is
+added to each limit (and may be negative)."""
 
 
 @dataclass(frozen=True)
 class Signer:
-    """The compilers of the devices of a cluster; what each has said is kept for the next plan."""
+    """The compilers of a cluster's devices, with the bytes of programs that they have reported."""
 
     cluster: Cluster
     stores: tuple[TargetStore, ...]  # one for each device
@@ -330,7 +336,7 @@ class Signer:
 
         Args:
             cluster: the hardware.
-            target: that all are compiled for, whatever they are called.
+            target: the compile target of all devices; None: that of each device's name.
 
         Raises:
             ValueError: no compile target is known for a device, or its compiler is not installed.
@@ -344,7 +350,7 @@ class Signer:
 
     @property
     def said(self) -> Said:
-        """What the compilers have said of programs: of each the most."""
+        """The sizes of each program as the compiler with the most temporary bytes reports them."""
         largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
@@ -353,16 +359,16 @@ class Signer:
         return largest
 
     def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:
-        """Returns what each stage of a plan takes, as planned and as compiled.
+        """Returns the bytes of each stage of a plan, as planned and as compiled.
 
         Args:
             question: has the model.
-            problem: that was answered.
-            answer: with a plan.
+            problem: the problem to which the plan is an answer.
+            answer: has the plan.
 
         Raises:
-            ValueError: the compiler does not take a program, or the plan swaps where there is no
-                host memory.
+            ValueError: the compiler refuses a program, or the plan swaps to the host and the
+                compile target has no host memory.
         """
         plan, decision = answer.plan, answer.decision
         assert plan is not None
@@ -378,12 +384,12 @@ class Signer:
         )
         for s, stage in enumerate(plan.stages):
             first, last = decision.bounds[s : s + 2]
-            # Replicas hold alike, but devices of a stage may be compiled by different compilers.
+            # Replicas hold the same values, but each may have its own compiler and so other bytes.
             fullest = max(stage.devices, key=lambda d: by_store[self.stores[d]][d][0].bytes)
             peak, padding, host = by_store[self.stores[fullest]][fullest]
             layers = problem.layers_on(s)[first:last]
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
-            # The row of the peak says in which layer the temporaries were.
+            # The row at the peak (one program or copy) tells in which layer the temporaries were.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
             stages.append(
@@ -401,7 +407,10 @@ class Signer:
         return stages
 
     def _unsaid(self, question: Question, problem: Problem, answer: Answer) -> Problem:
-        """Returns the problem as it is where no compiler has said anything; that of replicas stays as it is."""
+        """Returns the problem with estimates in place of the compilers' reports.
+
+        The problem of a pipeline with replicas is returned as it is.
+        """
         if not question.said or problem.replicated:
             return problem
         model = question.trace()
@@ -421,26 +430,25 @@ class Signer:
             )
         run = question.compiled(plan, store)
         try:
-            run.bounds  # noqa: B018 - what is asked for is compiled
+            run.bounds  # noqa: B018 - reading the property compiles the programs
         except RefusedProgram as refused:
             raise ValueError(f"{_name_of(run, refused.program)}: {refused}") from None
         return run
 
 
 def signed(ask: Ask, signer: Signer) -> Forecast:
-    """Returns the first plan that keeps the limits as compiled, with what the compiler says of its stages.
+    """Returns the first plan that keeps the limits as compiled, with its stages' compiled bytes.
+
+    If no plan keeps the limits, the answer says which limit a plan would keep.
 
     Args:
         ask: asks a planner.
         signer: asks the compilers.
-
-    Returns:
-        Where no plan keeps the limits an answer that says which would do.
     """
     forecast, more = _search(ask, signer, 0)
     if forecast is not None:
         return forecast
-    # It ends: at some limit even the padded plan fits.
+    # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
     while (would_do := _search(ask, signer, more)[0]) is None:
         more += max(1, more // 16)
     (answer,), raised = would_do.answers, would_do.problem
@@ -457,10 +465,10 @@ def signed(ask: Ask, signer: Signer) -> Forecast:
 
 
 def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
-    """Asks for plans under limits that are larger by some bytes, until the compiler finds that one keeps them.
+    """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
 
     Returns:
-        The plan, and by how much larger limits have to be at least if there is none.
+        The plan and `more`; or None and, as far as is known, the least raise that a plan needs.
     """
     less, nearest, before = 0, math.inf, None
     for _ in range(ASKING.signings):
@@ -484,13 +492,17 @@ def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
             return replace(forecast, problem=raised, answers=(compiled,)), more
         _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
         nearest = min(nearest, more + over)
-        # The same plan again: what the compiler said of programs does not explain it.
+        # If the same plan comes again, the reported bytes of programs do not explain its excess.
+        # Only lower limits then lead to another plan.
         less, before = less + (over if forecast.plan == before else 0), forecast.plan
     return None, int(nearest)
 
 
 def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
-    """Returns each device's peak, how much of it is padding, and what the host holds for all of them."""
+    """Returns each device's peak, its bytes of padding, and the host's bytes for all devices.
+
+    Padding is what arrays take in memory beyond their elements.
+    """
     elements = [
         [x.bytes for x in peaks(bound.lowered, len(run.devices), bound.temporary_bytes)]
         for bound in run.bounds
@@ -504,7 +516,7 @@ def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
 
 
 def _name_of(run: CompiledPlan, program: Program) -> str:
-    """Returns names the layer that a program is of."""
+    """Returns the name of the layer, or of the optimizer, to which a program belongs."""
     for programs in run.programs:
         for layer, layer_programs in zip(run.traced.graph.layers, programs, strict=True):
             keys = [forward_program(layer_programs).key, backward_program(layer_programs).key]

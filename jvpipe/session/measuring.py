@@ -1,4 +1,4 @@
-"""What planners want to know of a traced model and of the devices, measured: seconds, bytes and links."""
+"""Measurements that planners need of a traced model and of devices: seconds, bytes and links."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -43,18 +43,18 @@ T = TypeVar("T")
 
 
 def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
-    """Tells how many times longer a device takes for each layer than the first one; nothing if as long.
+    """Returns how many times longer than the first a device takes per layer; empty if equally fast.
 
     Args:
-        speeds: of all devices; none: they are alike.
-        first: the device that layers are measured on.
-        device: in question.
-        layers: how many there are.
+        speeds: the relative speeds of all devices; empty: all are equally fast.
+        first: the number of the device on which layers are measured.
+        device: the number of the other device.
+        layers: how many layers there are.
 
     >>> given_slowness([2.0, 1.0], 0, 1, 3), given_slowness([2.0, 1.0], 0, 0, 3)
     ((2.0, 2.0, 2.0), ())
     """
-    # No slowness, not one of 1.0: planners take devices without one as alike.
+    # An empty slowness, not one of 1.0s, is what tells planners that devices are equal.
     alike = not speeds or speeds[first] == speeds[device]
     return () if alike else (speeds[first] / speeds[device],) * layers
 
@@ -62,18 +62,19 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
 def measured_slowness(
     devices: Sequence[Device], measured_on: Callable[[Device], Costs], costs: Costs
 ) -> list[Slowness]:
-    """Returns how many times longer each device takes for each layer than the first one.
+    """Returns how many times longer than the first device each device takes for each layer.
 
     Args:
-        devices: in question. What another process has is judged by its products per second.
-        measured_on: times layers on a device.
-        costs: as the first one takes.
+        devices: the devices; one of another process is compared by its products per second.
+        measured_on: times the layers on a device.
+        costs: the costs of the layers on the first device.
     """
 
     def longer(device: Device) -> Slowness:
         if is_own(device):
             return times_longer(costs, measured_on(device))
-        # Layers cannot be timed there, so the ratio of their products has to do for all.
+        # Layers cannot be timed on another process's device. Instead, all layers get the ratio of
+        # the products per second of the two kinds of device.
         pair = (devices[0], device)
         likes = (accelerator_like(_kind(x), x.platform) for x in pair)
         first, other = (like.products_per_s("float32") for like in likes)
@@ -89,23 +90,23 @@ def _kind(device: Device) -> str:
 def slowness_by_kind(
     devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], Slowness]
 ) -> list[Slowness]:
-    """Returns the slowness of devices, asked for once per kind; nothing for those like the first one.
+    """Returns the slowness of each device, found once per kind; empty for the first one's kind.
 
     Args:
-        devices: in question.
-        kind_of: tells the kind of a device.
-        longer: tells how many times longer than the first one a device takes for each layer.
+        devices: the devices, whose first one the others are compared with.
+        kind_of: returns the kind of a device.
+        longer: returns how many times longer than the first one a device takes for each layer.
     """
     by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
     for device in devices:
-        # Timing all layers takes seconds, and devices of a kind take the same.
+        # Timing all layers takes seconds, and devices of one kind are equally fast.
         if (kind := kind_of(device)) not in by_kind:
             by_kind[kind] = longer(device)
     return [by_kind[kind_of(device)] for device in devices]
 
 
 def times_longer(costs: Costs, other: Costs) -> Slowness:
-    """Returns how many times longer each layer takes by the other costs."""
+    """Returns how many times longer each layer takes by `other` than by `costs`."""
     pairs = zip(work_s(costs.layers), work_s(other.layers), strict=True)
     return tuple(b / a if a else 1.0 for a, b in pairs)
 
@@ -113,32 +114,32 @@ def times_longer(costs: Costs, other: Costs) -> Slowness:
 def costs_with_state(
     costs: Costs, graph: LayerGraph, optimizer: OptimizerCut, state_fates: Mapping[str, str]
 ) -> Costs:
-    """Returns the costs of layers with the optimizer's state where a user wants it.
+    """Returns the costs of layers if the optimizer's state lies where the user wants it.
 
     Args:
-        costs: with all of it on the devices.
+        costs: the costs if all state lies on the devices.
         graph: the layers.
-        optimizer: cut for them.
-        state_fates: as the user gives them.
+        optimizer: the optimizer, cut for these layers.
+        state_fates: keep or swap for the state of parameters, as the user gives it.
     """
     if not state_fates:
         return costs
-    # Where state lies does not depend on the cuts, so one stage tells it of all layers.
+    # Where state lies does not depend on the cuts, so a plan of one stage serves for all layers.
     plan = with_state_fates(graph, Plan.from_cuts([len(graph.layers)]), state_fates)
     return with_state_away(costs, optimizer, states_away(graph, plan))
 
 
 @dataclass(frozen=True)
 class Bench:
-    """How programs are timed, and what is known of their seconds.
+    """The means of timing programs, and the seconds known so far.
 
     Args:
-        store: where programs are compiled.
-        runs: what was measured of programs before and is not measured again; the others are added.
-        room_bytes: that the device has for a program; what needs more is not run.
-        archive: where seconds are found that earlier processes have measured, and others are kept.
+        store: compiles programs.
+        runs: the programs that this process has measured; new measurements are added to it.
+        room_bytes: the device's memory for a program; a program that needs more is not run.
+        archive: the measurements of earlier processes, kept on disk with the new ones.
         between_hosts: the link from the devices of one process to those of another, if there are
-            several.
+            several processes.
     """
 
     store: ProgramStore
@@ -150,16 +151,17 @@ class Bench:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured for a plan: bytes always; seconds and links between devices if the planner asks for them.
+    """The measurements for a plan, each made when it is first read.
 
-    Fates and links to the host are, if it chooses fates.
+    Bytes are always counted. Seconds, and links between devices, are measured if the planner asks
+    for seconds; fates of residuals, and links to the host, if it chooses fates.
 
     Args:
         settings: what the user asked for.
-        stages: how many the plan is to have.
-        places: the device of each stage; layers are measured on the first one's.
+        stages: how many stages the plan is to have.
+        places: the device of each stage; layers are measured on the first stage's device.
         traced: the model.
-        optimizer: in pieces.
+        optimizer: the optimizer, cut into pieces for the layers.
         bench: times programs.
     """
 
@@ -172,17 +174,17 @@ class Measurement:
 
     @cached_property
     def devices(self) -> list[Device]:
-        """The devices that there are; of one that is a mesh, the device that is timed, on whole arrays."""
+        """The devices of the run; for a mesh, its first device, which is timed on whole arrays."""
         return list(map(first_of, self.settings.devices))
 
     @property
     def asks_seconds(self) -> bool:
-        """Whether the planner looks at seconds."""
+        """Whether the planner uses seconds."""
         return find_planner(self.settings.planner).asks_seconds
 
     @cached_property
     def used(self) -> list[int]:
-        """The numbers of the devices that are planned for, that of the first stage first."""
+        """The numbers of the devices that the plan may use, beginning with the first stage's."""
         if self.settings.replicas:
             return list(range(len(self.devices)))
         return list(dict.fromkeys(self.places))
@@ -198,7 +200,10 @@ class Measurement:
         return self.costs_of(self.traced)
 
     def costs_of(self, traced: Traced) -> Costs:
-        """Returns the costs of the model, or of slices of it, with the optimizer's state where the user wants it."""
+        """Returns the costs of the model, traced at a micro-batch or a slice.
+
+        The optimizer's state counts where the user wants it to lie.
+        """
         costs, fates = self._costs_of(traced), self.settings.state_fates
         return costs_with_state(costs, traced.graph, self.optimizer, fates)
 
@@ -207,7 +212,7 @@ class Measurement:
         schedule, microbatches = settings.schedule, settings.microbatches
         if not self.asks_seconds:
             signatures = [programs.signature for programs in layer_programs(store, traced)]
-            # Bytes follow from the shapes alone; nothing is compiled or run.
+            # Bytes follow from shapes, so nothing is compiled or run.
             works = [Work(0.0, 0.0)] * len(signatures)
             return costs_of(traced.graph, signatures, works, None, self.optimizer, microbatches)
         return measured_costs(
@@ -232,7 +237,7 @@ class Measurement:
 
     @cached_property
     def links(self) -> Links | None:
-        """The links of the first device to another one, and to its host; None if nobody asks for them."""
+        """The first device's links to another one and to its host; None if they are not needed."""
         others = [self.devices[d] for d in self.used[1:] if is_own(self.devices[d])]
         if not self.asks_seconds or not (others or self.settings.chooses_fates):
             return None
@@ -240,7 +245,7 @@ class Measurement:
 
     @cached_property
     def slowness(self) -> list[Slowness]:
-        """How many times longer each device takes for each layer than the first one, in the order of `used`."""
+        """How many times longer than the first each device of `used` takes for each layer."""
         speeds, layers = self.settings.speeds, len(self.costs.layers)
         if speeds or not self.asks_seconds:
             first = self.used[0]
@@ -269,9 +274,9 @@ class Measurement:
         return plain.told_apart([of.get(d, ()) for d in numbers], limits, names, numbers)
 
     def _plain(self, stages: int) -> Problem:
-        """Returns the problem of devices that are alike."""
+        """Returns the problem as if all devices were like the first one."""
         settings, links = self.settings, self.links
-        # Nothing goes to the host unless the planner may swap.
+        # The link to the host is used only if the planner may swap values.
         to_host = links if settings.chooses_fates else None
         return Problem(
             self.costs,
@@ -287,12 +292,14 @@ class Measurement:
         )
 
     def _lent(self) -> float:
-        """Measures by the longest forward what idle devices lend, where an order of tasks is to be found."""
+        """Measures the share of an idle CPU device's time that other devices of this process use.
+
+        Only the search for an order of tasks needs the share; without a search it is 0.
+        """
         devices, layers = [self.devices[d] for d in self.used], self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
-        # A program that is long enough shows what an idle device lends; short ones are all
-        # dispatch.
+        # The longest forward is measured: the time of a short one is mostly that of its dispatch.
         longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
         programs = layer_programs(self.bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)
@@ -302,8 +309,8 @@ class Measurement:
         """Returns the shapes of the model on all devices.
 
         Args:
-            local: what it takes on slices.
-            pins: what is given of them.
+            local: the costs of the model on slices of a micro-batch.
+            pins: the parts of a shape that are given; unless given, the micro-batch's examples.
         """
         settings, examples = self.settings, self.traced.graph.examples
         shapes = Shapes(
@@ -317,18 +324,18 @@ class Measurement:
         return shapes.told_apart(self.slowness, settings.limits, list(map(str, self.devices)))
 
     def cluster(self) -> Cluster:
-        """Describes each process as a machine, with the measured links within this one and between them."""
+        """Describes the processes as machines, with the measured links inside and between them."""
         first, links = next(filter(is_own, self.devices)), self.links
         peer, network = links.send if links else INFINITE, self.bench.between_hosts or INFINITE
         count = len(self.devices)
         if self.bench.between_hosts is not None:
             count = per_machine([device.process_index for device in self.devices])
-        # The last machine may have fewer devices than the others.
+        # The number of machines is rounded up: the last one may have fewer devices than the others.
         machines = -(-len(self.devices) // count)
         return Cluster("here", accelerator_of(first), count, machines, peer=peer, network=network)
 
     def slices(self) -> tuple[LocalCosts, int]:
-        """Returns the costs on a whole micro-batch and on slices of it, and the fewest examples that a slice has.
+        """Returns the costs on a micro-batch and on slices, and the fewest examples of a slice.
 
         Raises:
             CoupledError: the loss cannot be computed on slices.
@@ -338,7 +345,7 @@ class Measurement:
         return self._on_slices(slice_sizes(examples, len(self.devices), least)), least
 
     def _on_slices(self, sizes: Sequence[int] | set[int]) -> LocalCosts:
-        """Returns the costs on a whole micro-batch, and on slices of so many examples."""
+        """Returns the costs on a micro-batch, and on slices with these numbers of examples."""
         costs = {self.traced.graph.examples: self.costs}
         for b in sizes:
             apart = taken_apart(self.traced, [b])
@@ -346,7 +353,7 @@ class Measurement:
         return LocalCosts.of(costs.__getitem__, sorted(costs))
 
     def _least_slice(self, examples: int) -> int:
-        """Returns the fewest examples that a slice has; CoupledError if there are none."""
+        """Returns the fewest examples that a slice can have; CoupledError if there is no slice."""
         if examples < 2:
             raise CoupledError("a micro-batch has one example, use fewer micro-batches")
         try:
@@ -360,27 +367,33 @@ class Measurement:
 
 
 def per_machine(processes: Sequence[int]) -> int:
-    """Counts the devices of each process but the last, if they stand together; else 1, each by itself.
+    """Counts the devices of each machine if every process is one; 1 if machines would not be alike.
+
+    Machines are alike if the devices of each process are consecutive and equally many, except that
+    the last process may have fewer.
 
     Args:
-        processes: that of each device.
+        processes: the process of each device.
 
     >>> per_machine([0, 0, 1, 1]), per_machine([0, 0, 1]), per_machine([0, 1, 0]), per_machine([0, 1, 1])
     (2, 2, 1, 1)
     """
     distinct = list(dict.fromkeys(processes))
     count = processes.count(distinct[0])
-    # Devices stand together if process p has the p-th block of them.
+    # Then the p-th block of `count` devices belongs to the p-th process.
     together = [distinct.index(p) for p in processes] == [i // count for i in range(len(processes))]
     return count if together else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
-    """Chooses the sizes of slices to measure: the smallest there can be, and a half if that is far from it.
+    """Chooses the sizes of slices to measure.
+
+    They are the smallest that a replica can get, and half a micro-batch if that is more than twice
+    as large.
 
     Args:
-        examples: of a micro-batch.
-        devices: that there are.
+        examples: how many a micro-batch has.
+        devices: how many devices there are.
         least: the fewest examples that a slice can have.
 
     >>> slice_sizes(16, 2, 1), slice_sizes(16, 8, 1), slice_sizes(4, 8, 2)
@@ -391,13 +404,16 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
 
 
-# How many devices each stage of a pipeline is to have: layers are measured on slices, and the
-# planner is asked.
+# The planner decides how many devices each stage has, after layers were measured on slices.
 
 
 @dataclass(frozen=True)
 class ChosenShape:
-    """How many places a pipeline has, and why, in lines; `planned` if some of them have several devices."""
+    """The number of places of a pipeline, with the reasons as lines of text.
+
+    A place is one device, or several that are replicas. `planned` is the plan if some place has
+    several devices.
+    """
 
     places: int
     why: tuple[str, ...]
@@ -405,11 +421,11 @@ class ChosenShape:
 
 
 def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:
-    """Finds the shape of the fastest simulated step under the limit.
+    """Finds the shape whose simulated step is the fastest under the limit.
 
     Args:
-        measurement: measures the model, and says what is wanted.
-        held_bytes_of: what the fullest device of each stage of a plan holds, by the lowered lists.
+        measurement: measures the model and has the user's settings.
+        held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
     """
     settings = measurement.settings
     if refusal := _refusal(measurement):
@@ -419,7 +435,7 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
     except CoupledError as coupled:
         return _one_each(measurement, str(coupled))
     stages = settings.stages if isinstance(settings.stages, int) else None
-    # The size of a micro-batch is fixed here: the model is traced at it.
+    # The size of a micro-batch is given, because the model was traced for it.
     pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
     shapes = asked = measurement.shapes(local, pins)
     for _ in range(ASKING.attempts):
@@ -435,13 +451,13 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
             return ChosenShape(problem.devices, why)
         try:
             device_bytes = held_bytes_of(planned.plan)
-        except ValueError as unlike:  # a layer leaves other things on slices than on the whole
+        except ValueError as unlike:  # a layer's residuals on slices are others than on the whole
             return _one_each(measurement, str(unlike))
         limits = [problem.limit_of(place) or math.inf for place in problem.places]
         over = max(size - limit for size, limit in zip(device_bytes, limits, strict=True))
         if over <= 0:
             return ChosenShape(problem.devices, why, planned)
-        # The next plan is asked for under a limit that is smaller by what this one holds too much.
+        # The next limit is smaller by the bytes by which this plan exceeds the true limit.
         tighter = (asked.model.memory_limit_bytes or 0) - int(over)
         asked = asked.under(max(1, tighter))
     limit = shapes.model.memory_limit_bytes
@@ -450,7 +466,10 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
 
 
 def _one_each(measurement: Measurement, why: str) -> ChosenShape:
-    """Returns as many stages of one device each as are asked for, or as there can be; `why` they have no more."""
+    """Returns the shape in which each stage has one device; `why` says why stages have no more.
+
+    There are as many stages as the user asks for, or otherwise as devices and layers allow.
+    """
     settings, layers = measurement.settings, len(measurement.traced.graph.layers)
     places = settings.stages
     if not isinstance(places, int):
@@ -459,7 +478,7 @@ def _one_each(measurement: Measurement, why: str) -> ChosenShape:
 
 
 def _refusal(measurement: Measurement) -> str:
-    """Says why stages cannot have several devices, whatever the loss is; nothing if they can."""
+    """Says why stages cannot have several devices, whatever the loss; empty if they can."""
     schedule = measurement.settings.schedule
     try:
         check_replicable(schedule)

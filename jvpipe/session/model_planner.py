@@ -1,4 +1,4 @@
-"""The first plan of a model: planned, the place of the optimizer's state with it, or given; and compiled."""
+"""The first plan of a model, planned or given by the user, and compiled."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,11 +36,11 @@ ALL_AWAY = {"*": Fate.SWAP.value}
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
-    """Counts the bytes of the optimizer's state of each parameter that has some, by the parameter's path.
+    """Counts the bytes of optimizer state of each parameter with any, by the parameter's path.
 
     Args:
         graph: the model's layers.
-        optimizer: cut for these layers.
+        optimizer: the optimizer, cut for these layers.
     """
     sizes: dict[str, int] = {}
     for leaf in optimizer.state:
@@ -51,29 +51,31 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 
 
 def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
-    """Counts the seconds of a step that the fullest device's state is on its ways.
+    """Counts the seconds of a step in which optimizer state is copied from the host and back.
+
+    Devices copy at the same time, so the device with the most state on the host determines it.
 
     Args:
-        plan: whose state fates count.
-        sizes: of each parameter's state.
-        problem: whose answer the plan is.
+        plan: says which state lies on the host.
+        sizes: the bytes of each parameter's state.
+        problem: the problem to which the plan is an answer; it has the link to the host.
     """
     held_bytes: dict[int, int] = {}
     for stage in plan.stages:
         away = sum(sizes.get(name, 0) for name, fate in stage.state_fates.items() if fate == "swap")
         for device in stage.devices:
             held_bytes[device] = held_bytes.get(device, 0) + away
-    # Without a flush each micro-batch is an update, and takes the state there and back.
+    # An asynchronous schedule updates after each micro-batch, and each update copies the state.
     updates = 1 if problem.schedule.synchronous else problem.microbatches
     return updates * max(map(problem.host.seconds, held_bytes.values()))
 
 
 def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) -> Plan:
-    """Keeps on the devices what state they have room for, the largest first.
+    """Brings state back from the host to the devices that have room, the largest first.
 
     Args:
-        plan: some of whose state is away.
-        sizes: of each parameter's state.
+        plan: a plan with optimizer state on the host.
+        sizes: the bytes of each parameter's state.
         room: the bytes that each device has left.
 
     >>> from jvpipe.ir.plan import Stage
@@ -85,7 +87,7 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     left, stages = dict(room), []
     for stage in plan.stages:
         fates = dict(stage.state_fates)
-        # The largest first, and of equals by name: every process decides alike.
+        # Equal sizes are sorted by name, so that every process brings back the same state.
         for name in sorted(fates, key=lambda name: (-sizes.get(name, 0), name)):
             size = sizes.get(name, 0)
             if all(size <= left[device] for device in stage.devices):
@@ -96,17 +98,17 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
 
 
 def room_left(plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int]) -> dict[int, int]:
-    """Counts the bytes that each device of a plan has left.
+    """Counts the bytes that each device of a plan has left under its limit.
 
     Args:
-        plan: whose devices they are.
-        held_bytes: what the fullest device of each stage holds.
-        limits: of each device.
+        plan: says which devices each stage has.
+        held_bytes: for each stage, the bytes that its fullest device holds.
+        limits: the limit of each device.
     """
     room: dict[int, int] = {}
     for stage, size in zip(plan.stages, held_bytes, strict=True):
         for device in stage.devices:
-            # A device of several stages has what the fullest of them leaves.
+            # If a device has several stages, the one with the most bytes counts.
             room[device] = min(room.get(device, limits[device]), limits[device] - size)
     return room
 
@@ -114,16 +116,15 @@ def room_left(plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int]) 
 def place_state(
     kept: A, away: Callable[[], A], judged: Callable[[A], tuple[Planned, float] | None]
 ) -> A:
-    """Decides where the optimizer's state lies: on the devices, unless that leaves too little room.
+    """Decides whether the optimizer's state lies on the devices or on the host between updates.
 
-    It goes to the host where else nothing fits, or where its way there takes less than what is
-    computed again to make room for it.
+    It lies on the host if no plan fits with it on the devices. It also lies there if values would
+    have to be recomputed or swapped to make room for it, and a step is faster with state copied.
 
     Args:
-        kept: the answer with all of it on the devices.
-        away: finds the answer with it on the host.
-        judged: says what was planned in an answer, and the seconds of a step; None if that keeps
-            no limit.
+        kept: the answer with all state on the devices.
+        away: finds the answer with state on the host.
+        judged: returns the plan of an answer and the seconds of a step; None if no plan fits.
     """
     here = judged(kept)
     if here is not None and not pays_for_room(here[0]):
@@ -133,11 +134,11 @@ def place_state(
     return other if here is None or (there is not None and there[1] < here[1]) else kept
 
 
-# The first plan of a model: planned and compiled, or compiled as it was given.
+# The first plan of a model is made by a planner or given by the user, and then compiled.
 
 
 class Chosen(NamedTuple):
-    """A plan that was compiled, what it was decided on, and why its stages have as many devices as they have."""
+    """A compiled plan, the numbers on which it was decided, and its shape with the reasons."""
 
     compiled: CompiledPlan
     planned: Planned | None = None
@@ -146,13 +147,13 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelPlanner:
-    """Plans a traced model; what it checks against the limits is what will run.
+    """The maker of a model's first plan; the compiled plan that it checks is the one that runs.
 
     Args:
         settings: what the user asked for.
         bench: times programs.
-        cutter: cuts the optimizer for a model in these layers.
-        leaves: what puts or makes the parameters, which takes room too.
+        cutter: cuts the optimizer for the layers of a trace.
+        leaves: make the parameters or put them on devices; the memory for this counts as well.
     """
 
     settings: Settings
@@ -162,20 +163,20 @@ class ModelPlanner:
     _checked: list[CompiledPlan] = field(default_factory=list)
 
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans, unless the plan is given, and compiles what was planned.
+        """Makes a plan, unless the user gives one, and compiles it.
 
-        Also says what that was decided on. Under a limit that is planned with and without the
-        optimizer's state on the devices (`place_state`).
+        Under a limit, plans may be made both with the optimizer's state on the devices and with it
+        on the host; see `place_state`.
 
         Args:
-            traced: the model, in whole layers.
-            finer: also try layers cut in two.
+            traced: the model, with whole layers.
+            finer: also try plans with some layers cut in two.
 
         Raises:
             ValueError: there are more stages than layers, or the given plan does not fit.
             MemoryLimitExceeded: no plan keeps the limit.
         """
-        # Bytes that may leave the devices; none if the user decides, or nothing is limited.
+        # The state that may lie on the host; empty if the user decides or there is no limit.
         sizes = self._may_leave(traced)
         if not sizes:
             return self._planned(traced, finer=finer)
@@ -194,7 +195,7 @@ class ModelPlanner:
         return chosen
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
-        """Counts the bytes of each parameter's state, if the planner may leave it on the host; else none."""
+        """Counts the bytes of each parameter's state; empty if the planner must not move it."""
         settings = self.settings
         by_user = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
         chooses = find_planner(settings.planner).chooses_fates
@@ -205,9 +206,9 @@ class ModelPlanner:
         return sizes if host is None or sum(sizes.values()) < host else {}
 
     def _state_away(self, traced: Traced, sizes: Mapping[str, int], *, finer: bool) -> Chosen:
-        """Plans with the optimizer's state on the host, except what the devices then have room for."""
+        """Plans with optimizer state on the host, except the part that the devices can hold."""
         host = self.settings.host_limit_bytes
-        # What all state takes there is not left for swapped values.
+        # Host memory that the state takes is not available for swapped values.
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
         chosen = replace(self, settings=settings)._planned(traced, finer=finer)
@@ -215,19 +216,19 @@ class ModelPlanner:
         traced, plan = compiled.traced, compiled.plan
         room = room_left(plan, self._held_bytes(traced, plan), limits)
         plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
-        # State that came back may lie beside a peak that it was not counted with.
+        # State that came back may move the peak to another row, so the bytes are counted again.
         still_left = room_left(plan, self._held_bytes(traced, plan), limits)
         if min(still_left.values()) < 0:
             return chosen
         return chosen._replace(compiled=self._to_run(traced, plan))
 
     def _step_s(self, compiled: CompiledPlan, planned: Planned) -> float:
-        """Counts the seconds of a step; state that comes from the host and goes back is not hidden by anything."""
+        """Counts the seconds of a step; no other work hides the copies of optimizer state."""
         sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
         return planned.step_s + away_s(compiled.plan, sizes, planned.problem)
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans with the optimizer's state where the settings say."""
+        """Plans with the optimizer's state where the settings have it."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
@@ -240,11 +241,11 @@ class ModelPlanner:
         splitter = self._splitter()
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
-        # Now it is known how fine the layers can be.
+        # Only now the number of layers is final, because `finest` may have cut some in two.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        # Fates that the user gives name whole layers.
+        # Fates that the user gives name whole layers, so these layers are not cut to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
-        # The orders of "auto" even out what whole layers leave uneven.
+        # Schedule "auto" needs no finer layers: its order of tasks makes up for uneven stages.
         finer = chooses and finer and settings.schedule != AUTO
         question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
@@ -261,7 +262,7 @@ class ModelPlanner:
         return Chosen(self._to_run(best.traced, best.planned.plan), best.planned)
 
     def _shared(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Decides how many devices each stage has; where that is one, cuts and fates are planned for such stages."""
+        """Decides how many devices each stage has; plans as usual if each has one."""
         settings, schedule = self.settings, self.settings.schedule
         everybody = tuple(range(len(settings.devices)))
         with phase("planning how stages share devices"):
@@ -270,7 +271,7 @@ class ModelPlanner:
         if (planned := shape.planned) is not None:
             return Chosen(self._to_run(traced, planned.plan), planned, shape)
         n, order = shape.places, settings.devices
-        # With fewer stages than processes some of these have nothing to do.
+        # With fewer stages than processes, some processes have no work, and the order stays.
         if n >= len({device.process_index for device in order}):
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
@@ -282,23 +283,26 @@ class ModelPlanner:
         return replace(self, settings=alone)._planned(traced, finer=finer)._replace(shape=shape)
 
     def cut(self, traced: Traced) -> OptimizerCut:
-        """Cuts the optimizer for a model in these layers."""
+        """Cuts the optimizer for the layers of a trace."""
         return self.cutter.cut(traced.graph, self.settings.schedule)
 
     def _question(self, traced: Traced) -> tuple[str, ...]:
-        """Says what the layers that are best cut in two depend on, beside measured seconds."""
+        """Returns texts of everything that the choice of layers to cut in two depends on.
+
+        They are the key of the choice in the archive. Measured seconds are left out on purpose.
+        """
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         of_layers = [numbers[body.structure] for body in traced.bodies]
         model = (traced.graph, list(kinds), of_layers)
-        # Whether layers are measured again does not change which cuts are best.
+        # `remeasure` says only whether old measurements are used, so it is not part of the key.
         options = option_parts(replace(settings, remeasure=False))
         update = self.cutter.text(traced.graph, settings.schedule)
         texts = map(without_addresses, (*map(repr, (options, *model)), update))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
-        """Plans for layers that are cut in two as an earlier process found best, so that no other cuts are tried."""
+        """Plans with the layers cut in two as an earlier process chose; None if none has chosen."""
         splits = self.bench.archive.find(*question)
         if splits is None:
             return None
@@ -308,7 +312,7 @@ class ModelPlanner:
             return None
 
     def _candidate(self, traced: Traced) -> CutCandidate:
-        """Plans a model cut into these layers."""
+        """Plans a model with its layers as they are."""
         settings = self.settings
         assert isinstance(settings.stages, int)
         stages, places = settings.schedule.stages_on(settings.stages), settings.places
@@ -323,29 +327,29 @@ class ModelPlanner:
         return Measurement(self.settings, stages, places, traced, self.cut(traced), self.bench)
 
     def _held_bytes(self, traced: Traced, plan: Plan) -> list[int]:
-        """Returns what the fullest device of each stage holds at most, while arrays are made or in a step."""
+        """Returns the peak of each stage's fullest device, in a step or while arrays are made."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        # Programs of other processes cannot be compiled here: one device stands for all.
+        # Programs cannot be compiled for devices of other processes, so an own one stands in.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         peaks = [max(step.bytes, making.bytes) for step, making in both]
         return [max(peaks[device] for device in stage.devices) for stage in compiled.plan.stages]
 
     def _to_run(self, traced: Traced, plan: Plan) -> CompiledPlan:
-        """Compiles a plan for all processes; what was checked in one process alone, if that is all there are."""
+        """Returns the compiled plan to run: the checked one if there is one process."""
         checked = self._checked_plan(traced, plan)
         return checked if checked.stand_in is None else replace(checked, stand_in=None)
 
     def _checked_plan(self, traced: Traced, plan: Plan) -> CompiledPlan:
-        """Compiles a planner's plan, or finds it if it was compiled before: what is checked, runs."""
+        """Compiles a planner's plan, or returns it if it was compiled before."""
         plan = replace(self._with_user_fates(traced, plan), splits=traced.splits)
         if groups := self.settings.replicas:
             places = (
                 self.settings.schedule.device_of(s, len(groups)) for s in range(len(plan.stages))
             )
             plan = plan.on([groups[place] for place in places])
-        # What was checked against the limits is what runs, not another one like it.
+        # The compiled plan that was checked against the limits is itself the one that runs.
         compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
         if compiled is None:
             compiled = self._compiled(traced, plan)
@@ -376,7 +380,7 @@ class ModelPlanner:
 
 
 def _attempted(plan: Callable[[], Chosen]) -> Chosen | MemoryLimitExceeded:
-    """Plans; where that keeps no limit, gives the error."""
+    """Calls a function that plans; returns the error if no plan keeps the limit."""
     try:
         return plan()
     except MemoryLimitExceeded as error:
@@ -384,10 +388,10 @@ def _attempted(plan: Callable[[], Chosen]) -> Chosen | MemoryLimitExceeded:
 
 
 def pays_for_room(planned: Planned) -> bool:
-    """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
+    """Tells whether a step takes noticeably longer than with the same cuts and all values kept."""
     if not any(planned.decision.choices):
         return False
-    # The same cuts without any fate: what the limit costs.
+    # A plan with the same cuts that keeps every value shows how many seconds the limit costs.
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
     return planned.step_s > (1 + ASKING.noticed) * kept.step_s
 
@@ -398,11 +402,11 @@ def compile_plan(
     """Makes a plan ready to run.
 
     Args:
-        settings: those of the pipeline.
-        store: where programs are compiled, once they are asked for.
+        settings: the settings of the pipeline.
+        store: compiles programs when they are first needed.
         traced: the model.
-        plan: which layers run where.
-        optimizer: cut for these layers.
+        plan: says which layers run where.
+        optimizer: the optimizer, cut for these layers.
 
     Raises:
         ValueError: the plan does not fit the layers or the devices.
@@ -430,7 +434,13 @@ def compile_plan(
 
 
 def _check_carried(compiled: CompiledPlan) -> None:
-    """Raises ValueError if a device that runs several stages would wait, with a forward, for one of its own to come."""
+    """Raises ValueError if a device with several stages might wait for its own later task.
+
+    Model state is carried from one micro-batch to the next: the forward of the first layer that
+    reads a leaf waits for the last layer that writes it, on the micro-batch before. A device with
+    several stages runs one stage for several micro-batches before its next stage. If the writer is
+    in another stage, it may come after that next stage, and the reader would wait forever.
+    """
     plan = compiled.plan
     for first, *_, last in carried(compiled.traced.graph):
         reads, writes = plan.stage_of(first), plan.stage_of(last)

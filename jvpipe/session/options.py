@@ -1,4 +1,4 @@
-"""The options of a pipeline, each defined once: type, default, unit, check, help, group, and who takes it."""
+"""The options of a pipeline, each defined once with its type, default, unit, check and help."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -32,13 +32,15 @@ from jvpipe.util.given import checked_flag, checked_frozen
 from jvpipe.util.sizes import parse_bytes, parse_limits
 
 Check = Callable[[str, Any], Any]
-"""Takes an option as its user calls it, and what is given for it; gives what that means, or a ValueError."""
+"""A check takes an option's name as the user wrote it, and the given value; it returns the value
+that the program uses, or raises ValueError."""
 MOST_PLACES = 10**5
-"""Stages, devices and micro-batches at most: each micro-batch on each stage is simulated."""
+"""The most stages, devices or micro-batches: a simulation has a task for each pair of stage and
+micro-batch, so larger numbers would run for hours."""
 
 
 class Taker(Flag):
-    """The takers of an option: a Python call, a command line and its files."""
+    """Who may be given an option: `Pipeline` and `plan_for`, the commands `train` and `plan`."""
 
     PIPELINE = auto()
     PLAN_FOR = auto()
@@ -53,13 +55,18 @@ EVERY = CALLS | COMMANDS
 Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
 """What an option is about, in the order of the help and of the page of options."""
 Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
-"""What a resumed run does with an option: takes another value, refuses one, or plans again for one; passes over that of
-the run, which held for one start, one start of all processes, or one of these."""
+"""What a resumed run does with an option's value from the run's folder, and with another given one.
+
+"open" uses the old value unless another is given; "fixed" refuses another one; "plans" makes
+another plan for another one. The other three forget the old value: "start" holds for one start of a
+run, "processes" does so and is equal in all processes of that start, and "own" may differ from
+process to process.
+"""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option with all its properties; its name, type and default are those of the field that it defines."""
+    """An option and its properties; name, type and default are those of the field it defines."""
 
     check: Check
     help: str
@@ -74,7 +81,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Its name on a command line."""
+        """The option's name on a command line."""
         return f"--{self.name.strip('_').replace('_', '-')}"
 
     @property
@@ -85,14 +92,16 @@ class Option:
         return tuple(get_origin(part) or part for part in parts)
 
     def checked(self, said: str, value: Any) -> Any:
-        """Returns what a value means; nothing is left out where that is the default.
+        """Returns the value that the program uses for a given one.
+
+        None is returned unchecked if it is the default, since it then means that nothing was given.
 
         Args:
-            said: how the user calls the option.
-            value: as given.
+            said: the option's name as the user wrote it, for the message.
+            value: as the user gave it.
 
         Raises:
-            ValueError: it cannot be: the message has the value, and what would do.
+            ValueError: the value is not allowed; the message has it and says what is allowed.
         """
         return value if value is None and self.default is None else self.check(said, value)
 
@@ -107,17 +116,17 @@ def option(
     resumed: Resumed = "open",
     was: tuple[str, ...] = (),
 ) -> Any:
-    """Defines the option of a dataclass's field.
+    """Defines the field of a dataclass as an option.
 
     Args:
-        default: what holds unless it is given; None if that is decided or left out.
-        check: of what is given.
-        help: a sentence or some.
-        group: what it is about.
-        unit: what a number counts, or a text is.
-        takers: who takes it, of those that have the dataclass.
-        resumed: what a resumed run makes of it.
-        was: the names that it had a release ago.
+        default: the value if none is given. None: a planner decides, or there is no such thing.
+        check: checks a given value and returns what the program uses.
+        help: one or more sentences for `--help` and the page of options.
+        group: what the option is about.
+        unit: what a number counts, or what a text is.
+        takers: the calls and commands that have the option, among the takers of the dataclass.
+        resumed: what a resumed run does with it.
+        was: the names of the option in the last release.
     """
     defined = Option(check, help, group, unit, takers, resumed, was)
     return field(default=default, metadata={"option": defined})
@@ -125,7 +134,7 @@ def option(
 
 @cache
 def options_of(holder: type[Any]) -> Mapping[str, Option]:
-    """Returns the options that a dataclass defines for who takes them, by name."""
+    """Returns, by name, the options of a dataclass that its `taker` takes."""
     every_option = {
         one.name: replace(one.metadata["option"], name=one.name, type=one.type, default=one.default)
         for one in fields(holder)
@@ -134,12 +143,12 @@ def options_of(holder: type[Any]) -> Mapping[str, Option]:
 
 
 def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
-    """Returns the names of the options of which a resumed run makes the same."""
+    """Returns the names of the options whose `resumed` is one of `kinds`."""
     return tuple(name for name, one in options_of(holder).items() if one.resumed in kinds)
 
 
 def checked_target(name: str, value: Any) -> Target | bool:
-    """Tells whether a compiler is asked, or for which device: a target's name."""
+    """Checks the option that asks a compiler: yes or no, or the name of a compile target."""
     if isinstance(value, str):
         return find_target(value)
     if not isinstance(value, bool):
@@ -154,7 +163,11 @@ _COUNT = partial(whole_number, most=MOST_PLACES)
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The options of a pipeline, whoever makes or plans it: as files have them, Python calls take more types."""
+    """The options of a pipeline, for calls, commands and files.
+
+    The type of a field is what a file may contain. A Python call may be given other types, too,
+    such as a `Cluster` for `hardware`, which the check of the option accepts.
+    """
 
     taker: ClassVar[Taker] = EVERY
     """The takers of the options of this dataclass."""
@@ -162,8 +175,8 @@ class PipelineOptions:
     stages: int | None = option(
         None,
         partial(checked_stages, largest=MOST_PLACES),
-        "Over how many devices, or groups of --replicas; 2 if left out, decided with --replicas auto and by plan with "
-        "--devices.",
+        "How many stages the model is cut into, each on a device or on a group of --replicas; if left out 2, but "
+        "decided with --replicas auto, and by plan with --devices.",
         "pipeline",
         "stages",
         EVERY,
@@ -181,8 +194,8 @@ class PipelineOptions:
     devices: int | None = option(
         None,
         _COUNT,
-        "How many devices stages share that may have several each; if left out as many as --replicas take, else all of "
-        "--hardware, or all that there are, one per core if they are CPUs.",
+        "How many devices there are for all stages together, of which a stage may get several; if left out as many as "
+        "--replicas takes, else all of --hardware, else all of this machine (one per core if they are CPUs).",
         "pipeline",
         "devices",
         COMMANDS | PLAN_FOR,
@@ -317,7 +330,7 @@ class PipelineOptions:
         False,
         checked_target,
         "Asks the compiler of the hardware, which need not be here, how many bytes the programs take; planning goes on "
-        "until a plan keeps the limit so.",
+        "until a plan keeps the limit by the compiler's count.",
         "memory",
         "",
         PLANS,
@@ -369,10 +382,11 @@ class PipelineOptions:
         EVERY,
         "plans",
     )
-    group: bool = option(
-        False,
+    group: bool | None = option(
+        None,
         checked_flag,
-        "Consecutive layers of a stage run as one program, bitwise identical to layers apart.",
+        "Consecutive layers of a stage run as one program, on CPUs with the same results bitwise; if left out, on CPUs "
+        "alone, once the steps of a run have taken as long as its programs took to compile.",
         "run",
         "",
         RUNS,
@@ -397,14 +411,14 @@ class PipelineOptions:
 
 
 def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the options of a Python call mean, by name.
+    """Returns the checked value of each option of a Python call, by name.
 
     Args:
         taker: the call.
-        arguments: its arguments, and perhaps more.
+        arguments: the call's arguments by name; other entries are passed over.
 
     Raises:
-        ValueError: one cannot be.
+        ValueError: an option has a value that is not allowed.
     """
     options = options_of(PipelineOptions).items()
     return {
@@ -413,7 +427,7 @@ def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def passed(options: PipelineOptions, taker: Taker) -> dict[str, Any]:
-    """Returns the options of a command line that a Python call takes too, by name."""
+    """Returns, by name, the options of a command line that a Python call takes as well."""
     every_option = options_of(PipelineOptions).items()
     return {
         name: getattr(options, name)

@@ -1,8 +1,9 @@
-"""Planners are asked: for cuts, fates, the order of tasks and devices, and how many devices each stage is to have.
+"""Asking planners for cuts, fates, the order of tasks and devices, and the devices of each stage.
 
-A planner counts by closed forms what a run holds. So under a limit its answer is lowered, and it is
-asked again under a smaller one until a run of the answer keeps the limit. Whether any plan keeps it
-is decided on bytes alone.
+A planner estimates a run's bytes by closed formulas. Its answer is therefore lowered to the rows of
+a run, whose bytes are exact. If these exceed the memory limit, the planner is asked again under a
+smaller limit. Whether any plan keeps the limit is decided by bytes only, so that measured seconds,
+which vary, do not change the answer.
 """
 
 import logging
@@ -39,23 +40,26 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 _log = logging.getLogger("jvpipe")
 Slowness = tuple[float, ...]
-"""How many times longer a device takes for each layer than the first one; nothing if as long."""
+"""How many times longer than the first device another device takes for each layer; empty if they
+are equally fast."""
 HeldBytes = Callable[[Plan], Sequence[int]]
-"""Tells what the fullest device of each stage of a plan holds at most, by the lowered lists."""
+"""A function of a plan that returns the peak bytes of the fullest device of each stage. It counts
+in the lowered rows, so the bytes equal those of a run."""
 
 
 @dataclass(frozen=True)
 class AskingEffort:
-    """How long a plan is sought whose run keeps a memory limit.
+    """How long the search goes on for a plan whose run keeps a memory limit.
 
     Attributes:
-        attempts: how often a planner is asked, each time under a limit that is smaller by as much
-            as the run of its answer would be over it.
-        signings: how often a planner is asked until the hardware's compiler finds that a plan keeps
-            it.
-        counted_times: how many times what a run holds the planner may have counted, at most.
-        noticed: by how much longer steps are than with everything kept, from which on a plan is
-            asked for whose optimizer state leaves.
+        attempts: how often a planner is asked at most. Each time the limit it sees is lowered by
+            the bytes by which the run of its last answer would exceed the true limit.
+        signings: how often a planner is asked at most until a plan, as compiled by the hardware's
+            compiler, keeps the limit.
+        counted_times: the largest ratio of the bytes that a planner estimates for a plan to those
+            that its run holds. A plan whose estimate exceeds the limit by more is not lowered.
+        noticed: the share by which steps have to be longer than with every value kept, before a
+            plan is asked for whose optimizer state lies on the host.
     """
 
     attempts: int = 5
@@ -74,10 +78,10 @@ def work_s(layers: Iterable[LayerCost]) -> list[float]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it was decided on.
+    """A plan, with the problem that it solves and the planner's decision.
 
-    `ordered` is what is known of an order that was searched for, `shapes` the best rough plan of
-    each kind of shape where that was decided too.
+    `ordered` is the result of the search for an order of tasks, if there was one. `shapes` has the
+    best rough plan of each kind of shape, if the planner decided how many devices stages have.
     """
 
     plan: Plan
@@ -88,20 +92,20 @@ class Planned:
 
     @property
     def layer_s(self) -> list[float] | None:
-        """Seconds of each layer's forward and backward on the device that was measured, if one was."""
+        """Each layer's seconds, forward and backward, on the device that was measured, if any."""
         seconds = work_s(self.problem.costs.layers)
         return seconds if any(seconds) else None
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, simulated."""
+        """The seconds of a simulated step."""
         return simulated_step_s(self.problem, evaluate_decision(self.problem, self.decision).stages)
 
     def reasons(self, cross_layer: Sequence[str]) -> list[str]:
-        """Says how devices differ, why each cut is where it is, and what the order gains.
+        """Says how devices differ, why each cut is where it is, and what the order of tasks gains.
 
         Args:
-            cross_layer: transformations of the optimizer that need a value of all layers.
+            cross_layer: names of the optimizer's transformations that need a value of all layers.
         """
         lines = device_reasons(self.problem)
         lines += cut_reasons(self.problem, self.decision)
@@ -113,13 +117,13 @@ class Planned:
 
     @property
     def placed(self) -> list[LayerCost]:
-        """The layers, as the devices take them that they are on."""
+        """The costs of each layer on the device where the plan puts it."""
         stages = enumerate(pairwise(self.decision.bounds))
         return [layer for s, (i, j) in stages for layer in self.problem.layers_on(s)[i:j]]
 
     @property
     def recompute_s(self) -> float:
-        """Seconds per step of all devices together that go into what layers do not keep."""
+        """The seconds per step, summed over devices, for recomputing or swapping values."""
         chosen = zip(self.placed, self.decision.choices, strict=True)
         return self.problem.microbatches * sum(
             layer.options[c].extra_s for layer, c in chosen if c >= 0
@@ -129,27 +133,30 @@ class Planned:
 def ask(
     planner: str, problem: Problem, places: Sequence[int] | None = None, *, fixed: bool = False
 ) -> Planned:
-    """Asks a planner, and for the order of tasks too where it is left open; `jvpipe` also for that of unlike devices.
+    """Asks a planner for a plan, including the order of tasks if the problem leaves it open.
+
+    jvpipe's own planner also chooses in which order stages take devices that differ from each other
+    in speed or memory ("unlike" devices).
 
     Args:
-        planner: by its name.
-        problem: to be answered; that of the answer has its order.
-        places: of the stages, or of the devices where the order is open; their numbers unless
-            given. Unlike devices have numbers of their own.
-        fixed: the devices stay in the order that they have.
+        planner: the name of the planner.
+        problem: the problem to solve; the problem in the answer has the order that was chosen.
+        places: the device of each stage, or the devices if the order of tasks is open; unless
+            given, 0, 1, 2 and so on. Not used for unlike devices, which the problem numbers itself.
+        fixed: keep unlike devices in the order that they have.
 
     Raises:
-        Infeasible: it finds nothing that keeps the limit.
+        Infeasible: the planner finds no plan that keeps the limit.
     """
     unlike = problem.groups and not problem.replicated
-    # Papers do not treat the order of unlike devices.
+    # The papers' planners take unlike devices in the order in which they are given.
     chooses = unlike and not find_planner(planner).as_paper and not fixed
     asked = worth_searching(problem) if chooses else [problem]
     return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
 
 
 def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planned:
-    """Asks for devices in this order."""
+    """Asks a planner with the devices in the order of the problem."""
     if problem.schedule != AUTO:
         return answered(planner, problem, find_planner(planner).decide(problem), places)
     ordered = find_order(problem)
@@ -166,15 +173,15 @@ def answered(
     decision: Decision,
     places: Sequence[int] | None = None,
 ) -> Planned:
-    """Makes a planner's answer of its decision.
+    """Makes a plan of a planner's decision.
 
     Args:
-        planner: its name.
-        problem: that was decided.
-        decision: its answer.
-        places: the device of each stage; those that the problem says unless given.
+        planner: the name of the planner.
+        problem: the problem that it has solved.
+        decision: its decision.
+        places: the device of each stage; unless given, as the problem has them.
     """
-    # Lists that were sought belong into the plan: no schedule makes them again.
+    # Task lists that a search has found are kept in the plan, since no schedule can make them.
     lists = problem.schedule.lists
     where = None if problem.groups or places is None else [(place,) for place in places]
     plan = decision.plan(problem, planner, where)
@@ -183,15 +190,16 @@ def answered(
 
 
 def ask_shapes(planner: str, shapes: Shapes) -> Planned:
-    """Asks a planner that decides how many devices each stage has, and the examples of a micro-batch.
+    """Asks a planner that also decides each stage's devices and the examples of a micro-batch.
 
     Args:
-        planner: by its name.
-        shapes: those that there are.
+        planner: the name of the planner.
+        shapes: the shapes to choose from.
 
     Raises:
-        Infeasible: no plan keeps the limits; with one that would do.
-        ValueError: something is given that the planner decides, or it cannot use so many devices.
+        Infeasible: no plan keeps the limits; the error has a limit that some plan keeps.
+        ValueError: the user gives a part of the shape that this planner decides itself, or the
+            planner cannot use so many devices.
     """
     chosen = find_planner(planner)
     plans = _of_paper(chosen, shapes) if chosen.shape_rule else rough_plans(shapes)
@@ -202,7 +210,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
     else:
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # Shapes may differ only in their devices: the best of these is worth a plan.
+            # Shapes may have equal counts on different devices: only the best is planned exactly.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
@@ -210,10 +218,10 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
 
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
-    """Tells which rough plans of different shapes, the fastest first, are planned exactly.
+    """Returns the rough plans, given the fastest first, whose shapes are worth an exact plan.
 
-    Where layers are computed again exact fates may win much, and so for any of them; else cuts
-    alone do.
+    If the fastest one recomputes layers, every shape is worth one, because exact fates may save
+    much time. Otherwise only better cuts can save time, and the slower shapes are left out.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s
@@ -222,18 +230,18 @@ def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
 
 
 def _of_shape(planner: str, plan: RoughPlan) -> Planned:
-    """Plans a shape, at least as fast as the rough plan of it."""
+    """Returns a plan of a rough plan's shape; it is at least as fast if the search begins there."""
     problem = plan.problem
     if problem.schedule == AUTO:
         return _ask(planner, problem, None)
-    # The climb begins with the rough plan, if that is one of this problem.
+    # The search begins with the rough plan, if that keeps the limit and has as many stages.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
     return answered(planner, problem, under_rule(problem, begin))
 
 
 def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
-    """Returns a paper's plans, one for each size of micro-batches that it can plan, the fastest first."""
+    """Returns a paper's plans, one for each usable size of micro-batches, the fastest first."""
     if shapes.pins.count is not None:
         raise ValueError(
             f"planner '{planner.name}' decides stages, replicas and cuts itself: leave them out, or use planner "
@@ -246,7 +254,7 @@ def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
 
 
 def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
-    """Makes the error of a paper's planner that has no plan: it names a limit under which it has one."""
+    """Makes the error of a paper's planner that has no plan; it names a limit with which it has."""
     limit = shapes.model.memory_limit_bytes
     assert limit is not None, "without a limit every planner has a plan"
 
@@ -254,7 +262,7 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
         return bool(_of_paper(planner, shapes.under(limit_bytes)))
 
     enough = max(limit + 1, least_bytes_plans(shapes)[0].evaluation.limit_bytes)
-    # It ends, because a planner has a plan once the limit is large enough.
+    # The loop ends, because every planner has a plan once the limit is large enough.
     while not finds(enough):
         enough += enough // 8 + 1
     return Infeasible(
@@ -267,7 +275,7 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
 
 
 class _Least(NamedTuple):
-    """The plan that holds the least, and the order of devices that it is for."""
+    """The plan that holds the fewest bytes, and the problem with the order of devices it is for."""
 
     floor: Floor
     problem: Problem
@@ -275,16 +283,17 @@ class _Least(NamedTuple):
 
 @dataclass(frozen=True)
 class _Asker:
-    """A planner that is asked until its answer keeps a limit, by the bytes that a run of it would hold.
+    """A planner that is asked until a run of its answer keeps a limit.
 
-    Limits are those of the roomiest device. A device that may hold less by some bytes counts as if
-    it held these too, so that one number says whether a plan keeps all limits.
+    One number stands for the limits of all devices: that of the device with the most memory. If
+    another device may hold x bytes less, x is added to the bytes that it holds, so that the sum
+    keeps the one number exactly if the device keeps its own limit.
 
     Args:
-        planner: its name.
+        planner: the name of the planner.
         places: the device of each stage.
         fixed: unlike devices stay in the order that they have.
-        held_bytes_of: what the device of each stage of a plan holds at most, by the lowered lists.
+        held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
     """
 
     planner: str
@@ -293,26 +302,28 @@ class _Asker:
     held_bytes_of: HeldBytes
 
     def ask(self, problem: Problem) -> Planned:
-        """Asks once."""
+        """Asks the planner once."""
         return ask(self.planner, problem, self.places, fixed=self.fixed)
 
     def needed(self, problem: Problem, plan: Plan) -> list[int]:
-        """Returns the limit, of the roomiest device, that each stage of a plan needs.
+        """Returns the limit that each stage of a plan needs, as a limit of the largest device.
 
         Args:
-            problem: says by how much less other devices may hold.
-            plan: in question.
+            problem: says by how many bytes the limits of the other devices are smaller.
+            plan: the plan.
         """
-        # By its devices a stage is found again in whatever order the problem has them.
+        # The order of stages may be another one in the problem, so its devices identify a stage.
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_sizes = zip(self.held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
 
     def unlimited(self, problem: Problem) -> Planned | None:
-        """Asks a planner that chooses fates without a limit.
+        """Asks a planner that chooses fates for a plan without a limit; None if that exceeds it.
 
-        Returns the plan if the lists say that it keeps the limit. It may keep it even if the
-        planner, whose count is near what the lists hold and never much below it, counts more.
+        Whether the plan keeps the limit is decided by its lowered rows. The planner's own estimate
+        is near the bytes of the rows and never much below them, but may be above. So the plan may
+        keep the limit although its estimate does not, and is lowered if the estimate is at most
+        `counted_times` the limit.
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
@@ -327,16 +338,17 @@ class _Asker:
         return replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
 
     def within(self, problem: Problem, least: _Least | None = None) -> Planned | None:
-        """Asks under the limit, and again under one that is smaller by what the answer would hold too much.
+        """Asks under the limit, and again under smaller ones until a run of the answer keeps it.
 
         Args:
             problem: has the limit.
-            least: the plan that holds the least, if it is known: at first the planner may count as
-                much as for that.
+            least: the plan that holds the fewest bytes, if it is known. The first limit is at least
+                the planner's estimate for this plan, so that the planner can find it.
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        # The planner counts by a closed form, which may be above what the lists hold.
+        # The planner's estimate of the plan with the fewest bytes may exceed the bytes of its rows,
+        # and so a limit that the plan does keep.
         counted = (
             evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
         )
@@ -346,7 +358,7 @@ class _Asker:
                 planned = self.ask(replace(problem, memory_limit_bytes=asked))
             except Infeasible:
                 return None
-            # Asked for less, it answers the same: it would do so for ever.
+            # A planner that gives the same plan under a smaller limit would go on doing so.
             if planned.plan == before:
                 return None
             over = max(self.needed(problem, planned.plan)) - limit
@@ -356,24 +368,26 @@ class _Asker:
         return None
 
     def least(self, problem: Problem, limit: int) -> _Least:
-        """Finds the plan that holds the least, if it keeps the limit; of unlike devices in the best of their orders.
+        """Finds the plan that holds the fewest bytes, in the best order of unlike devices.
 
         Args:
-            problem: what the planner is asked.
-            limit: of the roomiest device.
+            problem: the problem that the planner is asked.
+            limit: the limit of the device with the most memory.
 
         Raises:
-            MemoryLimitExceeded: no plan keeps the limit, but would one that is named.
+            MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
         """
         if problem.schedule == AUTO:
-            # Where the order is open, the one that holds the least runs micro-batches one by one.
+            # If the order of tasks is open, running one micro-batch after another holds the least,
+            # because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
             problem = replace(problem, schedule=given_lists(lines_of(lists)))
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
         floors = list[_Least]()
-        # Orders that differ in slowness alone hold the same bytes, so one of each is looked at.
+        # Orders that put the same limits in the same places hold the same bytes, however fast the
+        # devices are, so only one of them is tried.
         for one in by_room.values():
             floors.append(_Least(self.floor(one, limit), one))
             if floors[-1].floor.bytes <= limit:
@@ -381,7 +395,7 @@ class _Asker:
         raise self._refusal(min(floors, key=lambda x: x.floor.bytes), limit)
 
     def floor(self, problem: Problem, limit: int) -> Floor:
-        """Finds the plan that holds the least, or the first that keeps a limit."""
+        """Finds the plan that holds the fewest bytes, or the first plan that keeps a limit."""
 
         def needed_bytes(decision: Decision) -> Sequence[int]:
             plan = answered(self.planner, problem, decision, self.places).plan
@@ -391,7 +405,7 @@ class _Asker:
         return floor(problem, needed_bytes, limit, keeps=keeps)
 
     def _refusal(self, least: _Least, limit: int) -> MemoryLimitExceeded:
-        """Says that no plan keeps the limit, and which limit would do."""
+        """Makes the error that no plan keeps the limit, with a limit that a plan would keep."""
         problem, stage, enough = least.problem, least.floor.stage, least.floor.bytes
         if not any(group.less_bytes for group in problem.groups):
             return MemoryLimitExceeded(
@@ -402,7 +416,7 @@ class _Asker:
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_limit = limit - less[problem.where[stage]]
         same = tuple(replace(group, less_bytes=0, slowness=()) for group in problem.groups)
-        # The limit that would do is one for all devices, as if they were alike.
+        # The message names one limit for all devices, which is found as if they were equal.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
             f"no plan of {self.planner} keeps the limits of the devices: at best {problem.name_of(stage)}, which "
@@ -421,30 +435,30 @@ def decide(
     *,
     fixed: bool,
 ) -> Planned:
-    """Asks the planner; whether a limit can be kept is decided on bytes alone, so that it is always decided alike.
+    """Asks the planner for a plan, and falls back to the plan that holds the fewest bytes.
 
-    A limit is kept if the plan that holds the least keeps it. Where the planner finds nothing that
-    does, as its seconds are on that day, that plan is taken.
+    A limit can be kept if the plan that holds the fewest bytes keeps it. This depends on bytes
+    only, so every run decides it in the same way. The planner's search also depends on measured
+    seconds and may find no plan under such a limit; the plan with the fewest bytes is then taken.
 
     Args:
-        planner: its name.
-        problem: what it is asked.
+        planner: the name of the planner.
+        problem: the problem that it is asked.
         places: the device of each stage.
-        held_bytes_of: what the device of each stage of a plan holds at most, by the lowered lists.
+        held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
         fixed: unlike devices stay in the order that they have.
 
     Raises:
-        MemoryLimitExceeded: no plan keeps the limit; the one that holds the least would keep the
-            limit that it names.
+        MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
     """
     limit, chosen = problem.memory_limit_bytes, find_planner(planner)
     asker = _Asker(planner, places, fixed, held_bytes_of)
     if limit is None or not chosen.asks_seconds:
         return asker.ask(problem)
-    # Other orders than 1F1B may hold less than what is counted here.
+    # `least_kept_bytes` counts for 1F1B, and an open order of tasks may hold less.
     is_open = problem.schedule == AUTO
     is_roomy = is_open or ASKING.counted_times * least_kept_bytes(problem) <= limit
-    # The plan that holds the least is dear to find, so a roomy problem is asked first.
+    # Finding the plan with the fewest bytes takes long, and if the limit is wide it is not needed.
     least = None if is_roomy else asker.least(problem, limit)
     planned = asker.unlimited(problem) or asker.within(problem, least)
     if planned is None and least is None:
@@ -464,22 +478,21 @@ def planned_again(
     slowness: Sequence[Slowness],
     held_bytes_of: HeldBytes | None,
 ) -> Planned | None:
-    """Plans again for devices that have become slower: cuts and fates, under the limits and over the links.
+    """Plans cuts and fates again for devices that have become slower, under the same limits.
 
     Args:
-        planned: what was planned for the devices as they were.
-        slowness: how many times longer than then the device of each stage takes for each layer.
-        held_bytes_of: what the device of each stage of a plan holds at most, if that is known.
+        planned: the plan for the devices as they were.
+        slowness: for each stage, how many times longer than before its device takes per layer.
+        held_bytes_of: returns the bytes of each stage's fullest device; None if they are unknown.
 
     Returns:
-        None if nothing keeps the limits, and if the planner is not asked again: it does as its
-            paper says, or
-        has sought an order of tasks, or stages have several devices.
+        None if no plan keeps the limits. None also if the planner is not asked again, because it is
+        a paper's, or a search has chosen the order of tasks, or stages have several devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:
         return None
-    # If stages share a device, the first of them tells which device it is.
+    # If several stages share a device, the first of them gives its number.
     first = [problem.places.index(place) for place in range(problem.devices)]
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]

@@ -1,4 +1,4 @@
-"""What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
+"""The question that planners answer about a model's shapes, for hardware that is not here."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,11 +41,16 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Training):
-    """A model, how many devices pass a micro-batch on, and how; nothing of it is allocated.
+    """A model and the pipeline it is to run in; no array of the model is allocated.
 
-    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key ->
-    params`. `said` is what the compiler of the hardware has said of programs, `models` remembers
-    what was traced, if the question is put again and again.
+    Args:
+        params: arrays, or shapes, or a function `key -> params`.
+        batch: a whole batch, as arrays or shapes.
+        stages: how many devices a micro-batch passes.
+        model_state: arrays or shapes, if the loss has a model state.
+        said: what the compiler of the hardware has reported about programs so far.
+        models: remembers traced models, by the number of micro-batches and the examples of each; a
+            dict if the question is asked several times.
     """
 
     params: Tree
@@ -68,9 +73,9 @@ class Question(Training):
         """Traces the model at the shapes of a micro-batch.
 
         Args:
-            examples: of a micro-batch, if not as many as there are in one.
-            present: the model with other examples, whose layers it is to have; None: it is cut by
-                itself.
+            examples: how many examples to trace with; unless given, those of a micro-batch.
+            present: the model traced with another number of examples, whose cuts into layers are
+                used; None: the cuts are found for this trace.
         """
         asked = self.microbatches, examples
         if present is None and self.models and asked in self.models:
@@ -79,7 +84,7 @@ class Question(Training):
         if examples is not None:
             resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
             micro_batch = jax.tree.map(resized, micro_batch)
-        # Shapes do not depend on the key.
+        # Any key will do, because shapes do not depend on it.
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
         model = trace_model(
@@ -98,25 +103,26 @@ class Question(Training):
         return model
 
     def _cutter(self, model: Model) -> OptimizerCutter:
-        """Finds what has traced the optimizer of a model, and does so once."""
+        """Returns what traces and cuts the optimizer of a model; it is made once per model."""
         key = self.microbatches, id(model.params)
         if key not in self._cutters:
             self._cutters[key] = OptimizerCutter.of(self, model)
         return self._cutters[key]
 
     def cut(self, model: Model, traced: Traced) -> OptimizerCut:
-        """Cuts the optimizer of a model for the layers of a trace."""
+        """Cuts the optimizer of a model into pieces for the layers of a trace."""
         return self._cutter(model).pieces(traced.graph, self.schedule)
 
     def costs(
         self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None
     ) -> Costs:
-        """Estimates the costs on the first device of a cluster.
+        """Estimates the seconds and bytes of layers on the first device of a cluster.
 
         Args:
-            cluster: on whose first device.
+            cluster: the hardware.
             traced: the model, if it is traced already.
-            optimizer: then its optimizer, cut for that trace.
+            optimizer: the optimizer, cut for `traced`; costs include its state if it is given or
+                if `traced` is not.
         """
         if traced is None:
             model = self.trace()
@@ -129,19 +135,21 @@ class Question(Training):
         return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
 
     def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
-        """Puts the optimizer's state where it is wanted."""
+        """Returns the plan with the fates that the question has for the optimizer's state."""
         return with_state_fates(traced.graph, plan, self.state_fates)
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
     ) -> list[Slowness]:
-        """Tells how many times longer each device takes for each layer than the first; nothing if as long.
+        """Returns, for each device, how many times longer than the first it takes for each layer.
+
+        The entry of a device that takes as long as the first is empty.
 
         Args:
             cluster: has the devices.
             traced: the model.
-            costs: on the first of them.
-            devices: so many of them are used.
+            costs: the costs on the first device.
+            devices: how many devices are used, from the first on.
         """
 
         def longer(device: Accelerator) -> Slowness:
@@ -152,15 +160,15 @@ class Question(Training):
         return slowness_by_kind(used, str, longer)
 
     def held_bytes(self, plan: Plan) -> list[int]:
-        """Returns the most that each device would hold in a run of a plan, compiled for the device at hand."""
+        """Returns each device's peak bytes in a run of a plan, compiled for the device at hand."""
         return [peak.bytes for peak in self.compiled(plan, shared_store()).peaks[:-1]]
 
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
-        """Compiles a plan as a run of it would; the first device at hand stands for all.
+        """Compiles a plan as a run would; the first device at hand stands for every device.
 
         Args:
-            plan: one of this model, with as many micro-batches.
-            store: compiles its programs.
+            plan: a plan for this model and its number of micro-batches.
+            store: compiles the programs.
         """
         model = self.trace()
         traced = split_as_planned(model.traced, plan.splits)
@@ -176,8 +184,8 @@ class Question(Training):
         """Makes the problem that a planner is asked.
 
         Args:
-            cluster: of whose devices the first ones are used.
-            memory_limit: for all, or for each; what the devices have unless given.
+            cluster: the hardware; its first devices are used.
+            memory_limit: bytes, for all devices or for each; unless given, all that devices have.
         """
         check_devices(self.stages, cluster)
         limits = limits_of_each(memory_limit, self.stages)
@@ -187,13 +195,13 @@ class Question(Training):
     def problem_of(
         self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut
     ) -> Problem:
-        """Makes the problem of a trace of the model.
+        """Makes the problem for a trace of the model.
 
         Args:
-            cluster: has the devices.
-            limits: what each may hold; none: what it has.
+            cluster: the hardware; its first devices are used.
+            limits: the bytes that each device may hold; empty: all that it has.
             traced: the model.
-            optimizer: in pieces.
+            optimizer: the optimizer, cut into pieces for `traced`.
         """
         costs, used = self.costs(cluster, traced, optimizer), cluster.accelerators[: self.stages]
         limits = limits or tuple(device.memory_bytes for device in used)
@@ -209,15 +217,15 @@ class Question(Training):
         pins: Pins,
         memory_limit: int | tuple[int, ...] | None = None,
     ) -> tuple[Shapes, LayerGraph]:
-        """Describes the shapes that a planner may choose from.
+        """Returns the shapes that a planner may choose from, and the layers of the model.
 
-        Also returns the layers of the model.
+        A shape says which devices each stage has, and how many examples a micro-batch has.
 
         Args:
-            cluster: whose first devices are used.
-            devices: how many.
-            pins: what is given of a shape.
-            memory_limit: for all, or for each; what the devices have unless given.
+            cluster: the hardware; its first devices are used.
+            devices: how many devices are used.
+            pins: the parts of the shape that the user gives.
+            memory_limit: bytes, for all devices or for each; unless given, all that devices have.
         """
         used = cluster.accelerators[:devices]
         limits = limits_of_each(memory_limit, devices) or tuple(x.memory_bytes for x in used)
@@ -230,18 +238,18 @@ class Question(Training):
         for b in smaller(largest, devices):
             if 1 in costs:
                 break
-            # A loss of other layers or operations at this size has no replicas with so few
-            # examples.
+            # Costs with so few examples are used only if the loss then has the same layers and
+            # operations. Otherwise no replica may have so few examples.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
         plain = Problem(costs[largest], self.schedule.chunks, self.schedule, 1, overlaps=True)
         model = on_cluster(plain, cluster)
-        # What goes from machine to machine does not use the links to the hosts.
+        # Copies between machines do not use the links to the hosts.
         model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
-        # A single example may be another program, without its batch axis.
+        # With a single example the loss may be another program, without a batch axis.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
         shapes = Shapes(model, local, cluster, devices, batch, pins)
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
@@ -249,9 +257,9 @@ class Question(Training):
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
-    """Gives a problem the links of a cluster; stages on several machines are joined by the slower link."""
+    """Returns a problem with a cluster's links: the network if stages lie on several machines."""
     check_devices(problem.devices, cluster)
-    # Stages take devices machine by machine.
+    # Stages take the devices of one machine after another: the first machine holds as many as fit.
     within = problem.devices <= cluster.devices_per_machine
     peer: Link = cluster.peer if within else cluster.network
     return replace(
@@ -265,12 +273,15 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 
 
 def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
-    """Tells how many times longer devices take than a profile says, which is one of the cluster's first device.
+    """Returns, for each device, how many times longer it takes for each layer than a profile says.
+
+    The profile is taken to be of the cluster's first device. The entry of a device that is as fast
+    is empty.
 
     Args:
-        cluster: of whose devices the products per second are compared; None: they are alike.
-        devices: how many are used.
-        layers: of the profile.
+        cluster: its devices' products per second are compared; None: all devices are equal.
+        devices: how many devices are used.
+        layers: how many layers the profile has.
     """
     if cluster is None:
         return [()] * devices
@@ -289,23 +300,23 @@ def given_pins(
     cuts: tuple[int, ...] | None = None,
     microbatches: int | None = None,
 ) -> tuple[int, Pins]:
-    """Checks what is given of a shape.
+    """Checks the parts of a shape that the user gives.
 
     Args:
         question: has the model and a whole batch.
         cluster: has the devices.
-        devices: how many there are; as many as `replicas` take, or all of the cluster's, unless
-            given.
-        stages: as all that follows, None if it is to be decided.
-        replicas: devices of each stage; "auto" is None.
-        cuts: layers of each stage.
-        microbatches: in a step.
+        devices: how many devices there are; unless given, as many as `replicas` take, or else all
+            of the cluster.
+        stages: how many stages; None, here and below, lets the planner decide.
+        replicas: how many devices each stage has; "auto" also lets the planner decide.
+        cuts: how many layers each stage has.
+        microbatches: how many a step has.
 
     Returns:
-        How many devices there are, and what is given.
+        How many devices there are, and the given parts.
 
     Raises:
-        ValueError: for what no plan has, with the values and the cure.
+        ValueError: no plan can have these parts; the message has the values and the cure.
     """
     counts = replicas if isinstance(replicas, tuple) else None
     there = devices or (sum(counts) if counts else cluster.devices)
@@ -332,7 +343,7 @@ def given_pins(
 
 
 def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
-    """Raises ValueError for planners that give each stage one device, and schedules that run no replicas."""
+    """Raises ValueError for planners and schedules that cannot have several devices per stage."""
     names = shape_planners()
     if others := [name for name in planners if name not in names]:
         raise ValueError(
@@ -352,14 +363,14 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 
 
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
-    """Chooses the local batches at which layers are looked at beside the whole micro-batch.
+    """Chooses the numbers of examples at which layers are traced, besides a whole micro-batch.
 
-    They are a replica's share, the least, and what is the least where one example is another
-    program.
+    They are the share of one replica if every device is one; then 1, the smallest share possible;
+    and 2, the smallest possible if the loss is another program for a single example.
 
     Args:
-        examples: of a micro-batch.
-        devices: that there are.
+        examples: how many a micro-batch has.
+        devices: how many devices there are.
 
     >>> smaller(64, 16), smaller(8, 2), smaller(1, 4)
     ((4, 1, 2), (4, 1, 2), ())
@@ -378,7 +389,7 @@ def check_devices(stages: int, cluster: Cluster) -> None:
 
 
 def check_sums(problem: Problem) -> None:
-    """Raises ValueError for seconds and bytes of which the planners cannot make sums."""
+    """Raises ValueError for seconds and bytes so large that the planners' sums lose accuracy."""
     layers, m, in_flight = problem.costs.layers, problem.microbatches, max(problem.in_flight)
     crossing = [edge.bytes for edge in problem.costs.edges]
     kept = [layer.options[0].kept_bytes for layer in layers]
@@ -388,7 +399,7 @@ def check_sums(problem: Problem) -> None:
         "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
     }
     for what, seconds in sums.items():
-        # Written so that NaN, which is in no order, is refused too.
+        # `not <=` also refuses NaN, for which every comparison is false.
         if not seconds <= MOST_S:
             raise ValueError(
                 f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
@@ -398,7 +409,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
-    # What one device for all layers holds if it keeps everything: none holds more under any plan.
+    # One device that has all layers and keeps every value holds the most of all plans.
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(

@@ -1,6 +1,7 @@
-"""The session of a pipeline: it runs one step after another, and changes the plan or the model between them."""
+"""The session of a pipeline: it runs steps, and changes the plan or the model between two steps."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,13 +43,13 @@ _log = logging.getLogger("jvpipe")
 
 
 class Migrations:
-    """Queues migrations in the order of their moments, and makes each when it is due.
+    """The queue of migrations (changes of the plan that move layers), in order of their moments.
 
     Args:
-        compiled_plans: those of the model; a migration that is made changes their plan.
-        controller: runs what moves.
-        limits: kept while layers move.
-        warmup_updates: the first updates of an asynchronous run, which are made in synchronous
+        compiled_plans: the compiled plans of the model; each migration changes their plan.
+        controller: runs the copies of a migration.
+        limits: in bytes; a migration keeps them while layers move.
+        warmup_updates: how many of the first updates of an asynchronous run are made in synchronous
             steps.
     """
 
@@ -65,15 +66,15 @@ class Migrations:
         self.history: list[PlanChange] = []
 
     def request(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
-        """Prepares a migration and queues it, of several processes in all.
+        """Prepares a migration and queues it; all processes of the run must request the same.
 
-        Raises what `Pipeline.migrate` raises.
+        Raises the errors of `Pipeline.migrate`.
 
         Args:
-            state: the newest.
-            plan: the plan to come.
-            at: (step, micro-batch) from which it holds; now unless given.
-            why: kept in `history`.
+            state: the newest state.
+            plan: the plan to migrate to.
+            at: (step, micro-batch) from which the plan holds; None: the next step.
+            why: the reason, which `history` keeps.
         """
         if (hosts := self._compiled_plans.settings.hosts) is not None:
             asked = {"plan": plan.to_json(), "moment": at, "reason": why, "step": state.step}
@@ -90,18 +91,22 @@ class Migrations:
             step, microbatch = earliest, 0
         old = self.queue[-1].new if self.queue else self._compiled_plans.current
         stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
-        if old.previous and not stream_steps:  # what is in flight by then is known when it is due
+        # `run_due` prepares the migration again if something is in flight after all.
+        if old.previous and not stream_steps:
             old = replace(old, previous=None)
         if microbatch and (old.plan.replicated or plan.replicated):
             raise ValueError(
                 f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
             )
-        # It follows the last that waits, not the present plan.
+        # The migration begins at `old`, the plan of the last queued one, not at the present plan.
         new = self._compiled_plans.with_plan(plan, old)
         self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
 
     def plan_between(self, step: int) -> Plan:
-        """Returns the plan of a step whose batch has other shapes than init's: all that is due in it comes before."""
+        """Returns the plan of a step whose batch has other shapes than the first batch of the run.
+
+        Migrations that are due inside such a step are made before it.
+        """
         due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
         return due[-1] if due else self._compiled_plans.current.plan
 
@@ -111,19 +116,20 @@ class Migrations:
         """Makes the migrations that are due between two steps; returns the state after them.
 
         Args:
-            state: the newest.
-            drain: finishes what is in flight.
-            compiled: runs the next step; a migration due inside that step waits for it if this is
-                its plan.
+            state: the newest state.
+            drain: finishes the micro-batches in flight.
+            compiled: the compiled plan of the next step. A migration due inside that step is left
+                to it, if `compiled` has the present plan and shapes; otherwise it is made now.
 
         Raises:
-            StageError: a copy failed; its `state` is whole under the old plan.
+            StageError: a copy failed; the error's `state` is whole under the old plan.
         """
         while self.queue and (change := self.queue[0].change).step <= state.step:
             migration, old = self.queue[0], self._compiled_plans.current
             runs = compiled in (None, old) and state.updates >= self._warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
-            # It was prepared for a moment that may have come otherwise: then it is prepared again.
+            # A migration was prepared for one plan, number of stream steps and micro-batch. If one
+            # of them has turned out differently, it is prepared again.
             foreseen = migration.old, migration.stream_steps, change.microbatch
             if foreseen != (old, old.representative(state.stream_steps), m):
                 new = replace(migration.new, previous=None)
@@ -134,7 +140,7 @@ class Migrations:
             if migration.change.how == "inside":
                 break
             self.queue.popleft()
-            # Between two steps nothing is in flight.
+            # Layers move between two steps only if no micro-batch is in flight.
             state = drain(state)
             state.check(migration.bound.lowered.persistent)
             self._controller.settle()
@@ -166,18 +172,18 @@ class Migrations:
         return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None
 
     def commit(self, migration: Migration) -> None:
-        """Notes that a migration was made: the new plan holds from here on."""
+        """Makes the new plan the present one, and adds the migration to `history`."""
         self._compiled_plans.adopt(migration.new)
         self.history.append(migration.change)
         _log.info("%s", migration.change)
 
     def begin_run(self) -> None:
-        """Forgets what was to come and what has been: that was another run's."""
+        """Forgets the queued and the past migrations, which belong to the run before."""
         self._discard("run")
         self.history = []
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Trains another model from here on; what was to come was of the one before."""
+        """Takes another model's compiled plans; forgets migrations queued for the model before."""
         self._discard("model")
         self._compiled_plans = compiled_plans
 
@@ -190,7 +196,10 @@ class Migrations:
 
 
 class _StepRun(NamedTuple):
-    """The rows of a step, and the run's numbers after it; `migration` is made inside it."""
+    """The rows of a step, its number of updates, and how many steps the stream has had after it.
+
+    `migration` is the one made inside the step, if there is one.
+    """
 
     compiled: CompiledPlan
     bound: Bound
@@ -201,7 +210,7 @@ class _StepRun(NamedTuple):
 
 
 class Session(Engine):
-    """Runs what one pipeline was asked for; also what tools and tests look into, as `pipe.session`.
+    """The part of a pipeline that runs steps; tools and tests reach it as `pipe.session`.
 
     Args:
         settings: the pipeline's options, checked.
@@ -218,17 +227,17 @@ class Session(Engine):
 
     @property
     def history(self) -> list[PlanChange]:
-        """The plans that took another's place in this run: when, why, what moved."""
+        """The migrations of this run: when and why each was made, and what it moved."""
         return self.migrations.history
 
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
-        """Forgets the run before, also the changes that were to come and those that have been; see `Engine.reset`."""
+        """Forgets the run before, with its queued and past changes of plan; see `Engine.reset`."""
         super().reset(compiled, making)
         self.migrations.begin_run()
         self.model_history = []
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Runs another model from here on."""
+        """Runs another model from now on."""
         if compiled_plans is not self.compiled_plans:
             super().follow(compiled_plans)
             self.migrations.follow(compiled_plans)
@@ -237,12 +246,15 @@ class Session(Engine):
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
-        What went wrong before is told first; the state is whole then. In a stream the losses are
-        waited for while another step is under way, else they are looked at once they are there.
-        Where code on the host can fail, a step is not done before the one before it. What is in
-        flight has the shapes of the first batch: it is finished before a batch of other shapes, and
-        this one within its step.
+        Errors of earlier steps are raised first, while the given state is still whole. Then earlier
+        losses are checked to be finite: in a stream (a run without flushes) the step waits for the
+        losses of all steps except the last one, otherwise only losses that have come are checked.
+        A step that calls code on the host, which can fail, waits for the step before it.
+
+        Only micro-batches with the shapes of the first batch can be in flight. They are finished
+        before a batch of other shapes runs, which is then finished within its own step.
         """
+        start_s = time.perf_counter()
         self.check_state(state)
         self.controller.check()
         self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
@@ -257,12 +269,12 @@ class Session(Engine):
             check = partial(self.limits.check, to_run.peaks, self.settings.devices)
             together(self.settings.hosts, "limits", check)
             state = self.drain(state)
-            # It was adopted again if something was in flight.
+            # Draining may have adopted a compiled plan without the earlier plans of the stream.
             fitting = self.compiled_plans.for_batch(batch)
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        # Where code on the host can fail, a step waits for the one before it.
+        # `marks` are of programs that call code on the host: `settle` waits for those so far.
         earlier_marks = len(self.controller.marks)
         feeds = self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
@@ -283,25 +295,25 @@ class Session(Engine):
         after = replace(
             state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates
         )
-        return after if compiled is self.compiled else self._finish(after, compiled), metrics
+        if compiled is not self.compiled:
+            after = self._finish(after, compiled)
+        self.grouping.note_step(time.perf_counter() - start_s)
+        return after, metrics
 
     def _record(self, uses: Sequence[Use], state: State) -> None:
-        """Records the weights that the tasks of a step read, for whoever replays the run."""
+        """Records which weights the tasks of a step read, so that the run can be replayed."""
         first = state.step * self.settings.microbatches
         self.ledger.versions.record(uses, first, state.updates)
 
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
-        """Looks up the rows of a step.
-
-        A migration that is due inside it leaves the queue, whatever follows.
-        """
+        """Returns the rows of a step, and takes a migration that is due inside it off the queue."""
         compiled = self.compiled_at(batch, state.updates)
         migration = self.migrations.pop_due_inside(state.step)
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
-            # Only the synchronous steps that warm up an asynchronous run are replayed from a
-            # record.
+            # A synchronous run is replayed without a record. A record is needed for the synchronous
+            # steps at the start of an asynchronous run.
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
             bound = migration.bound if migration else compiled.step
             return _StepRun(compiled, bound, uses, 1, 0, migration)
@@ -312,10 +324,11 @@ class Session(Engine):
         return _StepRun(compiled, bound, step.uses, updates, before + 1, migration)
 
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
-        """Returns the metrics of a step by name; its losses are looked at later."""
+        """Returns the metrics of a step by name, and has its losses checked later."""
         values = self.readable(values)
-        # In a stream each micro-batch may have read other weights, so each loss is watched.
-        apart = run.stream_steps > 0  # then the losses of the micro-batches follow
+        # In a stream each micro-batch may have read other weights, so each loss is checked. The
+        # micro-batches' losses are then the last of the values.
+        apart = run.stream_steps > 0
         losses = values[-self.settings.microbatches :] if apart else []
         metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
         self.loss_watch.add(
@@ -324,21 +337,21 @@ class Session(Engine):
         return metrics
 
     def compiled_in_the_past(self, batch: Tree, microbatch: int, updates: int) -> CompiledPlan:
-        """Finds what a micro-batch of this run was computed with.
+        """Returns the compiled plan under which an earlier micro-batch of this run was computed.
 
         Args:
-            batch: its batch.
-            microbatch: its number, from the start of the run.
-            updates: those of the weights that it read.
+            batch: the batch of the micro-batch.
+            microbatch: the micro-batch's number, counted from the start of the run.
+            updates: how many updates the weights that it read had had.
         """
         compiled = self.compiled_at(batch, updates)
         moment = divmod(microbatch, self.settings.microbatches)
-        # The plan of then is the one that the next change has replaced.
+        # The first change after that moment replaced the plan of that moment.
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
 
     def drain(self, state: State) -> State:
-        """Finishes what is in flight."""
+        """Finishes the micro-batches in flight."""
         self.check_state(state)
         state = self._finish(state, self.compiled)
         if self.compiled.previous:
@@ -346,7 +359,7 @@ class Session(Engine):
         return state
 
     def _finish(self, state: State, compiled: CompiledPlan) -> State:
-        """Finishes what this compiled plan has in flight."""
+        """Finishes the micro-batches that this compiled plan has in flight."""
         if not state.stream_steps:
             return state
         step, bound = compiled.drain(state.stream_steps)
@@ -360,22 +373,21 @@ class Session(Engine):
 def switch_model(
     session: Session, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree
 ) -> State:
-    """Goes on with another model; what is in flight is finished first.
+    """Goes on with another model; micro-batches in flight are finished first.
 
     Args:
-        session: what trains the present model.
-        state: the newest; consumed.
-        loss_fn: of the same kind as the present one.
-        params: those of the new model; of what is kept or comes back shapes are enough.
-        model_state: of the new model; by default the present one.
+        session: the session that trains the present model.
+        state: the newest state, which is consumed.
+        loss_fn: the new loss, with the same arguments and kinds of results as the present one.
+        params: the new model's parameters; shapes suffice for a parameter that the present model
+            has or that is parked on the host.
+        model_state: the new model's state; the present one unless given.
 
     Raises:
-        ValueError: the loss reads a parameter that `params` lack, or one has another shape than
-            before.
-        MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has
-            changed.
-        StageError: something failed on the way; its `state` is the present model's, drained and
-            whole.
+        ValueError: the loss reads a parameter that `params` lack, or a parameter has another shape
+            than before; nothing has changed.
+        MemoryLimitExceeded: the new model does not keep the limit; nothing has changed.
+        StageError: a copy failed; the error's `state` is the present model's, drained and whole.
     """
     session.check_state(state)
     models, present = session.known_models, session.compiled_plans
@@ -389,7 +401,8 @@ def switch_model(
     }
     switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")
-    session.check_losses(state, wait=bool(state.stream_steps))  # while their versions are known
+    # Losses are checked before the ledger of versions, which messages need, is replaced.
+    session.check_losses(state, wait=bool(state.stream_steps))
     state = session.drain(state)
     state.check(len(session.compiled.persistent))
     try:

@@ -1,4 +1,4 @@
-"""What a pipeline trains and how: its options, checked, and the optimizer and trees in the pieces that layers own."""
+"""The settings of a pipeline, the cutting of its optimizer, and the splitting of its pytrees."""
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -41,19 +41,19 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained and how, wherever its stages lie.
+    """The settings of a training that do not depend on devices.
 
     Args:
         loss_fn: the loss of the first model.
-        optimizer: as it was given.
+        optimizer: the optimizer as the user gave it.
         microbatches: how many a batch is split into.
-        schedule: in which order they run.
-        has_aux: the loss returns something beside.
-        has_state: the loss carries a model state.
-        stacked: "per_layer" if the optimizer sees slices of the layers that a scan stacks, None if
-            arrays.
+        schedule: the order in which micro-batches run.
+        has_aux: the loss also returns auxiliary values.
+        has_state: the loss takes and returns a model state.
+        stacked: "per_layer" if the optimizer sees a parameter for each layer of a scan; None if it
+            sees the stacked arrays.
         frozen: patterns of parameters that nothing updates.
-        state_fates: of the optimizer's state, by patterns of the paths of parameters.
+        state_fates: the fates of the optimizer's state, by patterns of the paths of parameters.
     """
 
     loss_fn: Callable[..., Any]
@@ -72,27 +72,27 @@ class Settings(Training):
     """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
 
     Args:
-        stages: the devices that the pipeline passes, or a plan for the first model's layers; None
-            if `shares` has their number decided.
-        planner: the name of what chooses cuts and fates.
-        limits: in bytes, what each device may hold; none: there is no limit.
-        host_limit_bytes: for swapped and parked values on the host.
-        fates: of tensors, by patterns of their names.
+        stages: the number of devices that a micro-batch passes, or a plan for the first model's
+            layers; None if the planner decides the number (`shares`).
+        planner: the name of the planner, which chooses cuts and fates.
+        limits: the bytes that each device may hold; empty if there is no limit.
+        host_limit_bytes: the limit for swapped and parked values on the host.
+        fates: the fates of tensors, by patterns of their names.
         checkpoint: torchgpipe's mode.
-        devices: the distinct ones.
+        devices: the distinct devices.
         places: the device of each stage, as an index; empty if a plan was given.
-        splits_unasked: `microbatches` was left out, so batches are split although nobody asked for
-            it.
-        replicas: of each stage all devices, if one has several.
-        shares: how many devices each stage has is decided.
-        sharding: how parameters lie over the devices of a place, if there are several.
-        reductions: given for leaves of aux and of the model state.
-        deferred_batch_norm: what batch norms remember changes once a batch.
+        splits_unasked: `microbatches` was left out, so batches are split although the user did not
+            ask for it.
+        replicas: all devices of each stage, if some stage has several.
+        shares: the planner decides how many devices each stage has.
+        sharding: how parameters lie over the devices of a place, if places are meshes.
+        reductions: the user's reductions for leaves of aux and of the model state.
+        deferred_batch_norm: running statistics of batch norms change once per batch.
         grad_norm: also report the global norm of the gradient.
-        remeasure: measure again what an earlier process has measured.
-        group: consecutive layers of a stage run as one program.
+        remeasure: measure layers again, although an earlier process has measured them.
+        group: consecutive layers of a stage run as one program; None: once that pays.
         hosts: the processes of the run, if there are several.
-        speeds: how fast each device is beside the others; none: what is measured tells.
+        speeds: the relative speed of each device; empty if measurements are to tell.
     """
 
     stages: int | Plan | None
@@ -111,18 +111,21 @@ class Settings(Training):
     deferred_batch_norm: bool
     grad_norm: bool
     remeasure: bool
-    group: bool
+    group: bool | None
     hosts: Hosts | None
     speeds: tuple[float, ...]
 
     @property
     def chooses_fates(self) -> bool:
-        """Whether the planner chooses fates: one that does, under a limit."""
+        """Whether the planner chooses fates: there is a limit, and it is a planner that can."""
         return bool(self.limits) and find_planner(self.planner).chooses_fates
 
     @property
     def asks_fates(self) -> bool:
-        """Whether it matters what layers take that do not keep everything: it is chosen, or all is computed again."""
+        """Whether layers have to be measured under other fates than keep.
+
+        That is the case if the planner chooses fates, or recomputes all values.
+        """
         return self.chooses_fates or find_planner(self.planner).fate_rule is FateRule.RECOMPUTES
 
     def __str__(self) -> str:
@@ -131,23 +134,25 @@ class Settings(Training):
         return f"{loss}, {how}, {len(self.devices)} devices"
 
 
-# What all processes of a run must have alike, part by part, so that a difference can be named.
+# All processes of a run must have equal settings. They are compared in parts, so that a message can
+# name the part that differs.
 
 Parts = list[tuple[str, str]]
-"""The name of each part, and a text that is equal where the part is: one thought per line."""
+"""The name of each part, and a text that is equal exactly if the part is. A message shows the line
+of the text that differs, so lines should be short."""
 
 
 def library_versions() -> Parts:
-    """Returns the versions of what computes."""
+    """Returns the versions of the packages that results depend on, and of Python."""
     names = ("jax", "jaxlib", "jvpipe")
     return [*((name, version(name)) for name in names), ("python", platform.python_version())]
 
 
 def option_parts(settings: Settings) -> Parts:
-    """Returns the options of a pipeline except its functions, which are compared once they are traced."""
+    """Returns the options of a pipeline, without its functions, whose traces are compared later."""
     apart = ("loss_fn", "optimizer", "hosts")
     names = [one.name for one in fields(settings) if one.name not in apart]
-    # All fields: one that is added later cannot be forgotten here.
+    # All fields are taken, so that one that is added later is compared as well.
     values = {name: getattr(settings, name) for name in names}
     stages, schedule = settings.stages, settings.schedule
     values |= {
@@ -164,26 +169,27 @@ def option_parts(settings: Settings) -> Parts:
     ]
 
 
-# The optimizer in pieces, for the updates of a schedule.
+# The optimizer is cut into pieces, one for each layer, because layers are updated on their devices.
 
 _Readers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class OptimizerCutter:
-    """Cuts an optimizer into pieces, for whatever layers the parameters are split into.
+    """A cutter of an optimizer into pieces for any split of the parameters into layers.
 
-    It is traced once for all.
+    The optimizer is traced once for all splits.
 
     Args:
-        optimizer: any optax transformation.
-        params: the parameters' tree, split into layers.
-        microbatches: of a step.
+        optimizer: an optax transformation.
+        params: the tree of parameters, with stacked ones split into layers.
+        microbatches: how many a step has.
         grad_norm: also compute the gradient's norm.
-        sharding: how parameters lie over the devices of a place; what an optimizer has of one lies
-            as that does.
-        stacks: the optimizer sees these of the parameters as arrays; None: all slices alone.
-        frozen: parameters that the user freezes; the optimizer does not see them.
+        sharding: how parameters lie over the devices of a place; the optimizer's state of a
+            parameter lies like the parameter.
+        stacks: the parameters that the optimizer sees as stacked arrays; None: it sees the slice of
+            each layer as a parameter.
+        frozen: the parameters that the user freezes; the optimizer does not see them.
     """
 
     optimizer: Optimizer
@@ -208,10 +214,10 @@ class OptimizerCutter:
         grad_norm: bool = False,
         sharding: Sharding | None = None,
     ) -> "OptimizerCutter":
-        """Makes what cuts the optimizer of a model.
+        """Makes the cutter for the optimizer of a model.
 
         Args:
-            settings: has the optimizer, and what it sees.
+            settings: has the optimizer and says how it sees parameters.
             model: has the parameters.
             grad_norm: also compute the gradient's norm.
             sharding: how parameters lie over the devices of a place.
@@ -228,15 +234,15 @@ class OptimizerCutter:
         )
 
     def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
-        """Cuts the optimizer for the layers of a graph, to be run.
+        """Cuts the optimizer for the layers of a graph, into pieces that the schedule can run.
 
         Args:
             graph: the layers that own the parameters.
-            schedule: says how many micro-batches an update takes.
+            schedule: says how many micro-batches an update has.
 
         Raises:
-            ValueError: it needs a value of all layers at once, and the schedule updates them at
-                different times.
+            ValueError: the optimizer needs a value of all layers at once, and the schedule updates
+                layers at different times.
         """
         cut = self.pieces(graph, schedule)
         if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
@@ -250,11 +256,11 @@ class OptimizerCutter:
         return cut
 
     def pieces(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
-        """Cuts the optimizer for the layers of a graph, to be looked at: the schedule may not be able to run it.
+        """Cuts the optimizer for the layers of a graph, even if the schedule cannot run the pieces.
 
         Args:
             graph: the layers that own the parameters.
-            schedule: says how many micro-batches an update takes.
+            schedule: says how many micro-batches an update has.
         """
         owners = tuple(p.owner for p in graph.parameters)
         readers, microbatches = self._sums(graph, schedule)
@@ -281,16 +287,17 @@ class OptimizerCutter:
         return self._trace(readers, None if graph.weighted else self.microbatches)
 
     def freeze(self, traced: Traced) -> Traced:
-        """Returns the same layers where what the user or the optimizer freezes has no gradient.
+        """Returns the layers without gradients of parameters that user or optimizer freeze.
 
         Raises:
-            ValueError: a parameter that is left can have no gradient, or none is left.
+            ValueError: a trained parameter cannot have a gradient, or no parameter is trained.
         """
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
-            # Its message names the parameter, that of the optimizer would not.
-            freeze(traced, self.frozen)  # perhaps it is given what no optimizer takes, integers
+            # The optimizer may have failed because a parameter has integers. If so, `freeze` raises
+            # an error that names the parameter, which the optimizer's error would not.
+            freeze(traced, self.frozen)
             raise
         left = freeze(traced, found)
         graph = left.graph
@@ -300,13 +307,16 @@ class OptimizerCutter:
         return left
 
     def text(self, graph: LayerGraph, schedule: Schedule) -> str:
-        """Writes the update of a graph's parameters, in words that are mostly the same in every process."""
-        # A structure has no names of variables, which differ between processes.
+        """Returns a text of the update of a graph's parameters, to recognise it in other processes.
+
+        It may contain addresses of functions, which differ between processes.
+        """
+        # Unlike a jaxpr, a structure has no names of variables, which would differ as well.
         update = self._trace(*self._sums(graph, schedule)).update.jaxpr
         return repr(structure(update.eqns, update.invars, update.outvars))
 
     def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
-        """Lines that are equal where the optimizer begins and updates the parameters of a graph alike."""
+        """Returns lines that are equal if two optimizers make equal states and equal updates."""
         traced = self._trace(*self._sums(graph, schedule))
         parts = {"update": traced.update, "init": traced.init}
         return [
@@ -314,7 +324,7 @@ class OptimizerCutter:
         ]
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
-        """Tells how many gradients each parameter has, and by what their sum is divided."""
+        """Returns how many gradients each parameter has, and the divisor of their sum, if any."""
         readers = tuple(len(p.readers) for p in graph.parameters)
         return readers, None if graph.weighted else schedule.period(self.microbatches)
 
@@ -333,21 +343,21 @@ class OptimizerCutter:
         return self._traced[key]
 
 
-# The caller's pytrees, taken apart into the leaves that layers own, and put together again.
+# The caller's pytrees are split into the leaves that layers own, and joined again.
 
 
 @dataclass(frozen=True)
 class Trees:
-    """The trees that a model was traced with, as shapes.
+    """The caller's trees with which a model was traced, as shapes.
 
-    Layers that the caller stacks are leaves of their own below.
+    Split trees have a leaf for each layer in place of each stacked array.
 
     Args:
         params: the parameters.
         batch: a whole batch.
         rng: the key of the run, if it has one.
-        model_state: with `has_state`.
-        stacks: how stacked parameters are split into layers.
+        model_state: the model state, if the loss has one (`has_state`).
+        stacks: says how stacked parameters are split into layers.
     """
 
     params: Tree
@@ -357,24 +367,24 @@ class Trees:
     stacks: Stacks
 
     def join_params(self, leaves: Sequence[Any]) -> Tree:
-        """Puts the parameters' leaves together as the caller gave them."""
+        """Joins the leaves of parameters to a tree like the caller's."""
         return self.stacks.join(jax.tree.unflatten(jax.tree.structure(self._split_params), leaves))
 
     def split_params(self, params: Tree) -> list[Any]:
-        """Takes parameters apart that are like the caller's; ValueError names the first leaf that is not."""
+        """Splits a tree of parameters; ValueError names the first leaf that is not as expected."""
         return leaves_like(params, self._split_params, self.stacks, "params")
 
     def join_model_state(self, leaves: Sequence[Any]) -> Tree:
-        """Puts the leaves of the model state together; those that jvpipe added are behind the user's."""
+        """Joins the leaves of the model state, without those that jvpipe added at the end."""
         tree = jax.tree.structure(self.model_state)
         return jax.tree.unflatten(tree, leaves[: tree.num_leaves])
 
     def join_optimizer_state(self, optimizer: OptimizerCut, leaves: Sequence[Any]) -> Tree:
-        """Puts the leaves of the optimizer's state together as `optimizer.init(params)` gives it."""
+        """Joins the leaves of the optimizer's state to the tree of `optimizer.init(params)`."""
         return self.stacks.join(jax.tree.unflatten(optimizer.state_tree, leaves))
 
     def split_optimizer_state(self, optimizer: OptimizerCut, tree: Tree) -> list[Any]:
-        """Takes a state of the optimizer apart; ValueError names the first leaf that is none of this optimizer's."""
+        """Splits an optimizer state; ValueError names the first leaf that is not as expected."""
         shapes = jax.tree.unflatten(
             optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state]
         )
@@ -386,26 +396,26 @@ class Trees:
 
 
 def with_sums(leaves: Sequence[Any], state: Sequence[Array]) -> list[Any]:
-    """Returns the leaves of a model state at the start of a batch, those of deferred batch norms behind the user's.
+    """Returns the user's leaves of a model state, followed by zeros for deferred batch norms' sums.
 
     Args:
-        leaves: the user's.
-        state: the shapes of all.
+        leaves: the user's leaves.
+        state: the shapes of all leaves; the last ones are those of the sums.
     """
     return [*leaves, *(np.zeros(array.shape, array.dtype) for array in state[len(leaves) :])]
 
 
 def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
-    """Returns the leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
+    """Returns the leaves of a user's tree on the host, with stacked arrays split into layers.
 
     Args:
-        tree: arrays.
-        split: the shapes of the pipeline's own tree, its stacks split.
-        stacks: these.
-        what: what the tree is, for the message.
+        tree: a tree of arrays.
+        split: the expected shapes, with stacks split.
+        stacks: says how stacked arrays are split.
+        what: names the tree in the message.
 
     Raises:
-        ValueError: its containers, paths, shapes or types are others.
+        ValueError: the tree has other containers, paths, shapes or types than expected.
 
     >>> stacks = Stacks(jax.tree.structure({"w": 0}), (2,))
     >>> split = stacks.split({"w": jax.ShapeDtypeStruct((2, 3), np.float32)})
@@ -416,7 +426,7 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
     ...
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
-    # Compared as the caller knows the tree: with stacks whole, not in slices.
+    # Trees are compared with stacks joined, so that messages are about the caller's arrays.
     expected = stacks.join(
         split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
     )

@@ -1,15 +1,15 @@
-"""Layers cut inside, where whole layers leave a stage slower than the others, or keep no limit.
+"""Cutting layers in two, if whole layers leave one stage slower than the others or keep no limit.
 
-vPipe and DawnPiper cut between nodes of the framework's graph; so does this, but only where it
-pays, for each layer costs a dispatch per micro-batch. All places inside layers, and between them,
-are looked at together: of the cuts whose slowest stage is nearly the least, those that cut the
-fewest layers and send the fewest bytes are taken. Which layers are cut may depend on measured
-seconds; what a run computes does not, for only cuts are made that keep all bits
-(`programs.bit_equality`).
+vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts inside
+layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
+inside layers and between them are considered together. Among the cuts whose slowest stage is nearly
+the fastest possible, those are taken that cut the fewest layers and send the fewest bytes. Measured
+seconds may decide which layers are cut, but they do not change what a run computes: a layer is cut
+only if its halves give bitwise identical results (`programs.bit_equality`).
 
-Finer layers also hold less, and whether a memory limit can be kept must not hang on seconds. So
-under a limit there are two models that may keep it, whatever a clock says: whole layers, and all of
-them halved.
+A stage of finer layers may hold fewer bytes. Whether a memory limit can be kept must not depend on
+seconds, so under a limit only two models are tried, whatever the clock says: the one with whole
+layers, and the one with all layers halved.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -40,20 +40,21 @@ from jvpipe.trace.layer_split import (
 
 @dataclass(frozen=True)
 class SplitEffort:
-    """When a layer is worth being cut, and how often that is tried.
+    """When it is worth cutting a layer, and how many tries are made.
 
     Attributes:
-        slow_times: how many times slower than the mean a stage is before its layers are cut.
-        near_times: how many times slower than need be a stage may stay for fewer layers that are
-            cut.
-        apart: the share of a stage's mean seconds by which two places differ of which both are
-            looked at.
-        worth_s: seconds on a micro-batch, forward and backward, under which a layer is not cut: a
-            dispatch takes some 0.05 ms.
-        gain: the share of a step that finer layers must save.
-        rounds: how often layers are cut.
-        layers_per_stage: of models of more layers per stage, halves hold hardly less.
-        places: in a layer that are tried for halves.
+        slow_times: layers are cut if the slowest stage takes more than this many times the mean.
+        near_times: cuts whose slowest stage takes up to this many times the least possible are
+            accepted, because they may cut fewer layers.
+        apart: a share of a stage's mean seconds; if two places inside layers are closer than this,
+            one of them is left out.
+        worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and backward,
+            is not cut, because a dispatch takes some 0.05 ms.
+        gain: the share of a step's seconds that finer layers must save.
+        rounds: how many times layers may be cut, and cut again.
+        layers_per_stage: layers are not halved to keep a limit if there are more of them than this
+            per stage, because a stage then holds hardly less.
+        places: how many places of a layer are tried.
     """
 
     slow_times: float = 1.03
@@ -69,7 +70,8 @@ class SplitEffort:
 SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
-"""Whether a layer of a model is bitwise identical to the two that it is in another."""
+"""Tells whether a layer of one model gives results bitwise identical to those of its two halves in
+another model; called with the whole model, the layer and the cut model."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,16 @@ class CutCandidate:
 
 @dataclass(frozen=True)
 class Splitter:
-    """Cuts layers in two on a kind of device; `keeps_bits` says whether that changes no bit."""
+    """A cutter of layers; `keeps_bits` tells whether halves give bitwise identical results.
+
+    `device` is the kind of device whose seconds say where the middle of a layer is.
+    """
 
     device: Accelerator
     keeps_bits: BitCheck
 
     def finest(self, traced: Traced, stages: int) -> Traced:
-        """Cuts a model into at least so many layers, if it can be cut so fine."""
+        """Cuts a model into at least as many layers as stages, or as finely as it can be cut."""
         while len(traced.graph.layers) < stages:
             finer = self.finer(traced, range(len(traced.graph.layers)))
             if finer is None:
@@ -99,17 +104,18 @@ class Splitter:
     def within_limit(
         self, traced: Traced, stages: int, plan: Callable[[Traced], CutCandidate]
     ) -> tuple[CutCandidate, int]:
-        """Plans whole layers, or halves where those keep no limit.
-
-        Also says how often layers may be cut further.
+        """Plans whole layers, or halved layers if whole ones keep no limit.
 
         Args:
-            traced: the model in whole layers.
-            stages: of the plans.
-            plan: makes one.
+            traced: the model with whole layers.
+            stages: how many stages the plan has.
+            plan: makes a plan of a model.
+
+        Returns:
+            The plan, and how many more times layers may be cut: whole layers once, halves never.
 
         Raises:
-            MemoryLimitExceeded: no plan keeps the limit; the least that would do is named.
+            MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit of both.
         """
         try:
             return plan(traced), 1
@@ -128,12 +134,12 @@ class Splitter:
         plan: Callable[[Traced], CutCandidate],
         rounds: int = SPLITTING.rounds,
     ) -> CutCandidate:
-        """Finds a plan with finer layers that is faster by more than `SPLITTING.gain`; else returns the first.
+        """Returns a plan with finer layers that saves at least `SPLITTING.gain`, or else `begin`.
 
         Args:
-            begin: the plan that is there.
-            plan: makes another.
-            rounds: how often layers may be cut.
+            begin: the plan so far.
+            plan: makes a plan of a model.
+            rounds: how many times layers may be cut.
         """
         best = begin
         for _ in range(rounds):
@@ -150,9 +156,11 @@ class Splitter:
         return best
 
     def evener(self, traced: Traced, planned: Planned) -> Traced | None:
-        """Returns the model with layers cut where stages would be as even as can be.
+        """Returns the model with layers cut such that stages become as even as possible.
 
-        Returns None if no layer need be.
+        Returns None if no cut inside a layer makes them more even, or each try is refused because
+        results would not be bitwise identical. After a refusal, the refused place is left out for
+        all layers of the same kind.
 
         Args:
             traced: the model.
@@ -164,7 +172,7 @@ class Splitter:
             for group in planned.problem.together
             for layer in range(min(group), max(group) + 1)
         }
-        # Layers that must share a stage have no cut between them, so a cut inside of one is no use.
+        # Layers that must share a stage cannot be separated, so cutting one of them gains nothing.
         apart = (i for i in range(len(seconds)) if i not in together)
         worth = [i for i in apart if seconds[i] >= SPLITTING.worth_s]
         inside = places_inside(traced, worth, self._equation_s)
@@ -187,13 +195,10 @@ class Splitter:
     def _first_wrong(
         self, traced: Traced, where: Sequence[tuple[int, int]]
     ) -> tuple[int, int] | None:
-        """Returns the first of some places at which a cut would change bits.
-
-        Returns None if all may be cut.
-        """
+        """Returns a place at which results would not be bitwise identical, if there is one."""
         cut = traced
-        # The last place first: what is before it keeps its number, and its distance to the end of
-        # the cut layer.
+        # The last place comes first. Cutting there changes neither the numbers of earlier layers
+        # nor, once the second half's equations are subtracted, distances to a layer's end.
         after: dict[int, int] = {}
         for layer, before_end in reversed(where):
             finer = split_layers(cut, {layer: before_end - after.get(layer, 0)})
@@ -203,7 +208,7 @@ class Splitter:
         return None
 
     def halved(self, traced: Traced, stages: int) -> Traced | None:
-        """Cuts all layers in two that can be; None if there are none, or many layers already."""
+        """Cuts all layers in two that can be cut; None if none can, or there are many already."""
         layers = range(len(traced.graph.layers))
         return (
             self.finer(traced, layers)
@@ -212,8 +217,8 @@ class Splitter:
         )
 
     def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
-        """Cuts these layers, and all that are like them, in two; None if none of them can be."""
-        # Layers that are alike share a program, so all of a kind are cut at one place.
+        """Cuts these layers, and all layers of the same kinds, in two; None if none can be cut."""
+        # Layers of one kind share a program, so all of them are cut at the same place.
         kinds = [layer_signature(body) for body in traced.bodies] if layers else []
         where: dict[Hashable, int | None] = {}
         for layer in layers:
@@ -232,7 +237,7 @@ class Splitter:
 
 
 def uneven(planned: Planned) -> bool:
-    """Tells whether the slowest stage is so much slower than the mean that layers are worth being cut.
+    """Tells whether the slowest stage exceeds the mean by enough to make cutting layers worth it.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.planners.model.problem import Decision, Problem
@@ -254,10 +259,10 @@ class _Cut:
     """A place where one stage may end and the next begin.
 
     Attributes:
-        at_s: seconds of all that comes before.
-        sent_bytes: what goes from one stage to the other.
-        layer: the layer that it is inside of; None between two layers.
-        before_end: there: how many equations before the layer's end.
+        at_s: the seconds of all layers and parts of layers before the place.
+        sent_bytes: the bytes that cross the place.
+        layer: the layer in which the place is; None for a place between two layers.
+        before_end: how many equations the place is before the end of that layer.
     """
 
     at_s: float
@@ -269,21 +274,25 @@ class _Cut:
 def even_places(
     planned: Planned, inside: Mapping[int, Sequence[CutPlace]]
 ) -> list[tuple[int, int]]:
-    """Returns the places inside layers at which stages are as even as can be: layers, equations before their ends.
+    """Returns the places inside layers at which stages are as even as possible.
 
-    A dynamic program over all places, as for whole layers (`planners/model/chain_dp.py`), twice:
-    for the least seconds of the slowest stage, and for the fewest cut layers of all cuts that
-    nearly reach them. A stage takes as many times the seconds of its layers as it does now: more
-    where it computes again, or on a slower device.
+    Two dynamic programs run over all places, like those for whole layers
+    (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage. The
+    second finds the fewest cut layers, and among these the fewest sent bytes, of all cuts that come
+    near to these seconds. Each stage is taken to keep its present ratio of seconds to those of its
+    layers, which is above 1 if the stage recomputes or its device is slow.
 
     Args:
         planned: the plan so far.
-        inside: the places that there are, by layer.
+        inside: the possible places inside each layer.
+
+    Returns:
+        For each place the layer, and how many equations the place is before the layer's end.
     """
     problem, bounds = planned.problem, planned.decision.bounds
     layer_s = work_s(problem.costs.layers)
     stages = evaluate_decision(problem, planned.decision).stages
-    # How many times the seconds of its layers each stage takes now: the places do not change that.
+    # How many times the seconds of its layers each stage takes now.
     times = [
         stage.compute_s / (sum(layer_s[i:j]) or 1.0)
         for stage, (i, j) in zip(stages, pairwise(bounds), strict=True)
@@ -294,7 +303,10 @@ def even_places(
     link_s[0] = 0.0  # nothing comes in before the first layer
 
     def matrices() -> Iterator[Matrix]:
-        """What each stage takes from any place to any other, with the time that it waits for what comes in."""
+        """Yields, for each stage, its seconds if it begins at any place and ends at any other.
+
+        The seconds include the time to receive what crosses the first place.
+        """
         for stage, time in enumerate(times):
             starts = slice(None) if stage else slice(1)
             ends = slice(None) if stage < len(times) - 1 else slice(-1, None)
@@ -321,8 +333,7 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    # What goes between two layers, and past a layer, by the number of the later layer, and of that
-    # layer.
+    # crossing[k]: bytes that cross the place before layer k; over[k]: bytes that pass by layer k.
     crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
     for edge in costs.edges:
         last = max(edge.readers, default=edge.producer)
@@ -342,7 +353,10 @@ def _cuts(
 
 
 def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
-    """Leaves out places inside layers that hardly differ from the one before, except those that send less."""
+    """Leaves out each place inside a layer that is near the place before it.
+
+    If both places are inside layers, the one with fewer bytes to send is kept.
+    """
     kept = [cuts[0]]
     for cut in cuts[1:]:
         near = cut.at_s - kept[-1].at_s < least_s

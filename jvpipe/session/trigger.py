@@ -1,19 +1,21 @@
-"""Judges by measured seconds whether another plan would pay, and with which cuts.
+"""Decides from measured seconds whether another plan would pay, and with which cuts.
 
-Legend: T the slowest stage, L layers, S stages, M micro-batches.
+Legend: T seconds of the slowest stage, L layers, S stages, M micro-batches.
 
-A slow device must not be mistaken for slow layers. Layer l on device d is modelled to take
+A slow device must not be mistaken for slow layers. The measured seconds y of layer l on device d
+are taken to be the product
 
     y[l] = w[l] r[l] f[d]
 
-where w are the seconds that the plan counted on, f says how many times longer the device takes than
-it should (the median over its layers, each weighted by its seconds), and r is what is left to the
-layer itself (1, unless it is far from 1). So cuts for these seconds take layers away from a slow
-device, and give them back once its f is 1 again.
+where w[l] are the seconds on which the plan was based; f[d] is the factor by which the device is
+slower than it was then (the median of y / w over its layers, each weighted by its w); and r[l] is
+the remaining factor, which belongs to the layer itself and is set to 1 unless it is far from 1.
+Cuts for a slow device have fewer layers there, and these layers return once its f is 1 again.
 
-Noise moves nothing: the gain must pass a threshold in several steps in a row, each judged by
-itself. The threshold for going home is lower. Home is the plan that was planned or asked for;
-layers return to it once no other cuts would be worth leaving it.
+Noise in the measurements moves no layers: the gain of other cuts must exceed a threshold in several
+steps in a row, each judged by itself. The home plan is the one that was planned or that the user
+gave. The threshold for returning to it is lower, and layers return as soon as no other cuts gain
+enough over it.
 """
 
 import json
@@ -35,15 +37,15 @@ from jvpipe.util.sizes import ROUNDING
 def cuts_at_speeds(
     layer_s: Sequence[float], slowness: Sequence[float], fixed_s: Sequence[float] = ()
 ) -> list[int]:
-    """Finds the layers per stage with the least T and, among these cuts, the least sum of all stages.
+    """Finds the layers per stage with the least T and, among those cuts, the least sum of seconds.
 
-    Two exact dynamic programs over contiguous cuts, each O(S L^2): the first finds T, the second
-    the least sum among the stages that take no longer than T.
+    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds the
+    least T; the second finds the least sum of all stages if none may take longer than T.
 
     Args:
-        layer_s: seconds of each layer on a device as it should be.
-        slowness: how many times longer the device of each stage takes.
-        fixed_s: seconds of each stage whatever its layers are.
+        layer_s: the seconds of each layer on a device that is not slow.
+        slowness: how many times longer each stage's device takes.
+        fixed_s: the seconds of each stage that do not depend on its layers.
 
     >>> cuts_at_speeds([1.0] * 6, [1.0, 1.0]), cuts_at_speeds([1.0] * 6, [1.0, 2.0])
     ([3, 3], [4, 2])
@@ -54,7 +56,7 @@ def cuts_at_speeds(
     run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
     fixed_s = fixed_s or [0.0] * len(slowness)
     stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
-    # Two passes: the sum alone would trade a slower stage for less work in all.
+    # A single pass for the least sum could make the slowest stage slower, and T decides a step.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
@@ -64,17 +66,18 @@ def cuts_at_speeds(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Says how much evidence is enough for another plan.
+    """How much evidence is enough for another plan.
 
     Args:
         gain: the share of a step's seconds that other cuts must save.
-        gain_home: the same for returning to the plan at home.
-        steps: how many in a row must ask for other cuts.
-        horizon_steps: steps within which a migration must repay the seconds that it takes.
-        layer: the factor within which a layer takes what was planned.
-        learn_steps: steps from which to learn what layers take, if the plan was made without
-            seconds.
-        skip_steps: first steps that are not looked at, because programs and caches are cold.
+        gain_home: the share that returning to the home plan must save.
+        steps: how many steps in a row must show such a gain.
+        horizon_steps: steps within which a migration must save the seconds that it takes.
+        layer: a layer counts as slow or fast itself if its factor r is above this or below its
+            inverse.
+        learn_steps: how many steps are used to learn the seconds of layers, if the plan was made
+            without seconds.
+        skip_steps: how many first steps are not used, because programs and caches are cold.
     """
 
     gain: float = 0.08
@@ -88,14 +91,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Holds the seconds of a step per micro-batch: of each layer, and of each stage's wait for copies."""
+    """A step's seconds per micro-batch: those of each layer, and each stage's wait for copies."""
 
     layer_s: Sequence[float]
     exposed_s: Sequence[float]
 
 
 def all_of(parts: Sequence[Seen]) -> Seen:
-    """Joins the seconds of a step of which each process has seen its own layers and stages.
+    """Joins the seconds of a step; each process has measured its own layers and stages.
 
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
@@ -107,10 +110,10 @@ def all_of(parts: Sequence[Seen]) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """Other cuts are worth it; they save `gain_s` per step by what was measured.
+    """The cuts of a better plan; by the measurements they save `gain_s` seconds per step.
 
-    `slowness` is how many times longer than it should the device of each stage takes for each
-    layer.
+    `slowness` has, for each stage, how many times longer than planned its device takes for each
+    layer of the model.
     """
 
     cuts: tuple[int, ...]
@@ -119,18 +122,18 @@ class Replan:
     slowness: tuple[tuple[float, ...], ...] = ()
 
     def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
-        """Tells whether moving takes fewer seconds than are saved within the horizon.
+        """Tells whether moving takes fewer seconds than the new cuts save within the horizon.
 
         Args:
-            moved_bytes: that would move.
-            link: over which.
+            moved_bytes: how many bytes would move.
+            link: the link over which they would move.
             rule: has the horizon.
         """
         return link.seconds(moved_bytes) < self.gain_s * rule.horizon_steps
 
 
 class Trigger:
-    """Follows the steps of a run; `home` is the plan that was planned or asked for.
+    """An observer of a run's steps that finds better cuts; `home` is the planned or given plan.
 
     >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
     >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
@@ -147,12 +150,12 @@ class Trigger:
         synchronous: bool,
         rule: Rule = Rule(),
     ) -> None:
-        """Begins without a home: the first plan that is observed becomes it.
+        """Begins without a home plan: the first plan that is observed becomes the home plan.
 
         Args:
-            expected_s: the seconds of each layer that the plan was made for, if it was made for
-                any.
-            microbatches: of a step.
+            expected_s: the seconds of each layer on which the plan was based; None if it was made
+                without seconds.
+            microbatches: how many micro-batches a step has.
             synchronous: whether the pipeline is flushed at the end of a step.
             rule: how much evidence is enough.
         """
@@ -168,11 +171,11 @@ class Trigger:
         self._refused: set[tuple[int, ...]] = set()
 
     def observe(self, plan: Plan, seen: Seen) -> Replan | None:
-        """Takes in what a step took; returns the cuts that have become worth it, if any have.
+        """Takes in the seconds of a step; returns other cuts if the evidence for them is enough.
 
         Args:
-            plan: the one under which the step ran.
-            seen: its seconds.
+            plan: the plan under which the step ran.
+            seen: the seconds of the step.
         """
         if min(seen.layer_s) <= 0:  # not all layers ran in this step
             return None
@@ -191,7 +194,7 @@ class Trigger:
         self._window.append(seen)
         if len(self._window) < self.rule.steps:
             return None
-        # Each step alone asks for other cuts; which ones is decided on their mean.
+        # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
         layer_s = np.mean([step.layer_s for step in self._window], axis=0)
         exposed_s = np.mean([step.exposed_s for step in self._window], axis=0)
         replan = self._better(plan, Seen(layer_s.tolist(), exposed_s.tolist()))
@@ -200,15 +203,21 @@ class Trigger:
         return replan
 
     def refuse(self, cuts: tuple[int, ...]) -> None:
-        """Remembers that cuts cannot be or do not pay, so that they are not asked for under this plan."""
+        """Remembers cuts that are impossible or do not pay, and stays silent about them.
+
+        They are forgotten when the plan changes.
+        """
         self._refused.add(cuts)
 
     def expect(self, cuts: tuple[int, ...]) -> None:
-        """Says which cuts the plan has that comes in place of those asked for: it is not a new home."""
+        """Says which cuts the plan will have that was found for the cuts returned last.
+
+        When a plan with other cuts is observed, it becomes the home plan; this one will not.
+        """
         self._asked = cuts
 
     def _follow(self, plan: Plan) -> None:
-        """Makes a plan that was not asked for here the new home."""
+        """Makes a plan the home plan, unless it is the result of this trigger's request."""
         if plan == self._plan:
             return
         if plan.cuts != self._asked:
@@ -218,7 +227,7 @@ class Trigger:
         self._refused.clear()
 
     def _better(self, plan: Plan, seen: Seen) -> Replan | None:
-        """Returns the cuts that a step asks for, if they gain enough."""
+        """Returns the best cuts for the seconds of a step, if they gain enough."""
         expected, rule = self._expected, self.rule
         assert expected is not None
         slowness = self.slowness(plan, seen)
@@ -237,7 +246,7 @@ class Trigger:
         if now_s - self._least_step_s(float(seconds.sum()), slowness) <= now_s * (
             rule.gain if at_home else rule.gain_home
         ):
-            return None  # no cuts at all could gain enough, so none are sought
+            return None  # a lower bound shows that no cuts can gain enough
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
         goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         if goes_home:
@@ -250,22 +259,24 @@ class Trigger:
         return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
 
     def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
-        """Returns seconds that a step is not below, whatever its cuts.
+        """Returns a lower bound on the seconds of a step under any cuts.
 
-        Work that could be shared without layers would keep every device busy for total / (sum of 1
-        / f); and the fastest device would do all of it in total times the least f.
+        The slowest stage takes at least as long as if work could be divided freely, not only
+        between layers. All devices would then be busy for the same time, total / (sum of 1 / f).
+        The stages together take at least as long as the fastest device would for all the work,
+        which is total times the least f.
         """
         shared_s = total_s / sum(1 / f for f in slowness)
         return self._step_s(shared_s, total_s * min(slowness))
 
     def _step_s(self, slowest_s: float, all_s: float) -> float:
-        """Counts a step's seconds: (M - 1) T plus all stages once with a flush, M T without one."""
+        """Counts a step's seconds: with a flush (M - 1) T plus all stages once, otherwise M T."""
         if self._synchronous:
             return (self._microbatches - 1) * slowest_s + all_s
         return self._microbatches * slowest_s
 
     def slowness(self, plan: Plan, seen: Seen) -> list[float]:
-        """Returns how many times longer the device of each stage takes than it should."""
+        """Returns how many times longer than planned the device of each stage takes."""
         assert self._expected is not None
         ratio = np.array(seen.layer_s) / self._expected
         device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
@@ -276,12 +287,13 @@ class Trigger:
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:
-        """Returns names the stage that is furthest from what was planned."""
+        """Returns the reason, which names the stage whose seconds are furthest from the plan."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
         ratio = took_s / np.add.reduceat(self._expected, starts)
-        # Among three stages or more the odd one out is named, even if all are slower than planned.
+        # All stages may be slower than planned. If there are three or more, the stage furthest from
+        # the median is named.
         relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
         stage = int(np.abs(np.log(relative)).argmax())
         if at_home and np.all(ratio < self.rule.layer):
@@ -297,7 +309,7 @@ def _median(values: np.ndarray, weights: np.ndarray) -> float:
 
 
 def checked_rule(rule: Any) -> Rule:
-    """Checks a rule of when to move; the usual one unless given."""
+    """Checks a rule of when to move, and returns it; returns the default rule for None."""
     if not isinstance(rule, Rule | None):
         raise ValueError(
             f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}"
@@ -307,7 +319,7 @@ def checked_rule(rule: Any) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A plan that is to take another one's place, and why."""
+    """A plan that is to replace another one, and the reason."""
 
     old: Plan
     new: Plan
@@ -316,9 +328,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a process tells the others: the seconds of its layers by step; of the first one, what it proposes.
+    """The news that a process sends to the others in a round.
 
-    `how` it would make the proposal before, once it is ready for it; `refusal`: why it cannot.
+    Args:
+        seconds: the seconds of its layers and stages, by step.
+        proposal: a new proposal; only the first process makes any.
+        how: in which way it will make the migration of the earlier proposal; empty until ready.
+        refusal: why it cannot make that migration; empty if it can or is not ready.
     """
 
     seconds: dict[int, Seen]
@@ -327,7 +343,7 @@ class Told:
     refusal: str = ""
 
     def to_json(self) -> str:
-        """Writes it as text.
+        """Returns the news as a text.
 
         >>> told = Told({3: Seen([1.0], [0.0])}, Proposal(Plan.from_cuts([1]), Plan.from_cuts([1], [1]), "slow"))
         >>> Told.from_json(told.to_json()) == told
@@ -340,7 +356,7 @@ class Told:
 
     @staticmethod
     def from_json(text: str) -> "Told":
-        """Reads what `to_json` wrote."""
+        """Reads the news from a text of `to_json`."""
         seconds, words, how, refusal = json.loads(text)
         proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
         return Told({step: Seen(**seen) for step, seen in seconds}, proposal, how, refusal)

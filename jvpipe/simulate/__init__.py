@@ -1,1 +1,1 @@
-"""Predicting what a run takes, from the lists that the controller reads."""
+"""Simulation: predicts the seconds and bytes of a run from the lists that the controller reads."""

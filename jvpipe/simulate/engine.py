@@ -1,16 +1,18 @@
 """The simulator's engine: tasks that wait for each other and take turns on resources.
 
-A resource is anything that does one thing at a time: a device, a link, several links that are one.
-Some serve their tasks strictly in the order of their numbers (a device runs its list), the others
-in the order in which tasks become ready (a link), of equals the lower number first. A task that
-occupies two links holds both from its start.
+A resource is anything that does one thing at a time: a device, a link, or several links that share
+their bandwidth. There are two kinds. Some resources serve their tasks strictly in the order of the
+tasks' numbers; a device does, because it runs a list. The other resources, such as links, serve
+tasks in the order in which they become ready, and of equally ready tasks the lower number first. A
+task that occupies two links holds both from its start to its end.
 
-Serving in order is waiting for the task before on the resource, so it becomes one more thing to
-wait for, and only links have queues. If no task queues, starts are the longest paths of a graph;
-else a heap holds the tasks that are ready. It is exact: a task that is ready later cannot be served
-earlier, so the first of the heap is final.
+On a resource of the first kind a task waits for the task before it, which is simply one more task
+to wait for. So only resources of the second kind have queues. If no task queues, the starts are the
+longest paths of a graph. Otherwise a heap holds the ready tasks, by the time when they became
+ready. The result is exact: no task that becomes ready later can be served before the first of the
+heap, so the start of that task is final when it leaves the heap.
 
-A million tasks take a few seconds: `python -m experiments.planners.simulator`.
+A million tasks take a few seconds: `python -m experiments.planners.simulator` measures it.
 """
 
 import heapq
@@ -28,16 +30,19 @@ _Turns = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TaskGraph:
-    """Tasks 0, 1, ...: what each waits for and what it occupies; how long they take is asked only when they run.
+    """A graph of the tasks 0, 1, ...: which tasks each waits for, and which resources it occupies.
+
+    How long tasks take is not part of the graph, so that one graph serves for many simulations.
 
     Args:
-        waits: per task, the tasks that must have ended before it starts.
-        occupies: per task, its resources, numbered from 0; none for a task that disturbs nobody.
+        waits: for each task, the tasks that must have ended before it starts.
+        occupies: for each task, its resources, numbered from 0; empty if it occupies none.
         in_order: the resources that serve in the order of the tasks' numbers.
-        name: what a task is called in messages.
+        name: returns the name of a task in messages.
 
     Raises:
-        ValueError: tasks wait for each other in a circle; it says which task waits for what.
+        ValueError: tasks wait for each other in a circle; the message says which task waits for
+            which.
 
     >>> graph = TaskGraph(waits=[[], [0], [0]], occupies=[(0,), (1,), (1,)], in_order=[0])
     >>> graph.starts_s([2.0, 3.0, 1.0])
@@ -57,7 +62,7 @@ class TaskGraph:
         self.resources = 1 + max((r for resources in turns for r in resources), default=-1)
         self._queues = [turns[resources][1] for resources in occupies]
         self.fixed = not any(self._queues)
-        last: dict[int, int] = {}  # by resource that serves in order: its last task
+        last: dict[int, int] = {}  # for each resource that serves in order: its last task so far
         self._before: list[Sequence[int]] = []
         for i, (resources, before) in enumerate(zip(occupies, waits, strict=True)):
             in_turn, _ = turns[resources]
@@ -66,7 +71,7 @@ class TaskGraph:
             self._before.append(before)
             for r in in_turn:
                 last[r] = i
-        # Both directions: who is waited for, to start; who waits, to be told of an end.
+        # `_before` has the tasks that a task waits for, `_after` those that wait for it.
         self._after = _turned(self._before)
         self._order = self._sorted()
         if len(self._order) < len(occupies):
@@ -76,12 +81,12 @@ class TaskGraph:
         """Computes when each task starts; a task that takes no time does not queue.
 
         Args:
-            seconds: of each task.
+            seconds: how long each task takes.
         """
         return self._fixed(seconds) if self.fixed else self._queued(seconds)
 
     def _fixed(self, seconds: Sequence[float]) -> list[float]:
-        """Computes the starts where nobody queues: each task starts when all that it waits for has ended."""
+        """Computes starts without queues: a task starts when all that it waits for have ended."""
         starts = [0.0] * len(seconds)
         ends = [0.0] * len(seconds)
         before = self._before
@@ -95,16 +100,17 @@ class TaskGraph:
         return starts
 
     def _queued(self, seconds: Sequence[float]) -> list[float]:
-        """Computes the starts where tasks queue: the one that was ready first is served first.
+        """Computes starts with queues: the task that became ready first is served first.
 
-        Tasks in `now` start as soon as they are ready; they are settled first, because they may
-        make others ready, but none earlier than the head of the queue.
+        Tasks in `now` do not queue, and start as soon as they are ready. They are handled before
+        the head of the queue is taken, because they may make further tasks ready, which may then
+        be the head. After that no task can become ready before the head.
         """
         starts = [0.0] * len(seconds)
-        missing = [len(needs) for needs in self._before]  # how many a task still waits for
+        missing = [len(needs) for needs in self._before]  # how many tasks each still waits for
         free = [0.0] * self.resources
         after, queues = self._after, self._queues
-        queue: list[tuple[float, int]] = []  # when a task was ready, and its number
+        queue: list[tuple[float, int]] = []  # the time when a task became ready, and its number
         now: list[int] = []
         for i, count in enumerate(missing):
             if not count:
@@ -137,11 +143,11 @@ class TaskGraph:
     def many_starts_s(
         self, seconds: Float[np.ndarray, "tasks runs"]
     ) -> Float[np.ndarray, "tasks runs"]:
-        """Computes `starts_s` for many runs at once; nobody may queue."""
+        """Computes `starts_s` for many runs at once; only for graphs in which no task queues."""
         assert self.fixed
         tasks, runs = seconds.shape
         starts = np.zeros((tasks, runs))
-        ends = np.zeros((tasks + 1, runs))  # the last one is of no task: it ends at 0
+        ends = np.zeros((tasks + 1, runs))  # the last row stands for no task, and ends at 0
         for level, before in self._levels:
             starts[level] = ends[before].max(axis=1)
             ends[level] = starts[level] + seconds[level]
@@ -149,10 +155,11 @@ class TaskGraph:
 
     @cached_property
     def _levels(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Groups of tasks that can be computed together, and per task what it waits for.
+        """Levels of tasks that can be computed together, with the tasks that these wait for.
 
-        A task's level is the longest way to it, so all that it waits for is on lower levels. Rows
-        of a level are filled up to one width with a task that is none.
+        The level of a task is the length of the longest path to it, so all tasks that it waits for
+        are on lower levels. The rows of a level's second array are filled up to equal width with
+        the number of the row that stands for no task.
         """
         tasks = len(self._before)
         depth = [0] * tasks
@@ -171,10 +178,13 @@ class TaskGraph:
         return arrays
 
     def _sorted(self) -> list[int]:
-        """Returns the tasks, each after all that it waits for; those in or behind a circle are left out."""
+        """Returns the tasks, each after all that it waits for.
+
+        Tasks in a circle, and tasks that wait for such tasks, are left out.
+        """
         missing = [len(needs) for needs in self._before]
         order = [i for i, count in enumerate(missing) if not count]
-        for i in order:  # which grows meanwhile
+        for i in order:  # the list grows in the loop
             for j in self._after[i]:
                 missing[j] -= 1
                 if not missing[j]:
@@ -182,15 +192,16 @@ class TaskGraph:
         return order
 
     def _stuck(self, name: Callable[[int], str]) -> ValueError:
-        """Makes the error for tasks that wait for each other."""
+        """Makes the error for tasks that wait for each other in a circle."""
         circle = self._circle(set(self._order))
         pairs = pairwise([*circle, circle[0]])
         return cannot_progress({name(i): [name(j)] for i, j in pairs})
 
     def _circle(self, done: Collection[int]) -> list[int]:
-        """Finds tasks of which each waits for the next, and the last for the first.
+        """Finds tasks each of which waits for the next, and the last of which waits for the first.
 
-        Every task left over waits for another one, so a walk along them must come back to itself.
+        Every task that is not done waits for another such task, so a walk from task to task must
+        come back to a task that it has passed.
         """
         i = next(i for i in range(len(self._before)) if i not in done)
         path: dict[int, None] = {}
@@ -202,9 +213,9 @@ class TaskGraph:
 
 
 def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Returns, for each task, those that wait for it.
+    """Returns, for each task, the tasks that wait for it.
 
-    They are tuples of numbers, which Python's garbage collector does not look into.
+    The result has tuples of numbers, because Python's garbage collector soon ignores these.
     """
     needs = np.array([j for needs in before for j in needs], dtype=np.int64)
     waiting = np.repeat(np.arange(len(before)), [len(needs) for needs in before])
@@ -214,7 +225,7 @@ def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _turns(resources: Sequence[int], in_order: Collection[int]) -> _Turns:
-    """Splits resources into those that serve in order and those that serve by readiness."""
+    """Divides resources into those that serve in order and those that serve by readiness."""
     served_in_order = tuple(r for r in resources if r in in_order)
     served_by_readiness = tuple(r for r in resources if r not in in_order)
     return served_in_order, served_by_readiness

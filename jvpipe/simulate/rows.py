@@ -1,15 +1,18 @@
-"""The simulator: a step's rows, or a schedule's task lists, and their seconds become a timeline.
+"""The simulator: makes a timeline of a step's rows, or of a schedule's task lists, and seconds.
 
-Rows run on their device in the order of their dispatch; copies run on links, as soon as they can. A
-row waits for the rows that wrote what it reads and, before it overwrites a buffer, for those that
-still read it. Three rules keep memory within what the ledger counts:
+A row is one program or one copy. Programs run on their device in the order of their dispatch, and
+copies run on links as soon as they can. A row waits for the rows that wrote the buffers which it
+reads. Before it overwrites a buffer, it also waits for the rows that still read the buffer. Three
+more rules keep a device from holding more than the ledger, which counts bytes in the order of
+dispatch:
 
-    FREE    holds back the rows of its device that come after it, and what is sent there
-    IN      waits for the program before it
-    FEED    is for the program after it; it comes one program early if it takes time
+    FREE    holds back all later rows of its device, and all later copies to it
+    IN      waits for the last program of its device before it
+    FEED    waits as IN does; if it takes time, for the last program but one, so that it runs early
 
-Where buffers can be used only after all that was enqueued before they were made (CUDA), a copy from another device
-waits, as IN does, for the program before it of the device where it arrives.
+On some devices (CUDA) a buffer can be used only after all work that was enqueued there before the
+buffer was made. There a copy from another device waits for the last program before it on the device
+where it arrives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +34,11 @@ Links = Callable[[Row], Sequence[str]]
 def links_between_devices(lowered: Lowered) -> Links:
     """Returns a function from a copy to the links that it occupies.
 
-    A copy that occupies none takes no time. Every ordered pair of devices has a link, every device
-    has one to the host, for both ways. A FEED costs nothing.
+    Every ordered pair of devices has a link, and every device has one link to the host for both
+    directions. A copy that occupies no link takes no time; FEED is such a copy.
 
     Args:
-        lowered: whose buffers say where a copy goes.
+        lowered: the step; its buffers say where a copy goes.
     """
 
     def links(row: Row) -> Sequence[str]:
@@ -63,16 +66,17 @@ def simulate(
     """Simulates a lowered step.
 
     Args:
-        lowered: its rows and buffers.
-        seconds_of: how long a row takes, alone.
+        lowered: the rows and buffers of the step.
+        seconds_of: how long a row takes if it runs alone.
         links_of: the links that a copy occupies, by name; `links_between_devices` unless given.
             Copies that name the same link take turns on it.
-        temporary_bytes: per row, what its program needs while it runs.
-        buffers_wait: a buffer can be used only after all that was enqueued on its device before it.
+        temporary_bytes: for each row, the bytes that its program needs while it runs.
+        buffers_wait: whether a buffer can be used only after all work that was enqueued on its
+            device before the buffer was made.
     """
     rows, buffers = lowered.rows, lowered.buffers
     devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
-    # Devices come first among the resources; links are numbered as they are met.
+    # Devices come first among the resources; links get numbers in the order in which they appear.
     names = {f"device {d}": d for d in range(devices)}
     links_of = links_of or links_between_devices(lowered)
     occupies: list[tuple[int, ...]] = []
@@ -108,16 +112,16 @@ def _waits(
 ) -> Iterator[Sequence[int]]:
     """Yields the rows that each row waits for."""
     rows, buffers = lowered.rows, lowered.buffers
-    writer: dict[int, int] = {}  # by buffer
-    readers: dict[int, list[int]] = {}  # by buffer: since it was written
-    programs: dict[int, list[int]] = {}  # by device, so far
+    writer: dict[int, int] = {}  # by buffer: the last row that wrote it
+    readers: dict[int, list[int]] = {}  # by buffer: the rows that have read it since
+    programs: dict[int, list[int]] = {}  # by device: the rows of its programs so far
     freed: dict[int, int] = {}  # by device: its last FREE
     for i, row in enumerate(rows):
         info = KINDS[row.kind]
         needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
         for b in row.writes:
             needs.update(readers.pop(b, ()))
-        # A copy waits for room where it arrives, too.
+        # A copy waits for room on its own device and on the one where it arrives.
         touched = {row.place, *(buffers[b].memory for b in row.writes)}
         needs.update(freed[d] for d in touched if d in freed)
         before = programs.setdefault(row.place, [])
@@ -143,12 +147,12 @@ def _waits(
 def _programs_before(
     link: Link | None, programs: Sequence[int], *, takes_time: bool
 ) -> Sequence[int]:
-    """Returns the program that a copy must not overtake, so that it comes no earlier than its memory allows.
+    """Returns the program that a copy has to wait for, because its memory is not free earlier.
 
     Args:
-        link: that the copy takes.
-        programs: of its device so far.
-        takes_time: whether the copy does.
+        link: the link that the copy takes.
+        programs: the programs of its device so far.
+        takes_time: whether the copy takes time.
     """
     match link:
         case Link.FROM_HOST:
@@ -168,23 +172,23 @@ def _curves(
     ends_s: np.ndarray,
     temporary_bytes: Sequence[int],
 ) -> tuple[Curve, ...]:
-    """Makes the curves of bytes: of each device, last of the host.
+    """Makes the curves of bytes over time, one for each device and a last one for the host.
 
     A buffer counts from the start of the row that makes it until all rows that touch it have ended.
 
     Args:
-        lowered: its rows and buffers.
-        devices: how many there are.
-        starts_s: of each row.
-        ends_s: of each row.
-        temporary_bytes: of each row, or none.
+        lowered: the rows and buffers of the step.
+        devices: the number of devices.
+        starts_s: when each row starts.
+        ends_s: when each row ends.
+        temporary_bytes: for each row, the bytes that its program needs; empty if not known.
     """
     buffers = lowered.buffers
     base = [0] * (devices + 1)
     for buffer in buffers[: lowered.persistent]:
         base[buffer.memory] += buffer.bytes
     changes: list[list[tuple[float, int]]] = [[] for _ in base]
-    touched_s: dict[int, float] = {}  # by buffer: when the last row so far has ended
+    touched_s: dict[int, float] = {}  # by buffer: when all rows so far that touch it have ended
     for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
         start_s = float(starts_s[i])
         end_s = float(ends_s[i])
@@ -208,16 +212,18 @@ def simulate_lists(
     shared_link: bool = False,
     machines: tuple[tuple[int, ...], ...] = (),
 ) -> Timeline:
-    """Simulates task lists of F, B, I, W and U at the level of stages (see `stage_work`), as planners count.
+    """Simulates task lists of F, B, I, W and U at the level of stages, as planners count.
+
+    `stage_work` says which other tasks follow from them.
 
     Args:
-        lists: per device, its tasks in order.
-        stages: what each stage asks for.
-        shared_link: sends take the links to the host, which swapped bytes take too.
-        machines: of the devices at each place, where places share their networks.
+        lists: for each device, its tasks in order.
+        stages: the seconds and bytes of each stage.
+        shared_link: whether sends take the links to the host, which swapped values take, too.
+        machines: the machines of the devices at each place, if places share networks.
 
     Raises:
-        ValueError: the lists cannot progress; it says which task waits for what.
+        ValueError: the lists cannot progress; the message says which task waits for which others.
 
     >>> from jvpipe.schedules.one_f_one_b import one_f_one_b
     >>> work = simulate_lists(one_f_one_b(4, 8), [StageLoad(1.0, 2.0)] * 4)
@@ -250,17 +256,18 @@ def simulate_lists(
 def _stage_curves(
     work: StageWork, stages: Sequence[StageLoad], starts_s: np.ndarray, ends_s: np.ndarray
 ) -> tuple[Curve, ...]:
-    """Makes the curves of bytes: of each device, last of the host.
+    """Makes the curves of bytes over time, one for each device and a last one for the host.
 
-        kept        from F to B
-        swapped     from F to B, except while they are on the host alone: from OUT's end to IN's start
-        handed      from I to W
+        bytes       are on the device
+        kept        from the start of F to the end of B (with halves, of I)
+        swapped     as kept, except from the end of OUT to the start of IN
+        handed      from the end of I to the end of W
 
     Args:
-        work: whose tasks have run.
-        stages: what each stage asks for.
-        starts_s: of each task.
-        ends_s: of each task.
+        work: the tasks that have run.
+        stages: the seconds and bytes of each stage.
+        starts_s: when each task starts.
+        ends_s: when each task ends.
     """
     devices = range(1 + max(work.places))
     changes: list[list[tuple[float, int]]] = [[] for _ in devices]
@@ -285,7 +292,7 @@ def _stage_curves(
                 device.append((start_s, load.swapped_bytes))
                 host.append((end_s, -load.swapped_bytes))
             case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE | Kind.U:
-                pass  # what they take while they run is static
+                pass  # the bytes that such tasks need while they run are among the static ones
             case _:
                 raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")
     static = [0] * len(devices)

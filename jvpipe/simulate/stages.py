@@ -1,40 +1,47 @@
-"""Task lists at the level of stages as work for the simulator: what planners count with.
+"""Task lists of stages as work for the simulator; planners predict seconds and bytes by it.
 
-    F, B            forward and backward of a stage
-    R               what is computed again before the first of the cotangents is read: while these are on their way
-    I, W            the halves of a backward that is not whole: what holds for B below holds for I
-    SEND, RETURN    of activations to the next stage, of cotangents to the previous one; none on one device
-    OUT, IN         of what a stage swaps: it leaves after F, and is back before B
-    REDUCE          of gradients among the replicas of a stage, once, after its last backward
-    U               the update of a stage, on its device, where the list has one
+A device has a list of tasks in the order in which it runs them, and each task names its stage. From
+the lists this module makes these tasks, for each stage and micro-batch:
 
-A list is that of a device, and its tasks name their stages. At most two micro-batches' swapped
-bytes are on the device: an F waits for the OUT of the F before the last one; an IN waits until the
-B before its own begins, and until the F before that B is out. What is read by a B that follows its
-own F stays.
+    F, B            the forward and the backward
+    R               forwards that are computed again, while the cotangents for B are on their way
+    I, W            the two halves of a split backward; I takes the part of B in what follows
+    SEND, RETURN    copies of activations to the next stage, and of cotangents to the previous one;
+                    none between stages of one device
+    OUT, IN         copies of swapped values to the host after F, and back before B
+    REDUCE          sums of gradients among the replicas of a stage, once, after its last backward
+    U               the update of a stage, if its list has one
 
-    device    F0 F1 F2 F3 ...  B0 B1 B2        F2 waits for OUT0: of F0 and F1 only F1 is left
-    host         OUT0 OUT1 ...  IN1 IN2        IN2 waits for B1 to begin, so that B0's bytes are gone
+A device holds the swapped values of at most two micro-batches at a time. Two rules keep this bound.
+An F waits for the OUT of the F before the last one. An IN waits until the B before its own begins,
+and until the OUT of the last F before that B has ended. In the drawing F2 waits for OUT0, so that
+only the values of F1 are left when F2 makes its own; IN2 waits for B1 to begin, because then the
+values that B0 has read are gone:
 
-The replicas of a stage are in step, so a device here may be a group of devices at a place. If their
-machines are given, transfers between places and reduces take the networks of machines, out and in,
-on which those of several stages wait for each other.
+    device    F0 F1 F2 F3 ...  B0 B1 B2
+    host         OUT0 OUT1 ...  IN1 IN2
 
-A device's link to its host carries OUT and IN and, if the host is between the devices, the device's
-sends too, all one at a time; otherwise devices whose stages follow each other have a link for each
-direction. R waits for its turn and for what was swapped; what a backward computes again within its
-own program is part of B.
+Nothing is swapped for a B that follows directly on its own F.
 
-`jvpipe.simulate.rows` simulates the rows that a controller dispatches
-(tests/simulate/test_two_levels.py holds the two together). Bytes are the same. Seconds are, too,
-with these exceptions:
+The replicas of a stage run in step, so a "device" here may be a group of devices at one place. If
+the machines of the devices are given, transfers between places and REDUCE occupy the networks of
+these machines, outgoing and incoming, and the transfers of several stages wait for each other.
 
-    with swaps    the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe)
-                  the rows' IN waits for the task before it in the dispatch to end, here for the B before it to begin
-                  (1F1B)
+The link between a device and its host carries OUT and IN, one at a time. If sends between devices
+pass through the host, that link carries them, too. Otherwise devices of neighbouring stages have a
+link in each direction. R waits for its turn on the device and for swapped values. Values that a
+backward computes again within its own program are part of the seconds of B.
 
-Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times.
-Both lie between a step whose copies take no time and that step plus all its copies.
+`jvpipe.simulate.rows` simulates the rows that the controller dispatches, and
+tests/simulate/test_two_levels.py compares the two. Bytes are the same. Seconds are the same without
+swaps. With swaps two rules differ:
+
+    task                    waits in rows for              waits here for
+    F before the first B    all OUTs that are not done     all OUTs but the last one (GPipe)
+    IN                      the end of the task before     the begin of the B before its own (1F1B)
+
+Over random loads with swaps, rows took between 0.8 and 1.25 times as long. Both times lie between a
+step whose copies take no time and that step plus all its copies.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,17 +58,18 @@ PARTS = (
     *(Kind.F, Kind.B, Kind.R, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN),
     *(Kind.I, Kind.W, Kind.REDUCE, Kind.U),
 )
-"""What a stage does, in the order of the seconds of `StageLoad`."""
+"""The kinds of a stage's tasks, in the order of the fields of `StageLoad` and of `slots`."""
 WAYS = ("out", "in")
 """The directions of a machine's network."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The seconds and bytes of one stage per micro-batch; `static_bytes` are taken all the time.
+    """The seconds and bytes of one stage per micro-batch.
 
-    Halves of a backward take `input_s` and `weight_s`, and hold `handed_bytes` between them.
-    The seconds come first, in the order of `PARTS`.
+    The seconds come first, and must stay in the order of `PARTS`. The halves of a split backward
+    take `input_s` and `weight_s`. `static_bytes` are held all the time, `kept_bytes` and
+    `swapped_bytes` from a forward to its backward, `handed_bytes` between the halves of a backward.
     """
 
     forward_s: float
@@ -82,7 +90,7 @@ class StageLoad:
 
     @property
     def parts_s(self) -> tuple[float, ...]:
-        """Seconds in the order of `PARTS`."""
+        """The seconds of the stage, in the order of `PARTS`."""
         return _parts_s(self)
 
 
@@ -91,9 +99,10 @@ _parts_s = attrgetter(*[field.name for field in fields(StageLoad)][: len(PARTS)]
 
 @dataclass(frozen=True)
 class Features:
-    """The parts that are simulated besides F and B; whatever takes no time can be left out.
+    """The parts that are simulated besides F and B; a part that takes no time can be left out.
 
-    `machines` are those of the devices at each place, where places share their networks.
+    `shared` tells whether sends take the links to the host. `machines` are the machines of the
+    devices at each place, if places share the networks of machines.
     """
 
     recompute: bool = True
@@ -115,10 +124,10 @@ class Features:
         """Finds the parts that stages need.
 
         Args:
-            parts_s: per stage, seconds in the order of `PARTS`.
+            parts_s: for each stage, seconds in the order of `PARTS`.
             shared: whether sends take the links to the host.
-            swaps: whether something is swapped even if that takes no time.
-            machines: of the devices at each place; none: no networks are shared.
+            swaps: whether something is swapped, even if the copies take no time.
+            machines: the machines of the devices at each place; empty if no networks are shared.
         """
         columns = zip(PARTS, zip(*parts_s, strict=True), strict=True)
         takes = {part: any(column) for part, column in columns}
@@ -137,14 +146,17 @@ class Features:
 
 @dataclass(frozen=True)
 class StageWork:
-    """Task lists as `TaskGraph`.
+    """Task lists as a `TaskGraph`.
 
-    Tasks are named by integers, for planners make and compare millions of them:
+    Each task has a code, an integer, because planners make and compare millions of tasks. With M
+    for `microbatches` and `part` for a position in `PARTS`:
 
-        code = slot M + micro-batch         slot = 11 stage + part         M is `microbatches`
+        slot = 11 stage + part
+        code = slot M + micro-batch
 
-    Task i of the work has `codes[i]`. The seconds of all stages stand in one list, `PARTS` of each
-    stage after another: those of task i are at `slots[i]`.
+    Task i of `work` has the code `codes[i]`. A slot is also a position in the list of all stages'
+    seconds, which has the seconds of all `PARTS` of stage 0, then those of stage 1, and so on: task
+    i takes the seconds at `slots[i]`.
     """
 
     work: TaskGraph
@@ -159,7 +171,7 @@ class StageWork:
 
     @cached_property
     def slots(self) -> list[int]:
-        """The positions of each task's seconds."""
+        """The position of each task's seconds in the list of all stages' seconds."""
         return [code // self.microbatches for code in self.codes]
 
     @cached_property
@@ -174,9 +186,7 @@ class StageWork:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """The names of the resources: devices, their links to the host, to the next stage, to the previous one, and
-        the networks of machines.
-        """
+        """The names of the resources, in the order of their numbers (see `_occupied`)."""
         devices = range(1 + max(self.places))
         what = "stage" if self.stages == len(devices) else "device"
         names = [f"{what} {d}" for d in devices]
@@ -193,7 +203,7 @@ class StageWork:
         """Returns each task's seconds.
 
         Args:
-            stages: of each, seconds in the order of `PARTS`.
+            stages: for each stage, seconds in the order of `PARTS`.
         """
         flat = [seconds for parts_s in stages for seconds in parts_s]
         return [flat[slot] for slot in self.slots]
@@ -203,11 +213,11 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     """Makes the work of task lists.
 
     Args:
-        lists: of each device.
+        lists: the tasks of each device.
         features: the parts that are simulated.
 
     Raises:
-        ValueError: the lists cannot progress; it says which task waits for what.
+        ValueError: the lists cannot progress; the message says which task waits for which others.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -238,16 +248,16 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
 
 
 def _places(lists: TaskLists) -> tuple[int, ...]:
-    """Returns the device of each stage; one that is in no list is where its number would be."""
+    """Returns the device of each stage; a stage that is in no list has the device of its number."""
     device_of = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
     stages = max([len(lists), *(s + 1 for s in device_of)])
     return tuple(device_of.get(s, min(s, len(lists) - 1)) for s in range(stages))
 
 
 def _numbered(waits: Mapping[int, tuple[int, ...]], M: int) -> list[tuple[int, ...]]:
-    """Returns, for each task, the numbers of those that it waits for.
+    """Returns, for each task, the numbers of the tasks that it waits for.
 
-    Raises ValueError if one is in no list.
+    Raises ValueError if a task waits for one that is in no list.
     """
     ids = {code: i for i, code in enumerate(waits)}
     try:
@@ -265,15 +275,20 @@ def _task(code: int, M: int) -> Task:
 
 
 def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -> tuple[int, ...]:
-    """Returns the resources of a part of a stage, numbered as `StageWork.resources` names them.
+    """Returns the resources that a part of a stage occupies, by the numbers of `resources`.
 
-        0 .. D   devices   .. 2D   links to the host   .. 3D   to the next   .. 4D   to the previous   ..   networks
+        numbers             resources
+        0 up to D           devices
+        D up to 2 D         links between a device and its host
+        2 D up to 3 D       links to the next device
+        3 D up to 4 D       links to the previous device
+        4 D and more        networks of machines, two for each: out and in
 
     Args:
         s: the stage.
-        part: of it.
-        places: those of all stages.
-        D: how many there are.
+        part: the kind of the task, one of `PARTS`.
+        places: the device of each stage.
+        D: the number of devices.
         on: says which resources are shared.
     """
     d = places[s]
@@ -293,15 +308,15 @@ def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -
 
 
 def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:
-    """Returns the link between places: up to the next, down to the previous one.
+    """Returns the link from one place to a neighbouring one.
 
-    A loop of three or more closes itself. Between places on other machines it is the networks of
-    these.
+    If the places are on different machines, it is the networks of these machines. If three or more
+    places form a loop, the last and the first are neighbours.
 
     Args:
         d: the place that sends.
         to: the place that receives.
-        D: how many there are.
+        D: the number of places.
         on: says which resources are shared.
     """
     if on.machines and on.machines[d] != on.machines[to]:
@@ -316,12 +331,12 @@ def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:
 
 
 def _networks(senders: Sequence[int], readers: Sequence[int], D: int) -> tuple[int, ...]:
-    """Returns the networks by which devices on some machines send, and others receive; none inside one machine.
+    """Returns the networks that a transfer between some machines occupies; none within a machine.
 
     Args:
         senders: the machine of each device that sends.
-        readers: of each that receives.
-        D: how many places there are, whose resources come before the networks.
+        readers: the machine of each device that receives.
+        D: the number of places, whose resources come before the networks.
     """
     if len({*senders, *readers}) == 1:
         return ()
@@ -331,10 +346,10 @@ def _networks(senders: Sequence[int], readers: Sequence[int], D: int) -> tuple[i
 
 
 class _Around(NamedTuple):
-    """Codes of a stage's `parts` for micro-batch 0, and of what they wait for; those of micro-batch m are m larger.
+    """The codes of a stage's `parts` for micro-batch 0, and of the tasks that they wait for.
 
-    F waits for the `source`, B for the `answer`, or for the `half_answer` where the next stage
-    splits its backward.
+    The codes for micro-batch m are larger by m. F waits for the `source`. B waits for the `answer`,
+    or for the `half_answer` if the next stage splits its backward.
     """
 
     parts: tuple[int, ...]
@@ -350,11 +365,11 @@ class _Around(NamedTuple):
 
         Args:
             s: the stage.
-            places: the device of each.
+            places: the device of each stage.
             on: the parts that stages need.
-            M: micro-batches.
+            M: the number of micro-batches.
         """
-        stage = len(PARTS) * M  # from a task to the same of the next stage
+        stage = len(PARTS) * M  # from a task's code to that of the same task on the next stage
         parts = tuple(range(s * stage, (s + 1) * stage, M))
         code = dict(zip(PARTS, parts, strict=True))
         is_first = s == 0
@@ -376,19 +391,20 @@ def _device(
     around: Sequence[_Around],
     halves: Collection[tuple[int, int]],
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields what a device does, in order, and what each waits for, as codes.
+    """Yields the codes of a device's tasks in order, each with the codes that it waits for.
 
-    That tasks of a device follow each other is not said here: the engine keeps their order.
+    A task does not list the task before it on the device, because the engine keeps their order.
 
     Args:
-        tasks: of the device.
+        tasks: the list of the device.
         on: the parts that stages need.
-        around: of each stage.
-        halves: the stages and micro-batches whose backwards are split.
+        around: the codes around each stage.
+        halves: pairs of a stage and a micro-batch whose backward is split.
     """
-    last: tuple[int, ...] = ()  # the task before on the device
+    last: tuple[int, ...] = ()  # the task before this one on the device
     outs: list[int] = []
-    begun: tuple[int, ...] | None = None  # what the B before waited for, and the last OUT before it
+    # The tasks that the last B waited for, and the last OUT before it: when they end, it begins.
+    begun: tuple[int, ...] | None = None
     tasks = [task for task in tasks if on.updates or task.kind != Kind.U]
     ends = {t.stage: t for t in tasks if KINDS[t.kind].accumulates} if on.reduces else {}
     for task, following in zip(tasks, [*tasks[1:], None], strict=True):
@@ -409,7 +425,7 @@ def _device(
                 after = half_answer if (s + 1, m) in halves else answer
                 needs: tuple[int, ...] = (F + m,)
                 if on.swaps and last != (F + m,):
-                    # Before its first B a device has room once the OUT before the last has ended.
+                    # Before its first B the device has room once the last OUT but one has ended.
                     room = outs[-2:-1] if begun is None else begun
                     yield IN + m, (OUT + m, *room)
                     needs = (*needs, IN + m)
@@ -431,12 +447,12 @@ def _device(
                 yield U + m, (REDUCE + ends[s].microbatch,) if s in ends else ()
             case _:
                 raise ValueError(f"task {task}: lists at the level of stages hold F, B, I, W and U")
-        if ends.get(s) == task:  # its last backward: all gradients are there
+        if ends.get(s) == task:  # after the last backward of the stage its gradients are complete
             yield REDUCE + m, last
 
 
 def _is_own_backward(task: Task, following: Task | None) -> bool:
-    """Tells whether the task after a forward is its own backward, or the first half of that."""
+    """Tells whether the task after a forward is its own backward, or the backward's first half."""
     if following is None or KINDS[following.kind].in_flight >= 0:
         return False
     return (following.stage, following.microbatch) == (task.stage, task.microbatch)

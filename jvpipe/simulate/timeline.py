@@ -1,4 +1,4 @@
-"""A simulated timeline: when each task ran on what, and who held how many bytes meanwhile."""
+"""A simulated timeline: when each task ran on which resources, and the bytes held over time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Space = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes over time: `bytes[i]` from `t_s[i]` on, on a device or on the host."""
+    """The bytes on a device or on the host over time: `bytes[i]` from `t_s[i]` on."""
 
     place: str
     space: Space
@@ -28,13 +28,16 @@ class Curve:
     def of(
         place: str, space: Space, changes: Sequence[tuple[float, int]], base_bytes: int = 0
     ) -> "Curve":
-        """Makes a curve of changes in any order; what ends at an instant makes room for what begins then.
+        """Makes a curve of changes, which may be given in any order.
+
+        Changes at the same instant count as one: bytes that are removed at an instant make room for
+        those that are added at it.
 
         Args:
-            place: whose bytes.
-            space: of the device or of the host.
-            changes: when (seconds), and how many bytes more or less.
-            base_bytes: what is there all the time.
+            place: the name of the device or of the host.
+            space: whether it is a device or the host.
+            changes: pairs of a time in seconds and the bytes that are added or (negative) removed.
+            base_bytes: the bytes that are there all the time.
 
         >>> curve = Curve.of("stage 0", "device", [(1.0, 5), (0.0, 3), (1.0, -3)], base_bytes=10)
         >>> curve.t_s.tolist(), curve.bytes.tolist(), curve.most_bytes
@@ -52,18 +55,20 @@ class Curve:
 
     @property
     def most_bytes(self) -> int:
-        """The most at any time."""
+        """The most bytes at any time."""
         return int(self.bytes.max())
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated run: when each task ran on what, and the bytes over time.
+    """A simulated run: when each task ran on which resources, and the bytes over time.
 
-    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, indices into `resources`; the
-    first `devices` of these are devices, the others links. `curves` hold the bytes of each device
-    over time, and last those of the host. `peak_bytes` are their peaks; for rows they are counted
-    in the order of dispatch, as the ledger does.
+    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, which are indices into
+    `resources`. The first `devices` resources are devices, the others are links. `curves` hold the
+    bytes of each device over time, and last those of the host. `peak_bytes` are the peaks in the
+    same order. If the tasks are rows, peaks may differ from the largest numbers of the curves: they
+    count bytes in the order in which rows are dispatched, as the ledger of a run does, and not by
+    simulated time.
     """
 
     tasks: Sequence[Task | Row]
@@ -82,7 +87,7 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> dict[str, float]:
-        """The seconds that each resource worked."""
+        """The seconds during which each resource worked, by its name."""
         busy_s = np.zeros(len(self.resources))
         for resources, seconds in zip(self.occupies, self.ends_s - self.starts_s, strict=True):
             for r in resources:
@@ -91,7 +96,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of the devices."""
+        """The share of the step that devices are idle, on average."""
         if not self.step_s:
             return 0.0
         busy_s = sum(self.busy_s[name] for name in self.resources[: self.devices])
@@ -109,7 +114,7 @@ class Timeline:
                 yield Span(name, str(task), float(start_s), float(end_s), task.kind, args)
 
     def picture(self) -> Picture:
-        """Returns the spans, and the bytes over time, as a timeline shows them."""
+        """Returns the tasks and the bytes over time in the form that pictures are drawn from."""
         levels: list[Level] = []
         for curve in self.curves:
             changes = zip(curve.t_s.tolist(), curve.bytes.tolist(), strict=True)

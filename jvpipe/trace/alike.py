@@ -1,9 +1,8 @@
-"""Values that are equal by construction: counts and weights of examples,
-however often a loss has computed them.
+"""Value numbering: finds the counts and weights of examples that a loss computes several times.
 
-Equations are numbered as in value numbering: one with the same primitive, parameters and operands
-as an earlier one has the number of that. A whole number is equal in every type:
-sum(mask).astype(float) and sum(mask, dtype=float) are one count.
+An equation with the same primitive, parameters and operands as an earlier one gets the number of
+the earlier one. The type of a whole number does not matter: sum(mask).astype(float) and
+sum(mask, dtype=float) are the same count.
 """
 
 from collections.abc import Hashable
@@ -16,6 +15,7 @@ from jvpipe._jax import Atom, JaxprEqn, Literal, Var
 from jvpipe.trace.structure import comparable
 
 _SAME = ("copy", "copy_p", "name", "stop_gradient", "optimization_barrier")
+"""Primitives whose result equals their operand."""
 _COUNTING = frozenset(
     {
         "add",
@@ -31,7 +31,7 @@ _COUNTING = frozenset(
     }
     | {"squeeze", "reduce_sum"}
 )
-"""Primitives that make whole numbers of whole numbers."""
+"""Primitives that make whole numbers from whole numbers."""
 _COMPARED = (
     {
         "sub",
@@ -53,12 +53,13 @@ _COMPARED = (
     | {"convert_element_type"}
     | _COUNTING
 )
+"""Primitives whose results are numbered; the result of any other gets a number of its own."""
 
 
 class Alike:
-    """Numbers variables so that those with the same number are equal.
+    """Numbers for variables: two variables with the same number are equal.
 
-    It has to meet all equations in their order.
+    `tell` has to be called with all equations in their order.
 
     >>> import jax, jax.numpy as jnp
     >>> def counts(mask):
@@ -78,11 +79,11 @@ class Alike:
         self._whole: set[int] = set()
 
     def tell(self, eqn: JaxprEqn, same: Atom | None = None) -> None:
-        """Numbers the result of an equation, if it is one that can be compared.
+        """Numbers the result of an equation, if its primitive is among those that are compared.
 
         Args:
             eqn: the next equation.
-            same: a value that the result counts as, though it need not be equal.
+            same: a value whose number the result gets, though the two may differ.
         """
         name = eqn.primitive.name
         is_followed = name in _COMPARED or name in _SAME
@@ -93,7 +94,7 @@ class Alike:
         if same is not None:
             self._numbers[out] = self.number(same)
         elif name in _SAME or (name == "convert_element_type" and operands[0] in self._whole):
-            # A whole number stays what it is in another type.
+            # A cast does not change a whole number.
             self._numbers[out] = operands[0]
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
@@ -121,7 +122,7 @@ class Alike:
         return number
 
     def is_whole(self, atom: Atom) -> bool:
-        """Tells whether a variable or a constant holds whole numbers, of whatever type."""
+        """Tells whether a variable or a constant holds whole numbers, also if its type is float."""
         return self.number(atom) in self._whole
 
     def _number(self, key: Hashable) -> int:

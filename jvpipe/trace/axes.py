@@ -1,13 +1,12 @@
-"""The axis of the examples, followed through an equation:
-which axis of each result has a part for each of them.
+"""Follows the axis of the examples through an equation: which axis of a result has a part for each.
 
-An axis holds the examples one after another, perhaps several rows of each:
+An axis holds the examples one after another, perhaps with several rows for each example:
 
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
-    [examples x tokens]    along axis 0          [tokens x examples]    along none
+    [examples x tokens]    along axis 0          [tokens x examples]    along no axis
 
-Each class of equations has a rule, which needs only the axes of the operands and the equation's
-parameters. Anything else is refused.
+Each class of primitives has a rule, which needs only the axes of the operands and the parameters of
+the equation. Equations without a rule are refused.
 """
 
 import math
@@ -21,8 +20,8 @@ from jvpipe._jax import JaxprEqn
 
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
-"""The axis of each result, None for one without such an axis; or why examples do not stay apart.
-vmap counts axes in numpy.
+"""The axis of the examples in each result, None if a result has no such axis; or, as text, why the
+examples do not stay apart. An axis may be a numpy integer, because vmap makes such parameters.
 """
 
 _CLASSES = {
@@ -52,6 +51,7 @@ _CLASSES = {
 
 @cache
 def _class_of() -> dict[str, str]:
+    """Returns the class of each primitive that has one."""
     class_of: dict[str, str] = {}
     for kind, names in _CLASSES.items():
         class_of |= dict.fromkeys(names.split(), kind)
@@ -67,11 +67,11 @@ def along_after(
 
     Args:
         eqn: an equation of which at least one operand has such an axis.
-        axes: of each operand; None for what depends on no example.
-        grown: of each result, the axis whose size follows the number of examples, if there is one.
+        axes: the axis of the examples in each operand; None for one that depends on no example.
+        grown: the axis of each result whose size follows the number of examples, if there is one.
 
     Returns:
-        The axis of each result; or, as text, why examples do not stay apart.
+        The axis of the examples in each result; or, as text, why examples do not stay apart.
     """
     followed = _followed(eqn, axes, grown)
     if isinstance(followed, str):
@@ -121,14 +121,14 @@ def _others(
     *,
     same: bool,
 ) -> Followed:
-    """Follows the axis through equations that are of no class.
+    """Follows the axis through an equation whose primitive is in no class.
 
     Args:
         eqn: the equation.
-        axes: of each operand.
-        first: of the first operand that has one.
-        grown: of each result, the axis whose size follows the number of examples.
-        same: all operands that have an axis have this one.
+        axes: the axis of the examples in each operand.
+        first: the axis of the first operand that has one.
+        grown: the axis of each result whose size follows the number of examples.
+        same: whether all operands with such an axis have the same one.
     """
     match eqn.primitive.name:
         case "reshape":
@@ -158,14 +158,14 @@ def _others(
 
 
 def _all(axis: int, grown: Sequence[Axis]) -> Followed:
-    """Returns the axis of the operands for every result."""
+    """Returns the operands' axis for every result, if every result has the examples there."""
     if any(size_follows != axis for size_follows in grown):
         return "changes the number of examples"
     return [axis] * len(grown)
 
 
 def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
-    """Returns the axis after a change of shape, or of order; None for other operations."""
+    """Returns the axis after an equation that changes shape or order; None for other equations."""
     name, params = eqn.primitive.name, eqn.params
     shape = _jax.aval(eqn.invars[0]).shape
     match name:
@@ -204,7 +204,8 @@ def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
 def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
     """Returns the axis after a reshape.
 
-    If it begins where the one before began, it holds whole examples, one after another.
+    The axes before the examples' must hold as many elements after the reshape as they did before
+    it. Then the new axis begins where the old one began and holds whole examples, in their order.
     """
     before = _jax.aval(eqn.invars[0]).shape
     after = _jax.aval(eqn.outvars[0]).shape
@@ -214,8 +215,10 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
 
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a product: examples may be paired, batched, or free in one operand."""
-    # Contracted over the examples it is a sum over them, if both sides have them in the same place.
+    """Follows the axis through a product: examples may be contracted in pairs, batched, or free in
+    one operand.
+    """
+    # A product that contracts the examples is a sum over them, if it pairs both operands' examples.
     contracted, batched = eqn.params["dimension_numbers"]
     left, right = axes
     inside = left in contracted[0], right in contracted[1]
@@ -231,8 +234,6 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     assert axis is not None
     if axis in batched[side]:
         return [batched[side].index(axis)]
-    # The result has the batch axes first, then the free ones of the left operand, then those of the
-    # right one.
     ranks = [len(_jax.aval(x).shape) for x in eqn.invars]
     bound = {*contracted[side], *batched[side]}
     free = [i for i in range(ranks[side]) if i not in bound]
@@ -242,7 +243,7 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a convolution: it has to be the batch axis of the input."""
+    """Follows the axis through a convolution: examples must be the batch axis of its input."""
     numbers, (inputs, kernel) = eqn.params["dimension_numbers"], axes
     is_plain = kernel is None and eqn.params["batch_group_count"] == 1
     if is_plain and inputs == numbers.lhs_spec[0]:
@@ -251,14 +252,14 @@ def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a lookup: of each example in what has none, or of an example in its
-    own.
+    """Follows the axis through a lookup: by an example's indices, in a table without examples or in
+    the example's own part; or by indices without examples, in every example.
     """
     numbers = eqn.params["dimension_numbers"]
     sizes = eqn.params["slice_sizes"]
     operand, indices = axes
     rank = len(_jax.aval(eqn.outvars[0]).shape)
-    # The axes that the result has from the indices: all of theirs but the last.
+    # The result's axes that come from the indices: all axes of the indices except the last.
     outer = [i for i in range(rank) if i not in numbers.offset_dims]
     if indices is not None:
         if indices >= len(outer):
@@ -277,14 +278,14 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis where values are added by indices: to examples of their own, or to what has
-    none.
+    """Follows the axis through a scatter: of examples into their own parts, or a sum of examples
+    into an operand without examples.
     """
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = axes
     rank = len(_jax.aval(eqn.invars[2]).shape)
     outer = [i for i in range(rank) if i not in numbers.update_window_dims]
-    # The axis of the updates that goes with that of the indices.
+    # The axis of the updates that corresponds to the examples' axis in the indices.
     beside = None
     if indices is not None and indices < len(outer):
         beside = outer[indices]

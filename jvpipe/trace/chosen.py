@@ -1,6 +1,4 @@
-"""The reductions that a user chooses for what a loss yields, found by the paths of its leaves,
-and checked.
-"""
+"""Finds and checks the reductions that a user chose, by patterns of paths, for leaves of a loss."""
 
 from collections.abc import Sequence
 
@@ -18,15 +16,15 @@ def chosen_aux(
     paths: Sequence[str],
     leaves: Sequence[Sequence[Atom]],
 ) -> tuple[AuxReduction | None, ...]:
-    """Returns the reduction of each leaf of aux, as the user says; None if they say nothing.
+    """Returns the reduction that the user chose for each leaf of aux; None if they chose none.
 
     Args:
-        reductions: by pattern.
-        paths: of the leaves.
-        leaves: the values of each; a `Weighted` has two.
+        reductions: the user's choices, by pattern.
+        paths: the paths of the leaves.
+        leaves: the values of each leaf; a `Weighted` has two.
 
     Raises:
-        ValueError: a pattern matches nothing, or a leaf cannot be reduced so.
+        ValueError: a pattern matches nothing, or a reduction does not fit its leaf.
     """
     said = chosen("aux_reduce", reductions.aux, paths)
     for path, reduction, parts in zip(paths, said, leaves, strict=True):
@@ -37,7 +35,7 @@ def chosen_aux(
 
 
 def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
-    """Says why a leaf of aux cannot be reduced so, and what would do; None if it can."""
+    """Returns why a reduction does not fit a leaf of aux, and what would; None if it fits."""
     dtype = _jax.aval(parts[0]).dtype
     if len(parts) > 1:
         return "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or return total alone"
@@ -56,12 +54,12 @@ def check_state_reduction(
     """Checks that a leaf of the model state can be reduced as the user says.
 
     Args:
-        path: of the leaf.
-        leaf: as the loss makes it.
-        reduction: as the user says.
+        path: the path of the leaf.
+        leaf: the leaf's new value, which the loss makes.
+        reduction: the reduction that the user chose.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the reduction does not fit the leaf's type.
     """
     dtype = _jax.aval(leaf).dtype
     is_number = not is_key(_jax.aval(leaf)) and dtype != np.bool_

@@ -1,11 +1,12 @@
-"""Whether the loss of a batch is the mean of the losses of its micro-batches, and if not, why.
+"""Tells whether a batch's loss is the mean of the losses of its micro-batches, and if not, why.
 
-A mean over examples is. A sum is not, nor is a loss in which examples meet: an in-batch softmax, a
-batch norm, a maximum, a mean over a varying number of items. The loss is followed at two sizes, as
-replicas need it (`jvpipe.trace.spread`), but nothing is excused: replicas may normalise by
-statistics of their own, and still a batch norm makes another loss of smaller batches. Only what the
-loss itself is made of counts, because metrics and model state may look at all examples as they
-like.
+It is so if the loss is a mean over examples. It is not so for a sum, nor if examples meet in the
+loss, as in an in-batch softmax, a batch norm, a maximum, or a mean over a varying number of items.
+
+The loss is followed at two sizes, as for replicas (`jvpipe.trace.spread`), but with no exception
+for batch norms: replicas are allowed to normalise by their own statistics, although that changes
+the loss. Only the equations behind the loss's value count. Metrics and model state may combine
+examples in any way.
 """
 
 import logging
@@ -23,7 +24,7 @@ _log = logging.getLogger("jvpipe")
 
 
 def warn_of_splitting(traced: Traced, microbatches: int) -> None:
-    """Warns that splitting a batch into micro-batches makes another loss of it.
+    """Warns if splitting a batch into micro-batches changes the loss of the batch.
 
     Args:
         traced: the layers on a whole micro-batch.
@@ -44,8 +45,7 @@ def warn_of_splitting(traced: Traced, microbatches: int) -> None:
 
 
 def why_splitting_matters(traced: Traced) -> str | None:
-    """Returns why the loss of a batch is not the mean of the losses of its parts, and the place
-    where this is decided.
+    """Returns why the loss of a batch is not the mean of the losses of its parts, for a message.
 
     The loss is traced once or twice more, at other sizes; nothing is compiled.
 
@@ -53,13 +53,13 @@ def why_splitting_matters(traced: Traced) -> str | None:
         traced: the layers on a whole micro-batch.
 
     Returns:
-        The layer and the equation there, and what it does. None for a mean over examples and for a
-        `jvpipe.Weighted` of two sums, and where the loss does not take other numbers of examples or
-        is another program on them, so that nothing can be said.
+        The layer and the equation that couple examples, and how. None for a mean over examples and
+        for a `jvpipe.Weighted` of two sums. None also if the loss does not take other numbers of
+        examples or is another program on them, because then nothing is known.
     """
     loss, of_size = traced.loss, traced.loss.of_size
     assert of_size is not None, "a loss that was not traced from a function"
-    # JAX traces some functions differently at a size of one, and larger sizes are always alike.
+    # JAX traces some functions differently at a size of one, but alike at all larger sizes.
     examples = max(traced.graph.examples, 2)
     try:
         loss = loss if examples == traced.graph.examples else of_size(examples)
@@ -92,9 +92,7 @@ def why_splitting_matters(traced: Traced) -> str | None:
 
 
 def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Returns the equations that the value of a loss is made of, and the value: a `Weighted` has
-    two.
-    """
+    """Returns the equations that make the value of a loss, and the value; a `Weighted` has two."""
     results = loss.outputs_of(ValueKind.LOSS)
     reached = reaching(loss.eqns, results)
     eqns = [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)]

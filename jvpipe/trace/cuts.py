@@ -1,13 +1,18 @@
-"""The narrow places of a model, at which a run of equations is cut into layers.
+"""The narrow places of a model, at which a list of equations is cut into layers.
 
-A cut is good where few values are alive. What "few" means depends on the model, so it is asked
-locally: a position is narrow if no position nearby has fewer live values. Distance is counted in
-weighted operations (products, convolutions, lookups that read a parameter), values that live long
-(skip connections) do not count, and a layer holds at least one weighted operation. A run that is
-still large is cut again on its own, as the levels of a U-Net are: what enters it no longer counts.
-Only the neighbourhood decides, so a change far away leaves a layer, and with it its compiled
-programs, as it was. Only a model of very few layers is looked at more closely: there a skip of a
-few operations is no longer one layer, so that small models can be cut at all.
+A place is good to cut if few values are alive there, because a live value must be sent between the
+two layers. How many are "few" depends on the model, so places are compared with their neighbours:
+
+- A position is narrow if no position nearby has fewer live values. Distance is counted in weighted
+  operations (products, convolutions, lookups that read a parameter).
+- Values that live long (skip connections) do not count.
+- A layer has at least one weighted operation.
+- A run between two cuts that is still large, such as a level of a U-Net, is cut again by itself.
+  Then the values that enter the run do not count.
+
+Only the neighbourhood decides. So a change to a model leaves layers far from it as they were, and
+their compiled programs can be used again. A model with very few layers is cut again at a finer
+scale, at which fewer values count as skip connections, so that small models can be cut at all.
 """
 
 from collections.abc import Sequence
@@ -23,16 +28,18 @@ from jvpipe.trace.jaxprs import variables
 
 @dataclass(frozen=True)
 class LayerEffort:
-    """How fine the layers are: more of them leave more to choose, and take longer to compile.
+    """How fine the layers are: more layers leave a planner more choices and take longer to compile.
+
+    A plan says how many layers each stage has, so a plan made under other numbers may not fit.
 
     Attributes:
-        scales: how many weighted operations to either side a narrow place is compared with, and
-            across how many a value lives at most, except for skip connections: from the usual scale
-            to the closest look.
-        few_layers: a model of fewer ones is looked at more closely.
-        large_operations: a layer of more weighted ones is cut again if it can be.
-        even: halves of a layer are as good as others if the slower ones differ by less than this
-            share of the layer: then the fewest bytes decide.
+        scales: pairs (window, skip), from the usual scale to the finest. A narrow place is compared
+            with `window` weighted operations to either side; a value that lives across more than
+            `skip` weighted operations is a skip connection.
+        few_layers: a model with fewer layers is cut again at the next scale.
+        large_operations: a layer with more weighted operations is cut again if possible.
+        even: two ways to halve a layer count as equally even if the shares of their slower halves
+            round to the same multiple of this; then the number of bytes sent decides.
     """
 
     scales: tuple[tuple[int, int], ...] = ((6, 12), (3, 3), (1, 1), (0, 0))
@@ -45,11 +52,10 @@ LAYERS = LayerEffort()
 
 
 def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]:
-    """Returns the positions at which equations are cut into layers: p is between equations p - 1
-    and p.
+    """Returns the positions at which equations are cut; p lies between equations p - 1 and p.
 
     Args:
-        eqns: in order.
+        eqns: the equations, in order.
         weighted: marks the weighted operations.
     """
     cuts: list[int] = []
@@ -68,7 +74,7 @@ def _cuts_at(
 ) -> list[int]:
     """Returns the cuts at one scale; a run that is still large is cut again by itself.
 
-    It ends: each run between two cuts is shorter than the whole.
+    The recursion ends because each run between two cuts is shorter than the whole.
     """
     cuts = _narrow(eqns, weighted, window, skip)
     if cuts:
@@ -84,23 +90,23 @@ def _narrow(
     window: int,
     skip: int,
 ) -> list[int]:
-    """Returns the narrow places: of each group of positions between two weighted operations one, if
-    any.
+    """Returns the narrow places, at most one between any two neighbouring weighted operations.
 
     Args:
-        eqns: in order.
+        eqns: the equations, in order.
         weighted: marks the weighted operations.
         window: how many groups to either side a place is compared with.
         skip: a value that lives across more weighted operations is a skip connection.
     """
-    # The positions of a group are those behind one weighted operation and up to the next:
+    # A group is the positions between one weighted operation and the next. Each digit below stands
+    # at its position, between two equations:
     #
-    #     equations    W a b W c W d          W: weighted
-    #     groups        0 0 0 1 1             before the first and behind the last W there is no cut
-    #     alive        2 1 3 2 2  ->  fewest of group 0: 1, of group 1: 2
+    #     equations    W a b W c W d      W: a weighted operation
+    #     groups        0 0 0 1 1         no cut before the first W or behind the last
+    #     alive         2 1 3 2 2         the fewest values alive in group 0 are 1, in group 1, 2
     #
-    # Two equal neighbours are both narrow, so that models of equal layers are cut between all of
-    # them.
+    # If two neighbouring groups have equally few, both are narrow, so that a model of equal layers
+    # is cut between each two of them.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
     numbers = range(1, seen[-1] + 1)
@@ -112,7 +118,7 @@ def _narrow(
         begin = max(0, g - window)
         nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
-            # Among the places with the fewest values, the last one with the fewest bytes.
+            # The last place among those with the fewest values and, among these, the fewest bytes.
             narrow = group[count[group] == fewest[g]]
             narrowest = narrow[width[narrow] == width[narrow].min()]
             cuts.append(int(narrowest[-1]))
@@ -124,23 +130,21 @@ def _alive(
     seen: np.ndarray,
     skip: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns per position the number of values that live across it, and their bytes.
+    """Returns for each position the number of values that are alive there, and their bytes.
 
-    Skips are left out.
-
-    Scalars count only in bytes. A position across which nothing lives, such as behind the loss,
-    counts as one value.
+    Skip connections are left out. A scalar counts only in the bytes. A position at which no value
+    is alive, such as the one behind the loss, counts as having one.
 
     Args:
-        eqns: in order.
-        seen: the weighted operations before each position.
-        skip: a value that lives across more of them is a skip connection.
+        eqns: the equations, in order.
+        seen: the number of weighted operations before each position.
+        skip: a value that lives across more weighted operations is a skip connection.
     """
-    # Liveness by differences: a value adds one where it is born and takes one away behind its last
-    # reader, so that all counts are one running sum, at a cost of a step per value instead of one
-    # per value and position.
+    # A value adds one at the first position of its life and takes one away behind the last. A
+    # running sum over these differences gives all counts, in one step per value instead of one per
+    # value and position:
     #
-    #     born at 1, last read by 4:    +1 at 2,  -1 at 5     alive across 2, 3 and 4
+    #     made by equation 1, last read by 4:    +1 at position 2, -1 at 5: alive at 2, 3 and 4
     born: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for p, eqn in enumerate(eqns):
@@ -153,7 +157,6 @@ def _alive(
         aval = _jax.aval(var)
         if seen[end] - seen[start] <= skip:
             size = aval.size * aval.dtype.itemsize
-            # Differences, which the running sums below turn into numbers per position.
             for at, sign in ((start, 1), (end + 1, -1)):
                 count[at] += sign * bool(aval.shape)
                 width[at] += sign * size

@@ -1,5 +1,6 @@
-"""Batch norm that remembers the statistics of whole batches: micro-batches add to them in turn,
-the last ends it.
+"""Batch norm for a user's loss whose running statistics are those of whole batches.
+
+Micro-batches add to sums, and the last micro-batch of a batch updates the running statistics.
 """
 
 from typing import NamedTuple
@@ -13,12 +14,11 @@ from jvpipe.util.given import is_whole
 
 
 class BatchStatistics(NamedTuple):
-    """The running statistics of each feature, and what the micro-batches of a batch have come to so
-    far.
+    """The running statistics of each feature, and sums over the micro-batches of the current batch.
 
-    A part of a model state. `mean` and `variance` are what an evaluation would normalise with.
-    `total` and `squares` are of values less `mean`: far from zero, squares would say little of how
-    values differ.
+    They are a part of the model state. An evaluation normalises with `mean` and `variance`. `total`
+    and `squares` are sums over values minus `mean`, because the squares of values far from zero
+    would round away the differences between the values.
 
     >>> BatchStatistics.of(3).variance.tolist()
     [1.0, 1.0, 1.0]
@@ -29,14 +29,14 @@ class BatchStatistics(NamedTuple):
     total: Float[Array, "features"]
     squares: Float[Array, "features"]
     items: Int[Array, ""]
-    seen: Int[Array, ""]  # micro-batches
+    seen: Int[Array, ""]  # how many micro-batches of the current batch
 
     @staticmethod
     def of(features: int) -> "BatchStatistics":
         """Returns the statistics before the first batch: a mean of 0, a variance of 1.
 
         Args:
-            features: the size of the last axis of what is normalised.
+            features: the size of the last axis of the values that are normalised.
         """
         zeros = jnp.zeros(features, jnp.float32)
         return BatchStatistics(
@@ -57,26 +57,26 @@ def deferred_batch_norm(
     momentum: float = 0.1,
     epsilon: float = 1e-5,
 ) -> tuple[Float[Array, "... features"], BatchStatistics]:
-    """Normalises each feature by the statistics of a micro-batch, and remembers those of whole
-    batches.
+    """Normalises features by a micro-batch's statistics, and keeps running ones of whole batches.
 
-    A pipeline normalises micro-batches, so that running statistics which each of them updates are
-    those of small batches, updated often. Here they are updated once per batch, with the statistics
-    of all its examples, as by torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, section 3.3):
-    they do not depend on how a batch is split.
+    A plain batch norm in a pipeline would update its running statistics in every micro-batch, which
+    is often, and each time from few examples. Here they are updated once per batch, from all its
+    examples, as by torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, section 3.3). So they do not
+    depend on how a batch is split.
 
     Args:
-        x: values, features last; any axes before. Scale and shift them yourself.
-        statistics: as the micro-batch before has left them.
-        microbatches: of a batch: those of the pipeline.
-        momentum: how much a batch counts in the running statistics.
-        epsilon: added to the variance.
+        x: the values, with features along the last axis and any axes before. The result is neither
+            scaled nor shifted; the caller does that.
+        statistics: the statistics that the micro-batch before returned.
+        microbatches: the number of micro-batches of a batch, which must be the pipeline's.
+        momentum: the weight of a batch in the running statistics.
+        epsilon: the number that is added to the variance.
 
     Returns:
         The normalised values in the type of `x`, and the statistics for the next micro-batch.
 
     Raises:
-        ValueError: a number of micro-batches below 1.
+        ValueError: the number of micro-batches is below 1.
 
     >>> x, statistics = jnp.arange(8.0).reshape(4, 2), BatchStatistics.of(2)
     >>> for half in x[:2], x[2:]:
@@ -109,16 +109,15 @@ def _remembered(
     microbatches: int,
     momentum: float,
 ) -> BatchStatistics:
-    """Returns the statistics after one more micro-batch, whose values and their squares come to
-    these sums.
+    """Returns the statistics after one more micro-batch.
 
     Args:
-        before: the statistics.
-        total: of the values of each feature, less the mean.
-        squares: of their squares.
-        size: how many values each feature has.
-        microbatches: of a batch.
-        momentum: how much a batch counts.
+        before: the statistics before the micro-batch.
+        total: for each feature, the sum of the micro-batch's values minus the running mean.
+        squares: for each feature, the sum of the squares of these differences.
+        size: how many values of each feature the micro-batch has.
+        microbatches: the number of micro-batches of a batch.
+        momentum: the weight of a batch in the running statistics.
     """
     total, squares = before.total + total, before.squares + squares
     items = before.items + size

@@ -1,13 +1,14 @@
-"""Running statistics that change once per batch, by sums over its micro-batches.
+"""Running statistics of batch norms that change once per batch, by sums over its micro-batches.
 
-Each micro-batch adds to the sums. The last one computes the new statistics from them, and sets them
-to 0 again.
+Each micro-batch adds its sums to leaves of the model state that the user does not see. The last
+micro-batch of the batch computes the new running statistics from these leaves, as one whole batch
+would, and sets the leaves to 0. For four micro-batches:
 
-    after micro-batch   (before)   0    1          2    3, the last
-    sums                0          s0   s0 + s1    ...  0            leaves that the user does not see
-    statistics r        r          r    r          r    h(r, all)    as one whole batch would have it
+    after micro-batch          none    0     1          2               3
+    the added leaves           0       s0    s0 + s1    s0 + s1 + s2    0
+    the running statistic      r       r     r          r               h(r, s0 + s1 + s2 + s3)
 
-The examples themselves are normalised by the mean and variance of their micro-batch, as in
+The examples are still normalised by the mean and variance of their own micro-batch, as in
 torchgpipe's `DeferredBatchNorm`.
 """
 
@@ -31,18 +32,20 @@ from jvpipe.trace.running import RunningLeaf, Sum, TwoTraces, state_after, state
 
 
 def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
-    """Puts off what batch norms do to the model state until the last micro-batch of a batch.
+    """Puts off the updates of batch norms' running statistics until a batch's last micro-batch.
 
     Args:
-        loss: of a micro-batch, all of a batch being of one size.
-        microbatches: of a batch.
+        loss: the loss of a micro-batch; all micro-batches of a batch have the same size.
+        microbatches: the number of micro-batches of a batch.
 
     Returns:
-        the loss with more leaves of the model state, behind the user's: for each leaf that follows
-        a batch norm the number of micro-batches that have been seen, and their sums.
+        The loss with more leaves of the model state, behind the user's. For each leaf that is a
+        running statistic of a batch norm, these are a counter of the micro-batches seen so far, and
+        one leaf for each sum over them.
 
     Raises:
-        ValueError: no leaf follows one, or one does in a way that cannot be put off.
+        ValueError: no leaf is a running statistic of a batch norm, or one is updated by a formula
+            that cannot be computed from sums.
     """
     if microbatches == 1:
         return loss
@@ -83,14 +86,14 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
 
 @dataclass(frozen=True)
 class _Change:
-    """What takes the place of a leaf's own update.
+    """The equations that replace a leaf's own update.
 
     Attributes:
-        eqns: of a micro-batch.
+        eqns: the equations, which run in every micro-batch.
         value: the leaf's new value.
-        inputs: the added leaves of the model state: how many micro-batches were seen, and each sum
-            so far.
-        results: their new values.
+        inputs: the added leaves of the model state: the number of micro-batches seen so far, and
+            each sum over these.
+        results: the new values of the added leaves, in the order of `inputs`.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -104,9 +107,7 @@ def _change(
     leaf: RunningLeaf,
     microbatches: int,
 ) -> _Change:
-    """Makes the equations that add a micro-batch's sums, and after the last one give the leaf its
-    new value.
-    """
+    """Makes the equations that add up sums and, in the last micro-batch, change the leaf."""
     before = state_before(traces.micro, leaf.index)
     sum_eqns = [traces.eqns[x.eqn] for x in leaf.sums]
     sums = [eqn.outvars[0] for eqn in sum_eqns]
@@ -117,7 +118,7 @@ def _change(
         seen: Array,
         so_far: list[Array],
     ) -> Any:
-        """Returns the leaf's value, and what was seen and summed so far."""
+        """Returns the leaf's value, and the counter and the sums for the next micro-batch."""
         after = _added(
             leaf.sums,
             seen,
@@ -130,7 +131,7 @@ def _change(
             _ended(traces, leaf, old, after),
             old,
         )
-        # The last micro-batch of a batch leaves nothing for the next batch.
+        # The last micro-batch of a batch resets them, so that the next batch begins at 0.
         counters = [seen + 1, *after]
         return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
 
@@ -144,7 +145,8 @@ def _change(
         number,
         totals,
     )
-    # What it adds to the model state are inputs of its own; all else it reads of the micro-batch.
+    # The first arguments of `update` are values of the micro-batch; the others, the counter and the
+    # sums so far, are inputs that are added to the model state.
     reads = [before, *sums]
     env = dict(zip(closed.jaxpr.invars, reads, strict=False))
 
@@ -168,16 +170,17 @@ def _added(
     so_far: Sequence[Array],
     parts: Sequence[Array],
 ) -> list[Array]:
-    """Adds the sums of a micro-batch to those before.
+    """Adds the sums of a micro-batch to the sums of the micro-batches before it.
 
-    Squares that each micro-batch has centred by its own mean are centred by that of all of them
-    (Chan et al., 1983).
+    A sum of squares that a micro-batch has centred by its own mean must be centred by the mean of
+    all micro-batches. If k micro-batches of n values each came before, and their mean differs from
+    this one's by d, the correction is d**2 * n k / (k + 1) (Chan et al., 1983).
 
     Args:
-        kinds: of the sums.
+        kinds: the kinds of the sums.
         seen: how many micro-batches came before.
-        so_far: their sums.
-        parts: those of this one.
+        so_far: the sums of these.
+        parts: the sums of this micro-batch.
     """
     places = [kind.eqn for kind in kinds]
     batches = seen.astype(jnp.float32)
@@ -198,13 +201,13 @@ def _ended(
     old: Array,
     totals: Sequence[Array],
 ) -> Array:
-    """Returns the value that a whole batch gives a leaf.
+    """Returns the value that a leaf has after a whole batch.
 
     Args:
-        traces: of the loss.
-        leaf: that follows a batch norm.
+        traces: the loss at the shapes of a micro-batch and of a whole batch.
+        leaf: a running statistic of a batch norm.
         old: its value before the batch.
-        totals: the sums of all micro-batches.
+        totals: the sums over all micro-batches of the batch.
     """
     whole = traces.whole
     env: dict[Var, Any] = {state_before(whole, leaf.index): old}

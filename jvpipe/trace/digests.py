@@ -1,7 +1,7 @@
-"""Digests of arrays and of what jaxprs compute: equal in every process that was given the same.
+"""Digests of arrays and of jaxprs, by which processes check that they were given the same model.
 
-Nothing in them depends on the names of variables, on addresses or on the order of sets, so that
-they may be compared between processes whatever PYTHONHASHSEED is.
+No digest depends on names of variables, on addresses in memory or on the order of sets. So digests
+may be compared between processes with different values of PYTHONHASHSEED.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from jvpipe.util.paths import path_names
 Tree = Any
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _THREADS = 8
-"""So many arrays are hashed at once: one thread hashes about 1 GB in a second, and hashing releases
-Python's lock.
+"""How many arrays are hashed at once: a thread hashes about 1 GB per second, and hashing releases
+Python's global lock.
 """
 
 
@@ -37,7 +37,7 @@ def digest(content: str | bytes | memoryview) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Returns a text in which functions are named without their addresses in memory.
+    """Returns a text without the addresses that Python's names of functions contain.
 
     >>> without_addresses("<function f at 0x7f00>")
     '<function f>'
@@ -46,28 +46,25 @@ def without_addresses(text: str) -> str:
 
 
 def array_digest(value: Any) -> str:
-    """Returns a digest of the bytes that an array has on a device.
-
-    Typed keys count by the bytes of their words.
-    """
+    """Returns a digest of an array's bytes on a device; typed keys count as their words."""
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
-    # As a device has it: a float64 array of NumPy and its float32 copy there are the same
-    # parameter.
+    # The array is cast to the type that it has on a device, because a float64 array of NumPy and
+    # its float32 copy on a device are the same parameter.
     array = np.asarray(value)
     like = np.ascontiguousarray(array, canonical(array.dtype))
     return digest(like.reshape(-1).view(np.uint8).data)
 
 
 def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
-    """Returns a line for each leaf of a tree: path, type and shape, and the digest of its bytes if
-    it has any here.
+    """Returns a line for each leaf of a tree: path, type, shape, and a digest of the leaf's bytes.
 
-    Each leaf is read once: gigabytes take as many seconds, divided by the cores that are free.
+    A shape, or an array that lies on several processes, has no digest. Each leaf is read once, at
+    about one second per gigabyte, divided by the number of free cores.
 
     Args:
-        tree: of arrays or shapes.
-        role: of its leaves, for messages.
+        tree: a tree of arrays or shapes.
+        role: what its leaves are, for messages.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -78,9 +75,9 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def _digest_of_leaf(leaf: Any) -> str:
-    """Returns the digest of a leaf.
+    """Returns the digest of a leaf; empty for a shape or an array that lies on several processes.
 
-    Lazy arrays are read. Nothing for a shape, or an array of several processes.
+    Lazy arrays are read.
     """
     if type(leaf) is jax.ShapeDtypeStruct or not getattr(leaf, "is_fully_addressable", True):
         return ""
@@ -88,14 +85,14 @@ def _digest_of_leaf(leaf: Any) -> str:
 
 
 def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
-    """Returns a line for each leaf that a function makes of a key: its path, type and shape, and
-    how it is computed.
+    """Returns a line for each leaf that a function makes from a key: path, type, shape and digest.
 
-    The digest of a value is that of the equation that makes it and of the digests of what this
-    reads; so each equation is looked at once, however many leaves depend on it.
+    The digest says how the leaf is computed. It is a digest of the equation that makes the leaf and
+    of the digests of the equation's operands. So each equation is digested once, however many
+    leaves depend on it.
 
     Args:
-        initialiser: makes a tree of a key.
+        initialiser: makes a tree of arrays from a key.
         rng: the key.
     """
     shapes = jax.eval_shape(initialiser, rng)
@@ -123,7 +120,7 @@ def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
 
 
 def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
-    """Returns a line for each leaf of a tree: its path, its type and shape."""
+    """Returns a line for each leaf of a tree: its path, type and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(tree, role))
     names = path_names([path for path, _ in leaves])
     named = zip(names, (leaf for _, leaf in leaves), strict=True)
@@ -131,15 +128,15 @@ def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
-    """Returns lines that are equal if two jaxprs compute the same in the same way from the same
-    constants.
+    """Returns lines that two jaxprs share if they have the same equations and the same constants.
 
-    First the constants, then the equations, each with what it reads: variables are compared by
-    where they appear first, literals by their values.
+    A line for each constant comes first, then one for the inputs, one for each equation, and one
+    for the outputs. Variables are compared by the order of their first appearance, literals by
+    their values.
 
     Args:
-        jaxpr: with its constants among its inputs.
-        constants: their values.
+        jaxpr: the jaxpr.
+        constants: the values of its constants.
     """
     lines = []
     for i, constant in enumerate(constants):
@@ -159,14 +156,14 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
 
 
 def _shown(eqn: JaxprEqn) -> str:
-    """Returns what an equation does and to which numbers, for people to find it."""
+    """Returns a description by which a person finds an equation: primitive, literals, results."""
     numbers = [str(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
     results = ", ".join(str(var.aval) for var in eqn.outvars)
     return " ".join([eqn.primitive.name, *numbers, "to", results])
 
 
 def closed_lines(closed: ClosedJaxpr) -> list[str]:
-    """Returns these lines of a jaxpr that has its constants."""
+    """Returns the lines of `jaxpr_lines` for a jaxpr that comes with its constants."""
     return jaxpr_lines(closed.jaxpr, closed.consts)
 
 

@@ -1,4 +1,4 @@
-"""Any function as one flat line of equations."""
+"""Traces any function to one flat list of equations, without nested calls."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +12,9 @@ from jvpipe.trace.inline import SHARDING, folded, inlined, literal
 from jvpipe.trace.keys import index_key
 from jvpipe.trace.unroll import as_array, stacked_result, stacks_layers, unrolled
 
-# Calls that add nothing to their bodies: these are treated as the caller's own equations. `remat2`
-# is among them because jvpipe decides by itself what is kept and what is recomputed.
+# Calls that add nothing to their bodies, so that the equations of the body replace the call; each
+# name comes with the parameter that has the body. `jax.checkpoint` is among them ("checkpoint",
+# "remat", "remat2"), because jvpipe itself decides which values are kept and which are recomputed.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -23,7 +24,7 @@ CALLS = {
     "remat2": "jaxpr",
     "remat": "jaxpr",
 }
-# Calls with a derivative of their own.
+# Calls with a derivative rule of their own, and the parameter that has the body of each.
 RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
@@ -34,14 +35,15 @@ def flatten(
 ) -> ClosedJaxpr:
     """Traces a function to one flat, pruned jaxpr.
 
-    Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends
-    only on constants is computed at once. Sharding constraints are left out.
+    Nested `jit` and `jax.checkpoint` calls are replaced by their bodies, which keep the name scopes
+    of the calls. Cheap scalars that depend only on constants are computed at once. Sharding
+    constraints are left out.
 
     Args:
         fn: the function.
         args: arrays or `jax.ShapeDtypeStruct`.
-        keep_rules: leave functions with a derivative of their own as they are: the result is to be
-            differentiated.
+        keep_rules: whether to keep calls with a derivative rule, which are needed if the result
+            will be differentiated; else their bodies replace them.
 
     Raises:
         ValueError: the function closes over a value that was traced.
@@ -76,13 +78,13 @@ def _traced(
     args: Sequence[Any],
     calls: dict[str, str],
 ) -> list[Any]:
-    """Traces the equations of a jaxpr again, without its calls, scans over stacked layers unrolled.
+    """Traces a jaxpr again, with calls replaced by bodies and scans over stacked layers unrolled.
 
     Args:
-        jaxpr: whose equations.
+        jaxpr: the jaxpr.
         consts: its constants.
-        args: what it is called with.
-        calls: the names of equations that are calls, and the parameter that has the body of each.
+        args: the arguments that it is called with.
+        calls: the names of primitives that are calls, each with the parameter that has its body.
     """
 
     def inline(body: ClosedJaxpr | Jaxpr, values: Sequence[Any]) -> list[Any]:

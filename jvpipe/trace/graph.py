@@ -1,11 +1,15 @@
 """The layer graph of a loss, and the equations of each layer.
 
-    loss        e0 e1 e2 | e3 e4 | e5        main equations, cut at narrow places into runs, one per layer
-    floating    f0 f1                        masks, positions, casts: each layer computes those that it needs
-    layer 1     f1 e3 e4                     reads f1's inputs, its parameters, and tensors of layer 0
+The main equations e0 to e5 of a loss are cut where few values cross (at `|`), and each run between
+two cuts becomes a layer. Floating equations such as f0 and f1 (masks, positions, casts) belong to
+no run: each layer computes the ones that it needs.
 
-A value that another layer reads is a tensor between the two; each input of the loss is read where
-it is needed.
+    main        e0 e1 e2 | e3 e4 | e5      layers 0, 1 and 2
+    floating    f0 f1
+    layer 1     f1 e3 e4                   reads f1's inputs, its parameters, and tensors of layer 0
+
+A value that one layer makes and another reads is a tensor of the graph. An input of the loss does
+not become a tensor: every layer that needs the input reads it directly.
 """
 
 import math
@@ -34,20 +38,22 @@ from jvpipe.trace.sums import settle_sums
 class Body:
     """The equations of a layer.
 
+    `reads` and `inputs` go together item by item, and so do `writes` and `outputs`.
+
     Attributes:
-        eqns: in order.
-        reads: what it reads, parameters first.
-        writes: what it writes.
-        inputs: the variables of what it reads.
-        outputs: the variables of what it writes.
-        differentiable: marks the inputs that a gradient flows to.
-        active: marks the outputs that a gradient comes from.
-        candidates: the variables whose fate can be chosen, by name.
-        returned: marks the inputs whose gradient somebody reads. The backward is made for all that
-            are differentiable and pruned to these: else it would have other equations, and the
-            compiler might round the rest differently.
-        received: marks the outputs whose gradient comes.
-        share: of a slice's loss in that of the micro-batch, where the loss is a mean.
+        eqns: the equations, in order.
+        reads: names of the values that the layer reads, parameters first.
+        writes: names of the values that the layer writes.
+        inputs: the variables of `reads`.
+        outputs: the variables of `writes`.
+        differentiable: marks the inputs that a gradient flows to if no parameter is frozen.
+        active: marks the outputs that a gradient comes from if no parameter is frozen.
+        candidates: the variables whose fate (keep, swap or recompute) can be chosen, with names.
+        returned: marks the inputs whose gradient is used. The backward is made for all
+            differentiable inputs and then pruned to these: a backward made for fewer inputs would
+            have other equations, and the compiler might round the remaining gradients differently.
+        received: marks the outputs that a gradient comes from, given the frozen parameters.
+        share: of a slice's loss in the loss of the micro-batch, if the loss is a mean; else 1.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -69,7 +75,7 @@ class Body:
 
     @cached_property
     def structure(self) -> Structure:
-        """Equal for bodies that compute the same."""
+        """A value that is equal for two bodies only if they compute the same function."""
         return structure(self.eqns, self.inputs, self.outputs)
 
 
@@ -79,10 +85,10 @@ class Traced:
 
     Attributes:
         graph: the layers.
-        bodies: their equations.
-        loss: what was cut.
-        cuts: the places, among the main equations, at which it was.
-        splits: further places, inside the layers of these.
+        bodies: the equations of each layer.
+        loss: the loss that was cut into these layers.
+        cuts: positions among the main equations: a layer ends before each.
+        splits: further such positions, between the cuts, that the caller asked for.
     """
 
     graph: LayerGraph
@@ -105,18 +111,18 @@ def build_graph(
 ) -> Traced:
     """Cuts a traced loss into layers.
 
-    Values that depend on no parameter and cost little, and cheap functions only of parameters
-    (casts), belong to no layer: each layer that needs one recomputes it (but see `settle_sums`).
+    Cheap values that depend on no parameter (masks) or on nothing but parameters (casts) belong to
+    no layer: each layer that needs one recomputes it, except for the sums that `settle_sums` moves.
 
     Args:
-        loss: traced.
-        cuts: positions in its main equations; None: its narrow places.
+        loss: the traced loss.
+        cuts: positions among its main equations; None: `narrow_cuts` finds them.
         splits: further positions, inside the layers that the cuts make.
     """
     sorted_eqns = Sorted.of(loss)
     if cuts is None:
         cuts = narrow_cuts(sorted_eqns.main, sorted_eqns.weighted)
-    # Cuts are found at each trace, splits are asked for: both end a layer.
+    # Cuts come from the trace and splits from the caller; a layer ends at either.
     bounds = [0, *sorted([*cuts, *splits]), len(sorted_eqns.main)]
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
@@ -138,11 +144,11 @@ def build_graph(
 
 
 def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
-    """Returns the same layers where nothing updates some parameters, or reads a gradient of them.
+    """Returns the same layers with some parameters frozen: without updates and gradients.
 
     Args:
         traced: the layers.
-        frozen: the numbers of these parameters.
+        frozen: the numbers of the frozen parameters.
 
     Raises:
         ValueError: a parameter that is not frozen cannot be trained, or all are frozen.
@@ -153,19 +159,21 @@ def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
 
 
 _DERIVATIONS = 6
-"""Keys that are derived in more steps are sent instead of recomputed: each link of a long chain
-would make its layer a program of its own.
+"""The number of steps from the seed up to which each layer derives a PRNG key for itself.
+
+A key that takes more steps is sent as a tensor. Otherwise alike layers along a chain of keys would
+each contain a longer part of that chain, and no two could share a compiled program.
 """
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """The equations of a loss, sorted.
+    """The equations of a loss, sorted into floating and main ones.
 
     Attributes:
-        floating: those that are computed wherever they are needed.
-        main: those that are computed once, in order.
-        weighted: marks the main ones that do real work with parameters.
+        floating: the equations that each layer computes for itself if it needs them.
+        main: the equations that exactly one layer computes, in order.
+        weighted: marks the main equations that do heavy work with parameters, such as products.
     """
 
     floating: tuple[JaxprEqn, ...]
@@ -174,8 +182,8 @@ class Sorted:
 
     @staticmethod
     def of(loss: LossJaxpr) -> "Sorted":
-        """Sorts the equations of a loss, in one pass: a place depends only on what an equation
-        reads.
+        """Sorts the equations of a loss in one pass: an equation is sorted by what it reads, and
+        what it reads is made before.
         """
         source = {v: ref.kind for v, ref in loss.inputs.items()}
         constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
@@ -185,20 +193,19 @@ class Sorted:
         main = []
         weighted = []
         reading = []
-        derivations: dict[Var, int] = {}  # of keys
+        derivations: dict[Var, int] = {}  # how often a key was derived on the way from the seed
         for eqn in loss.eqns:
             read = set(jaxprs.variables(eqn.invars))
-            # How often a key was derived on the way from the seed.
             before = max((derivations.get(v, 0) for v in read), default=0)
             steps = before + derives_key(eqn)
             derivations |= dict.fromkeys(eqn.outvars, steps)
             cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
-            # Masks, positions and keys: made of constants and of what every stage can be fed.
+            # Masks, positions and keys: made of constants and of inputs that every stage can get.
             if cheap and read <= free:
                 free.update(eqn.outvars)
                 constants.update(eqn.outvars if read <= constants else ())
                 floating.append(eqn)
-            # Casts and the like: whoever reads the parameter makes them of it.
+            # Casts and the like: a layer that reads the parameter makes them from it.
             elif cheap and read <= parametric | constants:
                 parametric.update(eqn.outvars)
                 floating.append(eqn)
@@ -206,22 +213,22 @@ class Sorted:
                 main.append(eqn)
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
-        # A model without products has no weighted operation: then whatever reads a parameter counts
-        # as one.
+        # If at most one equation is heavy, as in a model without products, every equation that
+        # reads a parameter counts as weighted.
         weighted = weighted if sum(weighted) > 1 else reading
         return Sorted(tuple(floating), tuple(main), tuple(weighted))
 
 
 @dataclass(frozen=True)
 class _Assembly:
-    """Puts the layers of a loss together.
+    """The assembly of a loss's layers.
 
     Args:
-        loss: traced.
+        loss: the traced loss.
         floating: equations that each layer computes if it needs them.
         runs: the main equations of each layer.
-        cuts: between them.
-        last: the layer of the loss; what no run makes is made there.
+        cuts: the positions between the runs.
+        last: the layer that makes the loss; it also yields the outputs that no run makes.
     """
 
     loss: LossJaxpr
@@ -241,8 +248,8 @@ class _Assembly:
         refs = dict(self.loss.inputs)
         for i, (v, _) in enumerate(crossing):
             refs[v] = Ref(ValueKind.TENSOR, i)
-        # Backwards are made as if nothing was frozen, and pruned to what is read: see
-        # `Body.returned`.
+        # A backward is made as if nothing were frozen, then pruned to the gradients that are used:
+        # `Body.returned` says why.
         every = active(self.loss)
         flows = active(self.loss, self.loss.frozen)
         bodies = []
@@ -250,7 +257,7 @@ class _Assembly:
             sent = [v for v, _ in crossing if self.maker[v] == layer]
             writes = [*((v, refs[v]) for v in sent), *sinks[layer]]
             reads = [(v, refs[v]) for v, r in readers.items() if layer in r]
-            # Parameters first; all others keep their order.
+            # Parameters come first; the sort is stable, so all others keep their order.
             reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
             candidates = _candidates(eqns, self.runs[layer])
             bodies.append(
@@ -264,7 +271,8 @@ class _Assembly:
             )
         layers = [_layer(i, body) for i, body in enumerate(bodies)]
         names = self._names(layers)
-        # Names need all layers: a layer is named by parameters that no earlier one reads.
+        # All layers are needed to name one: the name comes from parameters that no earlier layer
+        # reads.
         pairs = zip(layers, names, strict=True)
         layers = [replace(layer, name=name) for layer, name in pairs]
         tensors = []
@@ -292,9 +300,9 @@ class _Assembly:
         return makers
 
     def _sinks(self) -> list[list[tuple[Atom, Ref]]]:
-        """Returns the outputs of the loss that each layer yields.
+        """Returns for each layer the outputs of the loss that the layer yields.
 
-        Model state that nobody changes is left out.
+        Leaves of the model state that the loss returns unchanged are left out.
         """
         sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
         for atom, ref in self.loss.outputs:
@@ -307,11 +315,11 @@ class _Assembly:
     def _readers(
         self, needs: Sequence[Sequence[JaxprEqn]], sinks: Sequence[Sequence[tuple[Atom, Ref]]]
     ) -> dict[Var, list[int]]:
-        """Returns the layers that read each input of the loss, and each value of another layer.
+        """Returns the layers that read each input of the loss and each value between layers.
 
         Args:
             needs: the equations of each layer.
-            sinks: the outputs of the loss that each yields.
+            sinks: the outputs of the loss that each layer yields.
         """
         readers: dict[Var, list[int]] = {}
         for layer, (eqns, sink) in enumerate(zip(needs, sinks, strict=True)):
@@ -325,23 +333,25 @@ class _Assembly:
         for layer, sink in enumerate(sinks):
             writer |= dict.fromkeys((ref for _, ref in sink), layer)
         for v, ref in self.loss.inputs.items():
-            # A parameter that nothing reads has an owner too, and a gradient of zeros.
+            # A parameter that no layer reads needs an owner all the same: its gradient is zero.
             if ref.kind == ValueKind.PARAMETER:
                 readers.setdefault(v, [self.last])
-            # Where nothing reads model state, the old one ends with the new.
+            # If no layer reads a leaf of model state, the layer that writes the new value counts
+            # as its reader, so that the old value lives until then.
             elif ref.kind == ValueKind.STATE and ref in writer:
                 readers.setdefault(v, [writer[ref]])
         return readers
 
     def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:
-        """Returns a layer's main equations, preceded by the floating ones that they need."""
+        """Returns a layer's main equations after the floating equations that the layer needs."""
         read = [*jaxprs.free_variables(run), *jaxprs.variables(a for a, _ in sink)]
         return [*jaxprs.prune(self.floating, read), *run]
 
     def _names(self, layers: Sequence[Layer]) -> list[str]:
-        """Names each layer by the module of the parameters that it is the first to read.
+        """Names each layer by the common module of the parameters that it is the first to read.
 
-        Else by its name scopes.
+        A layer that reads no new parameter is named by all that it reads. If these share no module,
+        the scope of its heavy equations names it, else its first parameter, else its number.
         """
         paths = self.loss.names[ValueKind.PARAMETER]
         seen, names = set(), []
@@ -384,7 +394,7 @@ class _Assembly:
             )
         batch = [array for _, array in arrays(ValueKind.BATCH)]
         aux_outputs = [pair for pair in self.loss.outputs if pair[1].kind == ValueKind.AUX]
-        # A `Weighted` leaf of aux has two values, its total and its weight.
+        # A `Weighted` leaf of aux has two values: its total and its weight.
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
         starts = list(accumulate(widths, initial=0))
         return LayerGraph(
@@ -414,12 +424,12 @@ def _body(
     """Returns a layer's body.
 
     Args:
-        eqns: what it computes.
+        eqns: its equations.
         reads: its inputs, parameters first.
         writes: its outputs.
-        flows: the values that gradients flow through, of all parameters and of those that are not
-            frozen.
-        candidates: those whose fate can be chosen, by name.
+        flows: two sets of values that gradients flow through: the first as if no parameter were
+            frozen, the second given the frozen ones.
+        candidates: the variables whose fate can be chosen, with names.
     """
 
     def inputs(flow: Collection[Var]) -> tuple[bool, ...]:
@@ -469,9 +479,7 @@ def array_of(var: Atom, name: str) -> Array:
 
 
 def _module(path: str) -> str:
-    """Returns the module that a parameter belongs to: its path without the last word, unless that
-    is a number.
-    """
+    """Returns a parameter's module: its path without the last word, unless that is a number."""
     module, word = os.path.split(path)
     return path if word.isdigit() else module or path
 
@@ -484,13 +492,14 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
-    """Names what XLA materialises anyway: results of products and the like.
+    """Returns the values whose fate can be chosen, with names.
 
-    Random bits are named by the mask that is made of them.
+    They are the results of heavy equations, such as products, which XLA writes to memory in any
+    case, and random bits. In place of the bits, the mask that is made of them is returned.
 
     Args:
-        eqns: of a layer.
-        main: those of them that it does not recompute for itself.
+        eqns: the equations of a layer.
+        main: the main equations among them.
     """
     candidates: dict[Var, str] = {}
     for eqn in main:
@@ -504,12 +513,10 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """Returns the boolean that a value of random bits becomes, if nothing else is made of them.
+    """Returns the boolean mask that random bits become; the bits, if anything else is made of them.
 
-    Else the bits.
-
-    A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only
-    reader of the one before, is followed.
+    A mask takes one byte per element where the bits take four. Only a chain of cheap equations is
+    followed, in which each equation is the only reader of the result before.
     """
     current = bits
     while True:

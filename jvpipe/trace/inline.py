@@ -1,4 +1,4 @@
-"""Calls inside a jaxpr replaced by their bodies, equation by equation: nothing is traced again."""
+"""Replaces calls inside a jaxpr by their bodies, equation by equation, without tracing again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from jvpipe.trace.primitives import is_cheap
 from jvpipe.trace.unroll import is_late
 
 JITS = {"jit": "jaxpr", "pjit": "jaxpr"}
-"""The calls that the compiler merges into their callers, and the parameter that has their body."""
+"""Calls that the compiler merges into their callers, each with the parameter that has its body."""
 
 SHARDING = "sharding_constraint"
-"""Left out: it names a mesh, which may not be that of the layer's stage."""
+"""The primitive that is left out: it names a mesh, and the layer's stage may have another mesh."""
 
 
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
-    """Returns a jaxpr with the bodies of calls in their places, pruned.
+    """Returns a jaxpr with each call replaced by its body, pruned.
 
-    What depends only on scalar constants is computed; sharding constraints are left out; numbers
-    along an axis are made where they are first read. An equation of a body has the source of its
-    outermost call, and the name scopes of all.
+    Scalars that depend only on constants are computed, sharding constraints are left out, and
+    numbers along an axis (`iota`) are made where they are first read. An equation of a body gets
+    the source location of the outermost call around it, and the name scopes of all these calls.
 
     Args:
         closed: any jaxpr.
-        calls: the names of equations that are calls, and the parameter that has the body of each.
+        calls: the names of primitives that are calls, each with the parameter that has its body.
 
     >>> import jax, jax.numpy as jnp
     >>> nested = jax.make_jaxpr(lambda x: jax.jit(lambda y: jax.jit(jnp.sin)(y) + 1.0)(x))(2.0)
@@ -57,15 +57,13 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
 
 
 def merged_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a jaxpr with the bodies of calls in their places, also of those that the compiler
-    leaves apart.
-    """
+    """Returns a jaxpr with every call replaced by its body, also calls that the compiler keeps."""
     return inlined(closed, JITS | {"outlined": "jaxpr"})
 
 
 @dataclass(eq=False)
 class _Late:
-    """An equation that is put off until its result is first read; from then on it has a `result`."""
+    """An equation that is put off until its result is first read; `result` is None until then."""
 
     eqn: JaxprEqn
     atoms: "list[Atom | _Late]"
@@ -74,13 +72,13 @@ class _Late:
 
 
 class _Line:
-    """The equations so far, and the constants that they read."""
+    """The flat list of equations so far, and the constants that they read."""
 
     def __init__(self, calls: Mapping[str, str]) -> None:
         self.calls = calls
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
-        self._variables: dict[int, Var] = {}  # of constants, by identity
+        self._variables: dict[int, Var] = {}  # the variable of each constant, by the constant's id
 
     def run(
         self,
@@ -89,13 +87,13 @@ class _Line:
         args: Sequence[Atom | _Late],
         call: Any = None,
     ) -> list[Atom | _Late]:
-        """Appends the equations of a jaxpr, inside a call or outside all; returns its results.
+        """Appends the equations of a jaxpr and returns its results.
 
         Args:
-            jaxpr: whose equations they are.
-            consts: its constants.
-            args: what it is called with.
-            call: the source of the call.
+            jaxpr: the whole jaxpr, or the body of a call in it.
+            consts: the constants of the jaxpr.
+            args: the arguments that it is called with.
+            call: the source location of the call; None outside all calls.
         """
         constants = map(self._constant, map(_jax.aval, jaxpr.constvars), consts)
         env: dict[Var, Atom | _Late] = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -106,7 +104,7 @@ class _Line:
         return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
     def made(self, value: Atom | _Late) -> Atom:
-        """Returns a value that is read now: if it was put off, its equation comes here."""
+        """Returns a value that is read now; if its equation was put off, appends that equation."""
         if not isinstance(value, _Late):
             return value
         if value.result is None:
@@ -124,9 +122,7 @@ class _Line:
         values: list[Atom | _Late],
         call: Any,
     ) -> Sequence[Atom | _Late]:
-        """Returns the results of an equation: those of the body of a call, a constant, or fresh
-        variables.
-        """
+        """Returns the results of an equation: of a call's body, constants, or new variables."""
         if eqn.primitive.name in self.calls:
             body = eqn.params[self.calls[eqn.primitive.name]]
             is_closed = isinstance(body, ClosedJaxpr)
@@ -145,8 +141,8 @@ class _Line:
         constants = self._folded(eqn, atoms)
         if constants is not None:
             return constants
-        # An index into many keys becomes an operand, so that layers that differ only in it share a
-        # program.
+        # An index into many keys becomes an operand, so that layers that differ only in the index
+        # share a program.
         if picks_key(eqn):
             keys = _jax.aval(eqn.invars[0])
             picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(keys)
@@ -160,7 +156,7 @@ class _Line:
         atoms: list[Atom],
         call: Any,
     ) -> Sequence[Atom]:
-        # Fresh ones, for the same body may be that of another call, too.
+        # New variables are needed, because several calls may have the same body.
         outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]
         source = _jax.joined_source(call, eqn)
         self.eqns.append(
@@ -183,7 +179,7 @@ class _Line:
         return [Literal(x, _jax.aval(v)) for x, v in pairs]
 
     def _read(self, atom: Atom) -> Atom:
-        """Returns what an equation reads; a key cannot be a literal, so it becomes a constant."""
+        """Returns an operand; a literal key becomes a constant, because JAX allows none."""
         if not isinstance(atom, Literal):
             return atom
         if isinstance(_jax.aval(atom).dtype, np.dtype):
@@ -200,15 +196,14 @@ class _Line:
 
 
 def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """Returns the results of an equation between constant scalars, such as the counter of a stream
-    of keys.
+    """Computes an equation between constant scalars, such as a counter from which keys are derived.
 
     Args:
         eqn: the equation.
         values: its operands.
 
     Returns:
-        None if it is anything else.
+        The results; None if the equation has arrays or traced values, is not cheap, or has effects.
     """
     if eqn.effects or not is_cheap(eqn):
         return None
@@ -222,8 +217,6 @@ def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
 
 def literal(value: Any, aval: Any) -> Any:
-    """Returns a scalar constant, perhaps a number of Python, in the form that tracing writes into a
-    jaxpr.
-    """
+    """Returns a constant as JAX's tracing writes it: a scalar as a NumPy scalar of its type."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     return value if aval.shape or is_key else np.asarray(value, aval.dtype)[()]

@@ -1,8 +1,8 @@
-"""Jaxprs as lists of equations: run, prune, silence.
+"""Functions that run, prune and silence jaxprs, and that list variables of their equations.
 
-All of them are in static single assignment: each variable is defined once, before it is read. So
-one pass forward sees every operand before its readers, and one pass backward, as `prune` makes it,
-every reader before its operands.
+A jaxpr is in static single assignment form: each variable is defined once, before it is read. So a
+pass forward meets every value before its readers. A pass backward, such as `prune`'s, meets all
+readers of a value before the equation that defines it.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -25,12 +25,11 @@ def run_jaxpr(
     """Runs equations in order; reads from and writes to `env`.
 
     Args:
-        eqns: in order.
-        env: the values of variables; it is added to.
+        eqns: the equations, in order, so that each reads values that are known.
+        env: the values of variables; results are added.
         apply: runs an equation on values.
     """
     for eqn in eqns:
-        # In the order of the equations: whatever one reads has been computed.
         results = apply(eqn, read_by(eqn.invars, env))
         env.update(zip(eqn.outvars, results, strict=True))
 
@@ -48,7 +47,7 @@ def evaluate(
         apply: runs an equation on values.
 
     Returns:
-        Its results.
+        The results of the jaxpr.
     """
     inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     env = dict(zip(inputs, [*closed.consts, *args], strict=True))
@@ -57,7 +56,7 @@ def evaluate(
 
 
 def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
-    """Returns the shape and type of a value, as tracing takes them in place of an array."""
+    """Returns the shape and type of a value, which JAX traces with in place of an array."""
     aval = _jax.aval(atom)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
@@ -74,7 +73,8 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
     """Returns the equations that some results depend on, and those with effects, in their order."""
-    # Liveness: what a kept equation reads is live in all equations before it.
+    # A value is live before an equation that is kept and reads it. An equation without effects is
+    # kept if one of its results is live.
     live: set[Var] = set(variables(results))
     kept = []
     for eqn in reversed(eqns):
@@ -85,20 +85,20 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
 
 
 def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
-    """Returns a jaxpr whose results other equations compute, without those that none of them needs."""
+    """Returns a jaxpr with other equations, pruned to those that its results need."""
     jaxpr = closed.jaxpr
     return ClosedJaxpr(jaxpr.replace(eqns=prune(eqns, jaxpr.outvars)), closed.consts)
 
 
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
-    """Returns a jaxpr that yields other values of its own, and computes no more than these need."""
+    """Returns a jaxpr that yields other values of its own, pruned to what these need."""
     jaxpr = closed.jaxpr
     narrowed = jaxpr.replace(eqns=prune(jaxpr.eqns, results), outvars=list(results))
     return ClosedJaxpr(narrowed, closed.consts)
 
 
 def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> ClosedJaxpr:
-    """Returns a jaxpr without what only prints and the like, `jax.debug.callback`: for recomputing.
+    """Returns a jaxpr without calls of `jax.debug`, so that recomputing does not print again.
 
     Args:
         closed: any jaxpr.
@@ -117,15 +117,13 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
 
 def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
-    """Returns the calls of `jax.debug` in a jaxpr, by keys that are the same wherever they are
-    traced again.
-    """
+    """Returns keys of the calls of `jax.debug` in a jaxpr, which stay the same in another trace."""
     calls = (eqn for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING)
     return set(map(_call_key, calls))
 
 
 def _call_key(eqn: JaxprEqn) -> Hashable:
-    """Returns the key of a call: its parameters are the same objects wherever JAX traces it again."""
+    """Returns the key of a call: the ids of its parameters, which JAX reuses in another trace."""
     identities = ((name, id(value)) for name, value in eqn.params.items())
     return tuple(sorted(identities))
 
@@ -133,7 +131,7 @@ def _call_key(eqn: JaxprEqn) -> Hashable:
 def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
     """Returns a jaxpr without some calls of `jax.debug`.
 
-    A loop has an effect as long as something in it has.
+    A loop or call loses its effects if no equation with effects is left in its body.
     """
 
     def quiet(value: Any) -> Any:
@@ -166,7 +164,7 @@ def _effects(bodies: Iterable[Jaxpr]) -> frozenset[Any]:
 
 
 def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields equations, and those inside of their loops and calls."""
+    """Yields equations and the equations inside their loops and calls."""
     for eqn in eqns:
         yield eqn
         for inner in _jax.inner_jaxprs(eqn):
@@ -179,9 +177,7 @@ def defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
 
 
 def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """Returns the variables that equations read and do not define, in the order of their first
-    reading.
-    """
+    """Returns the variables that equations read and do not define, in order of first reading."""
     defined: set[Var] = set()
     free: dict[Var, None] = {}
     for eqn in eqns:
@@ -191,5 +187,5 @@ def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
 
 
 def all_reads(eqns: Iterable[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
-    """Returns the variables that equations read and do not define, and those among some results."""
+    """Returns the variables that equations read and do not define, and the variables in results."""
     return {*free_variables(eqns), *variables(results)}

@@ -1,7 +1,8 @@
-"""Random keys as data, so that layers alike except for their key can share one program.
+"""Random keys as data, so that layers that differ only in their key can share one program.
 
-A model derives a key per layer from the one it is given: `fold_in(key, 7)`, `split(key, 12)[7]`.
-The 7 would make each layer a program of its own. Here it becomes a constant that the layer reads.
+A model derives a key for each layer from the key that it is given: `fold_in(key, 7)` or
+`split(key, 12)[7]`. A literal 7 would make each layer a program of its own, so the number becomes
+an input that the layer reads.
 """
 
 from collections.abc import Sequence
@@ -18,16 +19,16 @@ from jvpipe._jax import JaxprEqn, Literal, Var
 IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 """The implementations of random bits in JAX."""
 _FEW = 4
-"""An index among so few keys stays a constant: at most it makes a few variants of a layer."""
+"""An index into at most this many keys stays a literal: it makes few variants of a layer."""
 
 
 def is_key(value: Any) -> bool:
-    """Tells whether an array (or its shape and type) is of typed random keys."""
+    """Tells whether an array, or a shape and type, consists of typed random keys."""
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def dtype_of(name: str) -> Any:
-    """Returns the type of an array by its name, also that of typed keys.
+    """Returns the type that has a name, which may be that of typed keys.
 
     >>> str(dtype_of("key<rbg>")), str(dtype_of("bfloat16"))
     ('key<rbg>', 'bfloat16')
@@ -38,7 +39,7 @@ def dtype_of(name: str) -> Any:
 
 
 def implementation_of(dtype: Any) -> str:
-    """Returns the name of a type of typed keys, as `jax.random.key` takes it."""
+    """Returns the implementation that a type of typed keys has, as `jax.random.key` names it."""
     return _key_types()[dtype]
 
 
@@ -53,7 +54,7 @@ def derives_key(eqn: JaxprEqn) -> bool:
 
 
 def holds_keys(atom: _jax.Atom) -> bool:
-    """Tells whether a value is an array of many keys; raw ones have two or four words each."""
+    """Tells whether a value is an array of more than `_FEW` keys, typed or of 2 or 4 raw words."""
     aval = _jax.aval(atom)
     are_raw = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
     are_keys = is_key(aval) or are_raw
@@ -61,14 +62,14 @@ def holds_keys(atom: _jax.Atom) -> bool:
 
 
 def picks_key(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation is `keys[i]`."""
+    """Tells whether an equation is `keys[i]` with a literal index into many keys."""
     if eqn.primitive.name != "slice" or not holds_keys(eqn.invars[0]):
         return False
     return set(eqn.params["strides"] or [1]) == {1}
 
 
 def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """Returns `keys[i]` with the index as an operand; None if the equation is anything else."""
+    """Computes `keys[i]` by a slice whose index is an operand; None for any other equation."""
     if not picks_key(eqn):
         return None
     starts = eqn.params["start_indices"]
@@ -82,25 +83,27 @@ def take(
     starts: Sequence[int],
     sizes: Sequence[int],
 ) -> Any:
-    """Returns a part of an array of keys, the indices as operands.
+    """Returns a part of an array of keys, by a slice whose indices are operands.
 
     Args:
-        keys: an array of keys.
-        starts: the first index of each axis.
-        sizes: how many of each axis.
+        keys: the array of keys.
+        starts: the first index along each axis.
+        sizes: the number of elements along each axis.
     """
     places = [np.int32(start) for start in starts]
     return jax.lax.dynamic_slice(keys, places, sizes)
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """Replaces the integers that keys are derived with by variables.
+    """Replaces by variables the integers that keys are derived with.
 
-    Returns these with their values.
+    Returns:
+        The equations; and the new variables with the integers that they stand for.
     """
     lifted: dict[Var, Any] = {}
 
-    # `fold_in` and `keys[i]` read the key or the keys first, then the number that is lifted.
+    # The first operand of `fold_in` is the key, that of `keys[i]` the keys; the second operand is
+    # the number that is lifted.
     def lift(eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
         if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):

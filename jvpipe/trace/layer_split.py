@@ -1,11 +1,17 @@
-"""Layers cut in two, where one of them is too large a part of a stage.
+"""Cuts a layer in two if the layer is too large a part of a stage.
 
-A layer is cut right before a product, if products are left on both sides. There a half hands on
-what XLA writes to memory anyway (the operands of a product, and in the backward the product that is
-their cotangent), so that two programs can be bitwise identical with one; `programs.bit_equality`
-says whether they are. No parameter is read on both sides: it would have two gradients, summed in
-another order. Only the layer itself is looked at, so layers that are alike are cut alike, and no
-other layer changes.
+The two halves must compute bitwise what the whole layer computes. This decides where a layer may be
+cut:
+
+- Right before a product, with at least one product on either side. There XLA writes the values that
+  cross the cut to memory in any case: the operands of the product in the forward, and in the
+  backward the product that is their cotangent. So the two programs can be bitwise identical with
+  one. `programs.bit_equality` tests whether they are.
+- Not between two readers of a parameter: the parameter would get two gradients, whose sum could be
+  added up in another order.
+
+The choice depends only on the layer itself. So layers that are alike are cut alike, and no other
+layer changes.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -22,11 +28,11 @@ from jvpipe.trace.primitives import flops
 from jvpipe.trace.sums import parameters_behind
 
 Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
-"""Returns how long each of some equations takes, if they make some outputs."""
+"""A function from equations and the outputs that they must make to the seconds of each equation."""
 
 
 def layer_signature(body: Body) -> Hashable:
-    """Returns a value that is equal for layers that are alike."""
+    """Returns a value that two layers share if they compute the same function and gradients."""
     return body.structure, body.differentiable, body.active, body.returned, body.received
 
 
@@ -35,14 +41,14 @@ def split_points(
     layer: int,
     seconds: Seconds,
 ) -> list[int]:
-    """Returns the points at which a layer can be cut in two, in equations before its end.
+    """Returns the points at which a layer can be cut in two, the most even halves first.
 
-    The most even halves first.
+    A point is given as the number of equations between it and the layer's end.
 
     Args:
         traced: the model.
-        layer: to be cut.
-        seconds: of each equation, of those that make some outputs.
+        layer: the number of the layer.
+        seconds: returns how long each equation of the layer takes.
 
     >>> import jax, jax.numpy as jnp
     >>> from jvpipe.trace.graph import build_graph
@@ -69,9 +75,9 @@ class CutPlace:
     """A place inside a layer at which it may be cut.
 
     Attributes:
-        before_end: how many equations before the layer's end.
-        share: of the layer's seconds, that of what comes before.
-        sent_bytes: what a cut there sends on, of what the layer makes.
+        before_end: how many equations lie between the place and the layer's end.
+        share: the share of the layer's seconds that is spent before the place.
+        sent_bytes: the bytes that the first half would send on of the values that it makes.
     """
 
     before_end: int
@@ -88,8 +94,9 @@ def places_inside(
 
     Args:
         traced: the model.
-        layers: those in question; layers that are alike have the same places.
-        seconds: of each equation, of those that make some outputs.
+        layers: the numbers of these layers.
+        seconds: returns how long each equation of a layer takes; it is called once for layers that
+            are alike.
     """
     sorted_eqns = Sorted.of(traced.loss)
     bounds = _bounds(traced, sorted_eqns)
@@ -113,12 +120,12 @@ def _places(
     behind: dict[Var, frozenset[Var]],
     eqns_s: Sequence[float],
 ) -> list[CutPlace]:
-    """Returns the places in a layer.
+    """Returns the places at which a layer can be cut.
 
     Args:
-        run: its main equations.
-        behind: the parameters of which floating equations make values.
-        eqns_s: the seconds of all its equations, of which the main ones are the last.
+        run: the main equations of the layer.
+        behind: for each value of floating equations, the parameters that it is made of.
+        eqns_s: the seconds of all equations of the layer; the main equations come last.
     """
     total_s, places = sum(eqns_s), []
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
@@ -148,17 +155,17 @@ def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
 
     Args:
         traced: the model.
-        where: by layer, how many equations before its end.
+        where: for each layer to cut, how many equations before its end.
     """
     return split_at(traced, where.items())
 
 
 def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
-    """Returns the same model with layers cut at places, of which a layer may have several.
+    """Returns the same model with layers cut at places; a layer may have several.
 
     Args:
         traced: the model.
-        where: layers, and how many equations before their ends.
+        where: pairs of a layer and the number of equations before its end.
     """
     bounds = _bounds(traced, Sorted.of(traced.loss))
     further = [bounds[layer][1] - before_end for layer, before_end in where]
@@ -170,17 +177,17 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
     """Returns a model with layers cut in two as a plan says.
 
     Args:
-        traced: the model, whose layers are whole.
-        splits: the places, among its main equations.
+        traced: the model, whose layers are not split yet.
+        splits: the places to cut, as positions among the model's main equations.
 
     Raises:
-        ValueError: there is no such place inside a layer.
+        ValueError: a place is not inside a layer, or is given twice.
     """
     if not splits:
         return traced
     end = len(Sorted.of(traced.loss).main)
     inside = range(1, end)
-    # Each bound once: a layer has at least one equation.
+    # A place that is given twice would make a layer without equations.
     twice = [p for p in splits if splits.count(p) > 1]
     wrong = [p for p in splits if p not in inside or p in traced.cuts or p in twice]
     if wrong:

@@ -1,6 +1,4 @@
-"""The leaves of a user's pytrees: their paths,
-and the shapes and types that they have on a device.
-"""
+"""The leaves of a user's pytrees: their names in messages, their shapes and types on a device."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -33,10 +31,10 @@ _CURES: dict[Role, str] = {
 
 
 def canonical(dtype: Any) -> Any:
-    """Returns the type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX
-    runs with x64.
+    """Returns the type that an array of type `dtype` has on a device.
 
-    A type that no device has stays as it is.
+    Unless JAX runs with x64, types of 64 bits become types of 32 bits. A type that no device has is
+    returned unchanged.
 
     >>> str(canonical(np.dtype("int64")))
     'int32'
@@ -48,11 +46,11 @@ def canonical(dtype: Any) -> Any:
 
 
 def abstract(tree: Tree, role: Role = "parameter") -> Tree:
-    """Returns the shapes of a tree of arrays, and the types that they have on a device.
+    """Returns the shapes of a tree's leaves, and the types that the leaves have on a device.
 
     Args:
-        tree: of arrays, numbers or shapes.
-        role: of its leaves, for messages.
+        tree: a tree of arrays, numbers or shapes.
+        role: what its leaves are, for messages.
 
     Raises:
         ValueError: no device can hold a leaf; the message names it by its role and path.
@@ -82,12 +80,12 @@ def check_leaves(tree: Tree, role: Role) -> None:
 
 
 def is_initialiser(params: Any) -> bool:
-    """Tells whether parameters are a function that makes them.
+    """Tells whether `params` is a function key -> parameters; False if it is a tree of arrays.
 
-    A module that can be called is a tree of arrays.
+    A module counts as a tree of arrays even if it can be called.
 
     Raises:
-        ValueError: they are a class, or a function that cannot be called so.
+        ValueError: `params` is a class, or a function that cannot be called with one argument.
     """
     if not callable(params) or not jax.tree_util.all_leaves([params]):
         return False
@@ -96,7 +94,7 @@ def is_initialiser(params: Any) -> bool:
         inspect.signature(params).bind("key")
     except TypeError:
         takes_key = False
-    except ValueError:  # of a function whose signature Python cannot see: it is tried
+    except ValueError:  # Python does not know the function's signature: assume that it takes a key
         pass
     if not takes_key or isinstance(params, type):
         raise ValueError(
@@ -108,7 +106,8 @@ def is_initialiser(params: Any) -> bool:
 def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
     """Returns the shapes of the parameters that a function makes from a key.
 
-    Raises what `abstract` raises.
+    Raises:
+        ValueError: no device can hold a leaf; the message names it by its role and path.
     """
 
     def checked(rng: jax.Array) -> Tree:
@@ -131,7 +130,7 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
 
 
 def named_leaves(path: Sequence[Any], role: Role) -> str:
-    """Returns a leaf as a message names it; if the tree is a single array, its role is enough.
+    """Returns the name of a leaf for messages; if the tree is a single array, only its role.
 
     >>> named_leaves((jax.tree_util.DictKey("x"),), "batch leaf"), named_leaves((), "batch leaf")
     ("batch leaf 'x'", 'the only batch leaf')

@@ -34,21 +34,21 @@ class LossJaxpr:
     """The loss of one micro-batch, as equations.
 
     Attributes:
-        eqns: in order.
-        inputs: what each input is.
-        outputs: what each output is.
-        names: the paths of the leaves of each kind.
+        eqns: the equations, in order.
+        inputs: the input variables, each with the value that it stands for.
+        outputs: the results, each with the value that it stands for.
+        names: for each kind of value, the paths of its leaves.
         constants: the arrays that the loss captured.
-        weighted: it returns a total and a weight.
+        weighted: whether the loss returns a total and a weight.
         aux_tree: the tree of aux, in which a `Weighted` is a leaf.
         aux_weighted: marks the leaves of aux that are `Weighted`.
-        seed_words: the length of the seed vector that it reads; 0 if it reads none.
+        seed_words: the length of the seed vector that the loss reads; 0 if it reads none.
         of_size: traces the same loss on another number of examples.
-        sharding: how parameters lie over the devices of a place, if there are several.
-        specs: the spec of each parameter by that.
-        aux_chosen: the reduction of each leaf of aux, as the user says.
-        state_chosen: the same for the model state.
-        frozen: parameters that nothing updates, and of which nobody reads a gradient.
+        sharding: how parameters lie over the devices of a place, if a place has several devices.
+        specs: the spec of each parameter under `sharding`.
+        aux_chosen: for each leaf of aux, the reduction that the user chose, if any.
+        state_chosen: for each leaf of the model state, the reduction that the user chose, if any.
+        frozen: the numbers of the parameters that have no update and whose gradient is not used.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -103,14 +103,15 @@ def trace_loss(
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays or `ShapeDtypeStruct`; every leaf that is not frozen is of an inexact type.
         batch: arrays or `ShapeDtypeStruct` of one micro-batch.
-        rng: a key, of the new kind or the old, or None.
-        state: the model state, with `has_state`.
-        has_aux: the loss returns `(loss, aux)`.
-        has_state: the loss takes the model state and returns it.
-        reductions: what the user says of leaves of aux and of the model state.
+        rng: a PRNG key, typed or raw, or None.
+        state: the model state; used only with `has_state`.
+        has_aux: whether the loss returns aux besides its value.
+        has_state: whether the loss takes the model state and returns a new one.
+        reductions: the user's choice of how leaves of aux and of the model state are reduced.
 
     Raises:
-        ValueError: a loss that is not a real scalar or reads no parameter, or an unfit reduction.
+        ValueError: the loss is not a real scalar or depends on no parameter, or a reduction does
+            not fit its leaf.
     """
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
@@ -125,11 +126,12 @@ def trace_loss(
     arguments = (params, *([state] if has_state else []), batch, seed)
     closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
-    # The numbers that keys are derived with become inputs: else each layer would be a program of
-    # its own.
+    # A number that a key is derived with, such as a layer's index, becomes an input. As a constant
+    # it would make each layer a program of its own.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
-    # The order of the arguments is that of the trees; a seed follows, then what the loss captured.
+    # The inputs are the leaves of the trees in the order of `trees`, then the seed, if there is
+    # one, then the arrays that the loss captured, then the lifted numbers.
     refs = [Ref(kind, i) for kind in trees for i in range(len(leaves[kind]))]
     refs += [Ref(ValueKind.SEED, 0)] if seed is not None else []
     refs += [Ref(ValueKind.CONSTANT, i) for i in range(len(constants))]
@@ -175,14 +177,14 @@ def _resized(batch: Tree, examples: int) -> Tree:
 
 @dataclass
 class _Outputs:
-    """The outputs of a loss.
+    """The outputs of a loss; `flatten` fills in all but the first two attributes during the trace.
 
     Attributes:
-        has_aux: as the caller says.
-        has_state: as the caller says.
-        weighted: once it is traced, whether it is a `Weighted`.
-        aux_tree: the tree of its aux.
-        aux_weighted: the leaves of aux that are `Weighted`.
+        has_aux: whether the loss returns aux, as the caller says.
+        has_state: whether the loss returns the model state, as the caller says.
+        weighted: whether the value of the loss is a `Weighted`.
+        aux_tree: the tree of aux.
+        aux_weighted: marks the leaves of aux that are `Weighted`.
         aux_paths: the paths of the leaves of aux.
     """
 
@@ -194,7 +196,7 @@ class _Outputs:
     aux_paths: tuple[str, ...] = ()
 
     def flatten(self, out: Any, state: Tree) -> list[Any]:
-        """Checks what a loss has returned, and returns its leaves: loss, model state, aux."""
+        """Checks what a loss returned, and returns the leaves of the loss, model state and aux."""
         loss, new_state, aux = _parts(
             out,
             self.has_aux,
@@ -210,20 +212,20 @@ class _Outputs:
         return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
 
     def refs(self, count: int, states: int) -> list[Ref]:
-        """Names what `flatten` returns.
+        """Names the leaves that `flatten` returns, in the same order.
 
         Args:
-            count: of its leaves.
-            states: how many of them are the model state's.
+            count: how many leaves `flatten` returned.
+            states: how many of them belong to the model state.
         """
         refs = [Ref(ValueKind.LOSS, i) for i in range(1 + self.weighted)]
         refs += [Ref(ValueKind.STATE, i) for i in range(states)]
         return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
 
     def aux_parts(self, results: Sequence[Atom]) -> list[Sequence[Atom]]:
-        """Returns the values of each leaf of aux, two of a `Weighted`.
+        """Returns the values of each leaf of aux: two for a `Weighted`, one for any other leaf.
 
-        Among all results they come last.
+        The values of aux come last among all results of the loss.
         """
         ends = list(accumulate([1 + pair for pair in self.aux_weighted], initial=0))
         first = len(results) - ends[-1]
@@ -245,9 +247,7 @@ def _flat(
     state: Tree,
     outputs: _Outputs,
 ) -> Callable[..., Any]:
-    """Returns the loss as a function of parameters, model state if it takes that, batch and seed to
-    flat outputs.
-    """
+    """Returns a function from (params, [model state,] batch, seed) to a loss's flat outputs."""
 
     @_named_as(loss_fn)
     def flat(params: Tree, *rest: Any) -> list[Any]:
@@ -267,7 +267,7 @@ def _traced(
     try:
         return flatten(flat, *arguments, keep_rules=True)
     except Exception as error:
-        # Without a key the loss gets None: a type error then is probably about that.
+        # Without a key the loss gets None for it, which is then the likely cause of a type error.
         may_lack_key = not with_key and isinstance(error, TypeError)
         if may_lack_key and "PRNG key" in str(error):
             raise ValueError(
@@ -277,7 +277,7 @@ def _traced(
             error.add_note(
                 "The loss was traced without a key: if it needs one, give it to init, jax.random.key(0)."
             )
-        if isinstance(error, TypeError):  # a loss of (params, x, y) takes the key for y
+        if isinstance(error, TypeError):  # a loss of (params, x, y) would get the key as its y
             error.add_note(
                 "The loss was called with (params, batch, rng), or (params, model_state, batch, rng) with has_state; "
                 "one of other arguments is wrapped: lambda params, batch, rng: loss(params, *batch)."
@@ -287,7 +287,7 @@ def _traced(
 
 @dataclass(frozen=True)
 class KeyKind:
-    """The form of a user's key: the shape of its words, and its implementation; None for a raw key."""
+    """The form of a user's key: the shape of its words, and its implementation (None: raw)."""
 
     shape: tuple[int, ...]
     impl: str | None
@@ -313,7 +313,8 @@ class KeyKind:
         key = seed[:-2].reshape(self.shape)
         if self.impl is not None:
             key = jax.random.wrap_key_data(key, impl=self.impl)
-        # Step and micro-batch make a key of their own, whichever stage draws from it.
+        # The key depends on step and micro-batch but not on the stage: however a model is cut into
+        # stages, it draws the same numbers.
         of_step = jax.random.fold_in(key, seed[-2])
         return jax.random.fold_in(of_step, seed[-1])
 
@@ -325,10 +326,8 @@ def key_words(rng: jax.Array) -> np.ndarray:
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that makes a function look like the user's: errors show its name, place
-    and arguments.
-    """
-    # Through partials to the function itself; of a callable object, the method that is called.
+    """Returns a decorator that makes errors show the user's function: name, place, arguments."""
+    # Partials are unwrapped. For a callable object, errors show its `__call__`.
     while isinstance(function, functools.partial):
         function = function.func
     plain = inspect.unwrap(function)
@@ -341,7 +340,7 @@ def _parts(
     has_aux: bool,
     has_state: bool,
 ) -> tuple[Any, Any, Any]:
-    """Takes apart what a loss returns: its value, the model state, aux; None for what it has not."""
+    """Returns value, model state and aux of a loss; None for a part that the loss does not have."""
     count = 1 + has_aux + has_state
     if count == 1:
         return out, None, None
@@ -357,7 +356,7 @@ def _parts(
 
 
 def has_gradient(dtype: Any) -> bool:
-    """Tells whether parameters of a type can be trained.
+    """Tells whether parameters of a type can be trained: inexact types of at least 16 bits.
 
     >>> [has_gradient(jnp.dtype(name)) for name in ("bfloat16", "float8_e4m3fn", "int8")]
     [True, False, False]
@@ -366,10 +365,10 @@ def has_gradient(dtype: Any) -> bool:
 
 
 def check_trained(traced: LossJaxpr) -> None:
-    """Checks that all parameters that are not frozen have a gradient, and that there are some.
+    """Checks that every parameter that is not frozen can have a gradient, and that one has.
 
     Raises:
-        ValueError: one has none, or the loss depends on none.
+        ValueError: a parameter's type has no gradient, or the loss depends only on frozen ones.
     """
     for v, ref in traced.inputs.items():
         dtype = _jax.aval(v).dtype
@@ -471,15 +470,16 @@ def _check_dependence(traced: LossJaxpr) -> None:
 
 
 def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
-    """Returns the variables that a gradient flows through: of inexact type, made from parameters,
-    read by the loss.
+    """Returns the variables that a gradient flows through.
+
+    Such a variable is of inexact type, is made from a parameter, and the loss is made from it.
 
     Args:
         traced: the loss.
-        frozen: parameters of which nobody reads a gradient.
+        frozen: the numbers of the parameters whose gradient is not used.
     """
-    # Back from the loss to what it is made of, then forward from the parameters: a gradient flows
-    # where both meet.
+    # One walk goes back from the loss, one forward from the parameters. A gradient flows through
+    # the variables that both reach.
     read = set(jaxprs.variables([traced.outputs[0][0]]))
     for eqn in reversed(traced.eqns):
         if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):
@@ -489,14 +489,14 @@ def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
 
 
 def _trainable(traced: LossJaxpr, frozen: Collection[int]) -> set[Var]:
-    """Returns the parameters that can have a gradient, without the frozen ones."""
+    """Returns the parameters that are not frozen and whose type can have a gradient."""
     inputs = traced.inputs.items()
     parameters = [(v, ref.index) for v, ref in inputs if ref.kind == ValueKind.PARAMETER]
     return {v for v, p in parameters if p not in frozen and has_gradient(_jax.aval(v).dtype)}
 
 
 def _moving(traced: LossJaxpr, parameters: Collection[Var]) -> set[Var]:
-    """Returns some parameters, and the variables of inexact type that a change of them changes."""
+    """Returns the given parameters and the inexact variables whose values depend on them."""
     moving = set(parameters)
     for eqn in traced.eqns:
         reads_moving = not moving.isdisjoint(jaxprs.variables(eqn.invars))

@@ -1,6 +1,4 @@
-"""A model made ready for planning and running: its loss is traced, stacked layers are taken apart,
-and it is cut.
-"""
+"""Traces a user's loss, takes stacked layers apart, and cuts the model for planning and running."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,12 +30,12 @@ class Returns(TypedDict):
 
 @dataclass(frozen=True)
 class Model:
-    """A traced loss.
+    """A traced loss, cut into layers.
 
     Attributes:
-        traced: its layers.
-        stacks: the leaves of the parameters that are stacks of layers.
-        params: the parameters, with these split into the slices that layers read.
+        traced: the layers.
+        stacks: which leaves of the user's parameters are stacks of layers.
+        params: the parameters, with each stack split into the slices that layers read.
     """
 
     traced: Traced
@@ -67,20 +65,19 @@ def trace_model(
         params: arrays or shapes.
         micro_batch: arrays or shapes of one micro-batch.
         rng: a key, or None.
-        model_state: with `has_state`.
-        present: the model at the shapes of another batch, whose layers it takes over; None: it is
-            cut again.
-        stacks: which parameters are split into layers; None: those that are stacked for a scan.
-        has_aux: the loss returns `(loss, aux)`.
-        has_state: the loss takes the model state and returns it.
-        sharding: how parameters lie over the devices of a place, if there are several.
-        reductions: what the user says of leaves of aux and of the model state.
-        deferred_over: of so many micro-batches the last one alone changes what batch norms
-            remember.
+        model_state: the model state; used only with `has_state`.
+        present: the model at the shapes of another batch, whose layers are taken over; None: the
+            loss is cut into layers from scratch.
+        stacks: which parameters are split into layers; None: those that scans over layers read.
+        has_aux: whether the loss returns aux besides its value.
+        has_state: whether the loss takes the model state and returns a new one.
+        sharding: how parameters lie over the devices of a place, if a place has several devices.
+        reductions: the user's choice of how leaves of aux and of the model state are reduced.
+        deferred_over: the number of micro-batches of which only the last one changes the running
+            statistics of batch norms; 1: every micro-batch does.
 
     Raises:
-        ValueError: the parameters cannot lie so, or not in the layers that the model has at
-            present.
+        ValueError: the parameters do not fit `sharding`, or not the layers of `present`.
     """
     specs = {} if sharding is None else _specs(sharding, params)
     returns: Returns = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
@@ -120,7 +117,7 @@ def trace_model(
 
 
 def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
-    """Returns how the parameters lie, by their paths."""
+    """Returns how each parameter lies over the devices of a place, by the parameter's path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = path_names([path for path, _ in leaves])
     shapes = [tuple(leaf.shape) for _, leaf in leaves]
@@ -132,9 +129,7 @@ def _of_slices(
     spec: Spec,
     length: int | None,
 ) -> tuple[Spec, ...]:
-    """Returns how each slice of a parameter lies if it is stacked for a scan over layers, else the
-    parameter.
-    """
+    """Returns how each slice of a stacked parameter lies; for any other, how the parameter lies."""
     if length is None:
         return (spec,)
     if spec and spec[0] is not None:

@@ -1,6 +1,4 @@
-"""Modules of Flax that are passed whole as parameters: the parts that cannot, or should not,
-be trained are named.
-"""
+"""Finds parts of Flax modules, passed whole as parameters, that cannot or should not be trained."""
 
 import logging
 import sys
@@ -18,14 +16,13 @@ _log = logging.getLogger("jvpipe")
 
 
 def check_modules(params: Tree) -> None:
-    """Checks that no parameter is a statistic, a key or a cache of a module: an update would spoil
-    it.
+    """Checks that no parameter is a statistic, key or cache of a module, which updates would spoil.
 
     Raises:
-        ValueError: one is; the message says how a module is taken apart.
+        ValueError: a parameter is one; the message says how a module is taken apart.
     """
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:  # nobody has imported it, so nothing is a module
+    if nnx is None:  # flax.nnx was never imported, so no parameter is one of its modules
         return
     kinds = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
 
@@ -42,11 +39,10 @@ def check_modules(params: Tree) -> None:
 
 
 def warn_of_statistics(trained: Sequence[str]) -> None:
-    """Warns of running statistics among the parameters that an optimizer trains: Linen's variables,
-    given whole.
+    """Warns of running statistics among trained parameters, as in Linen's variables, passed whole.
 
     Args:
-        trained: the paths of these parameters.
+        trained: the paths of the parameters that the optimizer trains.
     """
     named = [name for name in trained if name.split("/")[0] == _STATISTICS]
     if named:

@@ -1,13 +1,14 @@
-"""Batch norm, told from whatever else gives single examples what was made of several of them.
+"""Batch norm, told apart from any other use of a reduction over several examples in single ones.
 
     m = mean(x)           a statistic of several examples
-    c = x - m             open: examples depend on m, and nothing has been divided by their spread yet
-    v = mean(c**2)        a statistic of what is open; sqrt and rsqrt of it are a scale
-    c * rsqrt(v + e)      closed: the scale was made of all that was open
+    c = x - m             m is open in c: c depends on m and is not yet scaled
+    v = mean(c**2)        a statistic of c; m is open in v, too; sqrt(v) and rsqrt(v) are scales
+    c * rsqrt(v + e)      m is closed: the scale was made of all statistics that were open
 
-Each replica may normalise its own examples, for that is what batch norm does on fewer of them. A
-centre alone, or any other function of examples, would be another loss: what is open must be closed
-before anything but a product, a sum or a square is made of it, and before the loss.
+A replica may normalise its own examples, because a batch norm on fewer examples does just that. A
+loss that centres without a scale, or uses the statistic in any other way, would be another loss on
+slices. So only linear functions, sums, products and squares may be made of a value in which a
+statistic is open, and the statistic must be closed before the loss.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -26,19 +27,19 @@ _SHAPING = frozenset(
     sharding_constraint
     """.split()  # noqa: SIM905 - read as a table
 )
-"""Primitives that are linear in what is open."""
+"""Primitives that are linear in each operand: a statistic that is open stays so."""
 _SUMS = ("add", "sub", "add_any")
 _PRODUCTS = ("mul", "div")
 _ROOTS = ("sqrt", "rsqrt")
 
 
 def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
-    """Returns for each result that of the first equation which computes the same.
+    """Returns for each result the result of the first equation that computes the same.
 
-    So the mean that `jnp.var` takes once more is recognised as a repetition.
+    So the mean that `jnp.var` computes again is recognised as the one that the loss has computed.
 
     Args:
-        eqns: in their order.
+        eqns: the equations, in their order.
     """
     first: dict[Var, Var] = {}
     seen: dict[Hashable, JaxprEqn] = {}
@@ -56,12 +57,12 @@ def normalised(
     ins: Sequence[Lies],
     out: Lies,
 ) -> Lies | None:
-    """Returns how a result lies, with what is open in it, and whether it is a scale.
+    """Returns how a result lies, including which statistics are open in it and if it is a scale.
 
     Args:
-        eqn: no loop or call.
+        eqn: an equation that is neither a loop nor a call.
         ins: how its operands lie.
-        out: how its result lies otherwise.
+        out: how its result lies, without regard to batch norms.
 
     Returns:
         None if no batch norm makes such a result.
@@ -77,13 +78,13 @@ def normalised(
             open=opened,
             is_scale=bool(scales) or is_root,
         )
-    # A statistic that meets single examples is open from here on.
+    # A statistic that an equation combines with single examples is open from here on.
     entering = [x for x in moving if x.reduced and not x.is_scale]
     opened |= roots_of(entering)
-    if scales and len(scales) == len(moving):  # the scale, once for each example
+    if scales and len(scales) == len(moving):  # a scale that is repeated for each example
         roots = roots_of(scales)
         return replace(out, open=opened, is_scale=True, roots=roots)
-    # Times a scale: what the scale was made of is closed.
+    # A product with a scale closes the statistics that the scale was made of.
     if scales and name in _PRODUCTS:
         return replace(out, open=opened.difference(*(x.roots for x in scales)))
     opened |= roots_of(scales)
@@ -91,9 +92,7 @@ def normalised(
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether a batch norm may make this of what is open: what is linear in it, or its
-    square.
-    """
+    """Tells whether a batch norm may apply an equation to open values: linear ones and squares."""
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True

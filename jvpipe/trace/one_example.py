@@ -1,14 +1,15 @@
-"""The loss on one example, in the equations that it has on a whole micro-batch.
+"""The loss on one example, with the same equations that it has on a whole micro-batch.
 
-JAX traces some functions differently at a size of one, which may be broadcast
-(`jnp.take_along_axis`). So the equations stay, and their sizes are extrapolated from those on a
-micro-batch and on one twice as large:
+JAX traces some functions differently if an axis has size one, because such an axis may be broadcast
+(`jnp.take_along_axis`). So the equations of the micro-batch are kept. Their sizes on one example
+are extrapolated from the sizes on the micro-batch and on a batch twice as large:
 
-    reshape[new_sizes=(4, 16, 1)] on 4 examples, (8, 16, 1) on 8      (1, 16, 1) on one
-    div x 64.0                    on 4 examples, div x 128.0 on 8     div x 16.0 on one
+    on 4 examples                    on 8 examples                    on one example
+    reshape[new_sizes=(4, 16, 1)]    reshape[new_sizes=(8, 16, 1)]    reshape[new_sizes=(1, 16, 1)]
+    div x 64.0                       div x 128.0                      div x 16.0
 
-The equations inside a derivative rule are not at hand: rules are taken from a trace at a size of
-one.
+A derivative rule is a function whose equations cannot be changed, so rules are taken from a trace
+on one example.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,18 +26,19 @@ from jvpipe.trace.structure import comparable
 
 
 class UnlikeError(ValueError):
-    """Equations at two sizes do not determine those at a third."""
+    """The equations at two sizes do not determine the equations at a third size."""
 
 
 def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     """Returns the loss on one example.
 
     Args:
-        whole: on several.
-        examples: how many.
+        whole: the loss on several examples.
+        examples: how many examples that are.
 
     Raises:
-        UnlikeError: its equations are others on twice as many, or its rules on one.
+        UnlikeError: the loss has other equations on twice as many examples, or other derivative
+            rules on one example.
     """
     double = _of_size(whole, 2 * examples)
     single = _of_size(whole, 1)
@@ -59,10 +61,7 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
 
 
 def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
-    """Returns the loss as JAX traces it on another number of examples.
-
-    None if it does not take so many.
-    """
+    """Returns the loss as JAX traces it on another number of examples; None if that fails."""
     assert loss.of_size is not None, "a loss that was not traced from a function"
     try:
         return loss.of_size(examples)
@@ -71,9 +70,7 @@ def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
 
 
 def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields the derivative rules among equations and in their loops, without those inside of
-    rules.
-    """
+    """Yields the equations with derivative rules, also from loops, but not those inside a rule."""
     for eqn in eqns:
         if eqn.primitive.name in RULES:
             yield eqn
@@ -84,11 +81,11 @@ def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 @dataclass
 class _Smaller:
-    """Makes equations on one example of those on several and on twice as many.
+    """The making of equations on one example from those on several and on twice as many.
 
     Args:
-        examples: how many.
-        rules: the derivative rules on one example, in their order.
+        examples: how many examples "several" is.
+        rules: the equations with derivative rules on one example, in their order.
     """
 
     examples: int
@@ -96,13 +93,13 @@ class _Smaller:
     _variables: dict[Var, Var] = field(default_factory=dict)
 
     def equations(self, whole: Sequence[JaxprEqn], double: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        """Returns the equations of a loss, or of a loop in it."""
+        """Returns the equations of a loss, or of a loop in it, on one example."""
         if [eqn.primitive for eqn in whole] != [eqn.primitive for eqn in double]:
             raise UnlikeError("it is another program")
         return [self._equation(*both) for both in zip(whole, double, strict=True)]
 
     def atoms(self, whole: Sequence[Atom], double: Sequence[Atom]) -> list[Atom]:
-        """Returns what equations read: a literal may be the number of examples, or one over it."""
+        """Returns atoms on one example; a literal may have the factor n or 1/n for n examples."""
         atoms: list[Atom] = []
         for a, b in zip(whole, double, strict=True):
             if isinstance(a, Literal) and isinstance(b, Literal):
@@ -114,7 +111,7 @@ class _Smaller:
         return atoms
 
     def variables(self, whole: Iterable[Var], double: Iterable[Var]) -> list[Var]:
-        """Returns fresh variables for the inputs or the results of equations."""
+        """Returns new variables for inputs or results, with their shapes on one example."""
         for a, b in zip(whole, double, strict=True):
             shape = self._value(_jax.aval(a).shape, _jax.aval(b).shape)
             self._variables[a] = _jax.reshaped_variable(a, shape)
@@ -132,9 +129,7 @@ class _Smaller:
         return whole.replace(invars=ins, outvars=outs, params=params)
 
     def _value(self, whole: Any, double: Any) -> Any:
-        """Returns a parameter of an equation, or a part of one: bodies and sizes change, all else
-        is equal.
-        """
+        """Returns an equation's parameter on one example: only bodies and sizes change."""
         match whole, double:
             case ClosedJaxpr(), ClosedJaxpr():
                 if comparable(whole.consts) != comparable(double.consts):
@@ -152,8 +147,8 @@ class _Smaller:
                     outvars=outs,
                 )
             case int(), int() if whole != double:
-                # A size is a + b n for n examples, and b n is the difference to that for twice as
-                # many.
+                # A size is a + b n for n examples: on 2 n examples it is larger by b n, on one
+                # example it is smaller by b (n - 1).
                 less = (double - whole) * (self.examples - 1)
                 if less % self.examples:
                     raise UnlikeError("a size does not go with the number of examples")
@@ -168,10 +163,11 @@ class _Smaller:
                 return whole
 
     def _literal(self, whole: Literal, double: Literal) -> Any:
-        """Returns a literal: one that grows with the examples, or shrinks, does so as their number."""
+        """Returns a literal on one example: it is constant, or proportional to n or to 1/n."""
         a = np.asarray(whole.val)
         b = np.asarray(double.val)
-        # Integers may be sizes, as parameters are; real numbers are compared by their ratio.
+        # An integer may be any size a + b n, as parameters are; a real number must have the factor
+        # n or 1/n, which the ratio shows.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):
@@ -179,7 +175,7 @@ class _Smaller:
         tolerance = 1e-2 if a.itemsize < 4 else 1e-6
         for power in (1, -1):
             if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
-                # n at one example is 1, and so is 1/n.
+                # On one example both n and 1/n are 1, so the factor is taken out.
                 on_one = float(a) / float(self.examples) ** power
                 return a.dtype.type(on_one)
         raise UnlikeError("a number does not go with the number of examples")

@@ -1,5 +1,7 @@
-"""The classes of JAX's primitives: which cost little, which draw random bits,
-which XLA materialises.
+"""Classes of JAX's primitives: cheap ones, moves, ones that draw random bits, and heavy ones.
+
+A primitive in none of the lists below counts as heavy: layers may be cut around it, and its results
+are recomputed only if a plan says so. A new cheap primitive of JAX therefore has to be added here.
 """
 
 import math
@@ -9,8 +11,8 @@ from itertools import chain
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
-# Elementwise operations, and below changes of shape, reductions, keys: all are recomputed rather
-# than kept or sent.
+# Cheap operations are recomputed rather than kept or sent. They are the elementwise ones, and in
+# `_CHEAP` changes of shape, reductions, and the derivation of keys.
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
@@ -34,7 +36,7 @@ _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_
 
 
 def is_random(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation draws an array of random bits, which is not cheap."""
+    """Tells whether an equation draws an array of random bits; a single number counts as cheap."""
     return eqn.primitive.name in _RANDOM and _jax.aval(eqn.outvars[0]).shape != ()
 
 
@@ -44,9 +46,9 @@ def _cheap_names() -> frozenset[str]:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Tells whether each element of the result is made of those at its place, and of scalars.
+    """Tells whether each element of a result is made of the operands' elements at its position.
 
-    Along an axis an operand may have a single element, which is the same for all places.
+    An operand may be a scalar, or have size one along an axis: its element is at every position.
     """
     if eqn.primitive.name not in _elementwise_names():
         return False
@@ -66,7 +68,7 @@ def _elementwise_names() -> frozenset[str]:
 
 
 def calls_host(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation runs code of the user's on the host, which can raise."""
+    """Tells whether an equation runs the user's code on the host, which can raise."""
     name = eqn.primitive.name
     if "callback" in name or name in ("debug_print", "ffi_call"):
         return True
@@ -87,9 +89,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def is_move(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation only moves or casts values, which its readers do as part of their
-    work.
-    """
+    """Tells whether an equation only moves or casts values, which its readers do as they read."""
     return eqn.primitive.name in _move_names()
 
 
@@ -99,14 +99,14 @@ def _move_names() -> frozenset[str]:
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation does real work: a product, a convolution, a scan, a gather, or an
-    unknown call.
+    """Tells whether an equation does heavy work: a product, a convolution, a loop, a gather, or any
+    primitive that is not in the lists above.
     """
     return not is_cheap(eqn) and eqn.primitive.name not in _RANDOM
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Returns the floating-point operations of an equation's products and convolutions."""
+    """Returns the floating-point operations of the products and convolutions in an equation."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (lhs_contracting, _), _ = params["dimension_numbers"]

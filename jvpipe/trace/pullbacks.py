@@ -19,18 +19,20 @@ def inexact(values: Sequence[Any]) -> list[int]:
 def pullback(
     eqn: JaxprEqn, moving: Sequence[int] | None = None
 ) -> tuple[ClosedJaxpr, Sequence[int]]:
-    """Returns the derivative of an equation, and the operands by which it is one.
+    """Returns the derivative of an equation, and the operands with respect to which it is taken.
 
-    Arrays that a rule closes over are its first operands and have no derivative, but JAX does not
-    say how many there are: operands are left out from the front until the rule can be
-    differentiated.
+    The arrays that a rule closes over are its first operands. JAX refuses to differentiate by them
+    and does not say how many there are. So operands are left out from the front until JAX accepts
+    the rest.
 
     Args:
-        eqn: with a derivative rule of its own.
-        moving: the operands that have a derivative; None: all of inexact type.
+        eqn: an equation with a derivative rule of its own.
+        moving: the positions of the operands that have a derivative; None: all of inexact type, as
+            far as JAX accepts them.
 
     Returns:
-        A function of the operands and of the cotangents of those results that are inexact.
+        A function of the operands and of the cotangents of the inexact results, as a jaxpr; and the
+        positions of the operands whose cotangents it returns.
     """
     ins = list(map(_jax.aval, eqn.invars))
     outs = list(map(_jax.aval, eqn.outvars))
@@ -52,8 +54,7 @@ def pullback(
         try:
             return derivative(moving), moving
         except Exception as error:
-            # JAX refuses a derivative by what a rule closes over; anything else is an error of the
-            # rule's own.
+            # Any other error is one of the rule itself.
             if not _jax.is_of_closed_over(error) or not moving:
                 raise
             moving = moving[1:]

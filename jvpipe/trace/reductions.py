@@ -1,16 +1,20 @@
-"""Values that are made of sums and means over examples: which of them are such themselves,
-so that slices make them.
+"""Values made of sums and means over examples: which of them are sums or means again.
+
+Slices of a micro-batch can make such values: a sum is the sum of the slices' sums; a mean is the
+sum of the slices' means, each times the slice's share of the examples. Here `decay` depends on no
+example, `count` is a sum over examples, and `size` is the number of examples:
 
     2 * sum(x), sum(x) + sum(y)          sums
-    mean(x) + decay                      a mean: what depends on no example counts by the share of a slice, as means do
-    sum(x) + decay, sum(x) + mean(y)     sums, if a slice takes its share of what stands beside the sum
-    sum(x) / count * count               a sum; sum(x) / count alone is not made of those of slices
+    mean(x) + decay                      a mean: decay is the mean of itself
+    sum(x) + decay, sum(x) + mean(y)     sums, if a slice adds only its share of decay or of mean(y)
+    sum(x) / count * count               a sum, though sum(x) / count alone is neither sum nor mean
     mean(x) * size                       a sum
 
-A slice whose count and sum are zero divides by one instead. If only its count is zero, as that of
-weights below zero may be, the loss is NaN. In max(count, 1) of whole numbers the one is there for
-the case of no items: a slice uses its count as it is. Other weights may add up to less than one,
-and then slices would not make the whole.
+A slice without items divides zero by zero in sum(x) / count: there the divisor becomes one. If only
+the count is zero, as weights of both signs can make it, the loss is NaN. If the count is a whole
+number, max(count, 1) differs from count only without items, so a slice uses its count as it is.
+Fractional weights may add up to less than one. There max(weight, 1) changes the value, slices
+cannot make it, and it counts as mixed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +31,7 @@ from jvpipe.trace.alike import Alike
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 """Primitives that are linear in each operand."""
 _JOINING = ("add", "sub", "add_any", "concatenate", "stack", "select_n", "pad", "scatter-add")
-"""Primitives that are linear in all operands together, without those that choose among them."""
+"""Primitives that are linear in all operands together, except for predicates and indices."""
 _PICKING = ("gather", "dynamic_slice", "cumsum")
 """Primitives that are linear in their first operand."""
 _LINEAR = (
@@ -50,17 +54,18 @@ _LINEAR = (
     "imag",
     "rev",
 )
+"""Primitives that are linear in their operand."""
 
 
 class Beside(StrEnum):
-    """The operand of an equation that a slice computes with in another way."""
+    """The operand of an equation that a slice changes, and how the slice changes it."""
 
-    LEFT = "left"  # a slice takes its share of what is added to a sum
-    RIGHT = "right"
-    DIVISOR = "divisor"  # one, where both the divisor and what is divided are zero
-    GUARD = "guard"  # the count as it is, even below the least that it is guarded with
-    FIRST_LEFT = "first left"  # only the first slice adds it to the sum: exact, for what is counted
-    FIRST_RIGHT = "first right"
+    LEFT = "left"  # the left operand, which is added to a sum, is multiplied by the slice's share
+    RIGHT = "right"  # the same with the right operand
+    DIVISOR = "divisor"  # the divisor becomes one where it and the dividend are zero
+    GUARD = "guard"  # max(count, bound) becomes the count, even if that is below the bound
+    FIRST_LEFT = "first left"  # only the first slice adds the left operand: integers stay exact
+    FIRST_RIGHT = "first right"  # the same with the right operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +73,20 @@ class Lies:
     """How a value lies over the examples.
 
     Attributes:
-        over: along an axis of it, a sum, a mean, mixed; or it depends on none.
-        axis: that of the examples.
-        roots: the reductions over examples that it was made of.
-        power: of the number of examples, if it is such a power; what has a part for each example
-            may have one, too: a slice makes it with its own number.
-        divisor: it is a sum divided by what has this number in `Alike`.
-        beside: it lies so if slices compute it in this way.
-        open: of a batch norm, the statistics that it depends on (`jvpipe.trace.normalised`).
-        is_scale: it may close them.
-        excess: it is a sum over examples, times this power of their number.
-        is_zero: it is nothing, whatever the examples: it goes with everything.
+        over: whether the value has a part for each example along an axis, is a sum, a mean or
+            mixed, or depends on no example.
+        axis: the axis of the examples, if the value lies along one; else -1.
+        roots: the reductions over examples that the value was made of.
+        power: p, if the value has the factor n^p, n the number of examples: either it is n^p times
+            a value that depends on no example, or each example's part has that factor. A slice
+            makes the factor with its own n.
+        divisor: if the value is a sum divided by a count, the number of the count in `Alike`.
+        beside: if set, the value lies so only if slices change its equation in this way.
+        open: the statistics of a batch norm that the value was centred by and not yet scaled
+            (`jvpipe.trace.normalised`).
+        is_scale: whether the value is such a scale, by which a product closes statistics.
+        excess: p, if the value is a sum over examples times n^p.
+        is_zero: whether the value is zero for any examples; a zero may lie in every way.
     """
 
     over: Over
@@ -94,12 +102,12 @@ class Lies:
 
     @property
     def is_count(self) -> bool:
-        """Whether it is a power of the number of examples, times what depends on none."""
+        """Whether the value is a power of the number of examples, times a constant factor."""
         return self.power != 0 and self.over is not Over.ALONG
 
     @property
     def reduced(self) -> bool:
-        """Whether it was made of several examples, and has no part for each."""
+        """Whether the value was made of several examples and has no part for each."""
         return self.over in (Over.SUM, Over.MEAN, Over.MIXED)
 
 
@@ -125,9 +133,7 @@ def counted(power: int) -> Lies:
 
 
 def summed_axes(power: int) -> Lies:
-    """Returns how a sum over the examples lies, of values with that power of their number as a
-    factor.
-    """
+    """Returns how a sum over n examples lies if each summand has the factor n^power."""
     match power:
         case 0:
             return Lies(Over.SUM)
@@ -138,20 +144,19 @@ def summed_axes(power: int) -> Lies:
 
 
 def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
-    """Returns the power of the number of examples that is a factor of a result with a part for
-    each.
+    """Returns p such that n^p is a factor of an equation's result, n the number of examples.
 
     Args:
-        eqn: of which an operand has a part for each example.
+        eqn: an equation of which an operand has a part for each example.
         ins: how its operands lie.
 
     Returns:
-        None if the result depends on that number otherwise.
+        None if the result depends on n in any other way.
     """
     name = eqn.primitive.name
     powers = [x.power for x in ins]
-    # Each example may be divided by n before the mean is summed: sum(x / n) is what a slice makes
-    # with its own n, too.
+    # A loss may divide each example by n before it sums: sum(x / n) is a mean, which a slice makes
+    # with its own n.
     if not any(powers):
         return 0
     if name in ("mul", "dot_general", "conv_general_dilated"):
@@ -162,7 +167,7 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
         return None if any(powers[1:]) else powers[0]
     if name not in _LINEAR and name not in _JOINING:
         return None
-    # n x + n y is n (x + y), but n x + y has no such factor; nothing (zeros) has any.
+    # n x + n y is n (x + y), but n x + y has no such factor. Zeros have every factor.
     chooses_by_power = name == "select_n" and ins[0].power
     values = ins[1:] if name == "select_n" else ins
     same = {x.power for x in values if not x.is_zero}
@@ -178,15 +183,15 @@ def reduced(
     *,
     in_rule: bool = False,
 ) -> Lies:
-    """Returns how the result of an equation lies, none of whose operands has a part for each
-    example.
+    """Returns how the result of an equation lies if no operand has a part for each example.
 
     Args:
-        eqn: of one result, or of several that lie alike.
+        eqn: an equation with one result, or with several that lie alike.
         ins: how its operands lie.
         alike: tells which operands are equal, and which are whole numbers.
-        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses between
-            is model state, of which the user speaks.
+        in_rule: whether the equation is in a derivative rule, where a `select_n` between cotangents
+            lies as these do. In a loss it selects between values of the model state and is mixed:
+            the user says how that leaf is reduced.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -195,8 +200,8 @@ def reduced(
         return NONE
     if _rounds(eqn, alike):
         return Lies(Over.MIXED, roots=roots)
-    # What is linear in its only operand of examples: f(a + b) = f(a) + f(b), so sums stay sums, and
-    # means means.
+    # If an equation is linear in the only operand that depends on examples, f(a + b) = f(a) + f(b):
+    # a sum stays a sum, and a mean stays a mean.
     is_linear = name in (*_LINEAR, *_PRODUCTS, "mul")
     is_linear_in_first = name in (*_PICKING, "div") and ins[0] in moving
     if len(moving) == 1 and (is_linear or is_linear_in_first):
@@ -226,7 +231,7 @@ def reduced(
 
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-    """Returns how what is put together lies: as its parts do, if these lie alike."""
+    """Returns how a result lies that is put together of parts: as the parts, if these lie alike."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
         chosen = ins[1:]
@@ -243,9 +248,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
 
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
-    """Tells whether an equation makes whole numbers of others: those of slices do not add up to
-    those of the whole.
-    """
+    """Tells whether an equation rounds: slices' rounded values do not add up to the whole's."""
     is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":
@@ -262,9 +265,7 @@ def guarded(
     ins: Sequence[Lies],
     alike: Alike,
 ) -> Atom | None:
-    """Returns the count, a whole number, that an equation guards as in max(count, 1).
-
-    None if it does something else.
+    """Returns the count of an equation like max(count, 1), a whole number; None for any other.
 
     Args:
         eqn: the equation.
@@ -282,27 +283,28 @@ def guarded(
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
-    """Returns how a sum of two values lies; None if it is not made of those of slices."""
+    """Returns how a sum of two values lies; None if slices' results do not determine it."""
     a, b = ins
     if a.is_zero or b.is_zero:
         return b if a.is_zero else a
-    # Alike powers of the number of examples: 2 n + 3 n is a multiple of n.
+    # Equal powers of the number of examples n add up: 2 n + 3 n is a multiple of n.
     are_alike = (a.power, a.excess) == (b.power, b.excess)
     if are_alike and (a.is_count or a.excess):
         return replace(a, roots=frozenset())
-    # The shares of slices add up to one: what depends on no example is the mean of itself.
+    # A value that depends on no example is the mean of itself, because slices' shares add up to 1.
     overs = {a.over, b.over}
     if overs <= {Over.MEAN, Over.NONE}:
         return Lies(Over.MEAN)
     if overs == {Over.SUM}:
         return Lies(Over.SUM)
     if Over.SUM in overs and overs <= {Over.SUM, Over.MEAN, Over.NONE}:
-        # What stands beside the sum is there once, in all slices together.
+        # All slices together must add the other operand once: each slice adds its share, or only
+        # the first slice adds it.
         is_left = b.over is Over.SUM
         if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact):
             return Lies(Over.SUM, beside=Beside.LEFT if is_left else Beside.RIGHT)
         return Lies(Over.SUM, beside=Beside.FIRST_LEFT if is_left else Beside.FIRST_RIGHT)
-    # Quotients by the same count, such as two terms of a loss: their sum is one, too.
+    # Two quotients by the same count, such as two terms of a loss, add up to such a quotient.
     divisors = {x.divisor for x in ins if x.over is not Over.NONE}
     if len(divisors) == 1 and all(x.divisor is not None or x.over is Over.NONE for x in ins):
         return Lies(Over.MIXED, divisor=divisors.pop())
@@ -310,15 +312,17 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
 
 
 def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
-    """Returns how a product of two values lies; None if it is not made of those of slices.
+    """Returns how a product of two values lies; None if slices' results do not determine it.
 
     Args:
         ins: how its operands lie.
-        numbers: of these in `Alike`: a sum divided by a count, times that count, is the sum.
+        numbers: the operands' numbers in `Alike`, by which a count is known that the other operand
+            was divided by.
     """
-    # With the operands either way round; n is the number of examples, c a count of the user's:
+    # The operands may come in either order; n is the number of examples, c a count of the user's:
     #
-    #     sum * n^p -> n^p sum        mean * n -> sum        (n^k sum) * n^p -> n^(k+p) sum        (sum / c) * c -> sum
+    #     sum * n^p -> n^p sum                  mean * n -> sum
+    #     (n^k sum) * n^p -> n^(k+p) sum        (sum / c) * c -> sum
     for value, factor, its in ((*ins, numbers[1]), (*ins[::-1], numbers[0])):
         if value.over is Over.SUM and not value.power and factor.is_count:
             return summed_axes(factor.power)
@@ -339,14 +343,16 @@ def _divided(
     *,
     is_scalar: bool,
 ) -> Lies | None:
-    """Returns how a quotient lies; None if it is not made of those of slices.
+    """Returns how a quotient lies; None if slices' results do not determine it.
 
     Args:
         ins: how its operands lie.
         divisor: the number of the divisor in `Alike`.
         is_scalar: whether the divisor is a scalar.
     """
-    #     n^p / n^q -> n^(p-q)        (n^k sum) / n -> n^(k-1) sum        sum / n -> mean        sum / c: see below
+    # As in `_multiplied`, n is the number of examples and c a count of the user's:
+    #
+    #     n^p / n^q -> n^(p-q)    (n^k sum) / n -> n^(k-1) sum    sum / n -> mean    sum / c: below
     a, b = ins
     if b.is_count and (a.is_count or a.over is Over.NONE):
         return counted(a.power - b.power)
@@ -354,7 +360,8 @@ def _divided(
         return summed_axes(a.excess - b.power)
     if a.over is Over.SUM and not a.power and b.is_count:
         return summed_axes(-b.power)
-    # A slice has another count: only times that count this becomes a sum again.
+    # A slice's count differs from the whole's, so this is mixed until it is multiplied by the same
+    # count, which makes it the sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
         return Lies(
             Over.MIXED,

@@ -1,6 +1,4 @@
-"""A loss traced at the shapes of another batch,
-cut into the layers that it has at those of the first.
-"""
+"""Cuts a loss, traced at the shapes of another batch, into the layers that it had at the first."""
 
 from collections.abc import Sequence
 
@@ -11,18 +9,19 @@ from jvpipe.trace.primitives import flops
 
 
 class OtherLayersError(ValueError):
-    """At other shapes the loss is not made of the same layers."""
+    """The loss does not have the same layers at other shapes."""
 
 
 def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     """Cuts a loss into the layers that it has at present.
 
-    Its equations need not be the same: an axis of size one needs fewer. Then it is cut again, and
-    only its layers are compared.
+    The loss may have other equations at other shapes: an axis of size one needs fewer, for example.
+    Then the loss is cut from scratch. In either case, layer by layer, the same parameters must be
+    read, so that training can go on from the same state.
 
     Args:
-        loss: at other shapes.
-        present: at the first.
+        loss: the loss at the new shapes.
+        present: the layers at the first shapes.
 
     Raises:
         OtherLayersError: the layers would not have the same parameters.
@@ -32,7 +31,6 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
         traced = build_graph(loss, present.cuts, present.splits)
     else:
         traced = build_graph(loss, None, _same_products(present.splits, before, after))
-    # Whose layers read the same parameters can go on from the same state.
     if _readers(traced) != _readers(present):
         raise OtherLayersError(
             "its layers have other parameters: give batches alike, or each shape its own pipeline"
@@ -45,12 +43,15 @@ def _same_products(
     before: Sequence[JaxprEqn],
     after: Sequence[JaxprEqn],
 ) -> list[int]:
-    """Returns the positions of the products before which layers are split.
+    """Returns the positions of splits among new equations: before the same products as at first.
 
     Args:
-        splits: their positions at the first shapes.
+        splits: the positions at the first shapes, each right before a product.
         before: the main equations at the first shapes.
-        after: the main equations now.
+        after: the main equations at the new shapes.
+
+    Raises:
+        OtherLayersError: the numbers of products differ.
     """
     products = [at for at, eqn in enumerate(before) if flops(eqn)]
     others = [at for at, eqn in enumerate(after) if flops(eqn)]
@@ -62,6 +63,6 @@ def _same_products(
 
 
 def _readers(traced: Traced) -> tuple[int, list[tuple[int, ...]]]:
-    """Returns the number of layers, and those that read each parameter."""
+    """Returns the number of layers, and for each parameter the layers that read it."""
     graph = traced.graph
     return len(graph.layers), [parameter.readers for parameter in graph.parameters]

@@ -1,14 +1,17 @@
-"""Derivative rules of the user's own: what they send back must come apart over examples,
-as what went forward does.
+"""How cotangents in a user's own derivative rule must lie over the examples.
 
-    what went forward        its cotangent
-    has a part for each      has a part for each
-    of no example            a sum: what slices send back is added up
-    a sum                    of no example: it is the same for every slice
-    a mean                   that, times the number of examples: a slice counts by its share
+A slice of a micro-batch computes the backward by itself, so a cotangent has to come apart over
+slices as its value does:
 
-So a rule is followed as the loss is, from cotangents that lie so, and the cotangents that it
-returns have to lie so.
+    the value                        its cotangent
+    has a part for each example      has a part for each example
+    depends on no example            is a sum: the cotangents of all slices are added up
+    is a sum over examples           depends on no example: it is the same for every slice
+    is a mean over n examples        depends on no example, but has the factor n: the cotangent of
+                                     a slice's loss has the slice's share as a factor
+
+The backward of a rule is therefore followed as the loss is, from cotangents of its results that lie
+so, and the cotangents of its operands have to lie so.
 """
 
 from operator import attrgetter

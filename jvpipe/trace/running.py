@@ -1,13 +1,17 @@
-"""Running statistics of batch norms, found among the leaves of a model state.
+"""Finds the running statistics of batch norms among the leaves of a model state.
+
+A leaf r is such a statistic if the loss computes its new value r' like this, x being values of n
+examples:
 
     s = sum(x)                   a statistic: a sum over the examples of a micro-batch
-    y = x - s / n                by which single examples are centred: so it is a batch norm's
-    q = sum((x - s / n)**2)      its spread, in one go or as sum(x**2)
-    r' = h(r, s, q)              the new value of a leaf, of nothing but its old value and such sums
+    y = x - s / n                shows that s is a batch norm's: single examples are centred by s
+    q = sum((x - s / n)**2)      the batch norm's other statistic; it may also be sum(x**2)
+    r' = h(r, s, q)              the new value is made only of the old value and of such sums
 
-The loss is traced twice, at the shapes of a micro-batch and of a whole batch, to the same
-equations. A value whose shape differs has examples along an axis, and the second trace's h turns
-sums over a whole batch into the new value, whatever it divides by.
+The loss is traced at the shapes of a micro-batch and again at those of a whole batch, and both
+traces must have the same equations. A value has examples along an axis if its shape differs between
+the two. With deferred statistics (`jvpipe.trace.deferred`), sums over micro-batches are added up,
+and the h of the second trace makes r' from them: whatever h divides by has the whole batch's size.
 """
 
 from collections.abc import Sequence
@@ -31,13 +35,15 @@ _SHAPING = (*_CASTS, "broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 @dataclass(frozen=True)
 class Sum:
-    """A statistic of a micro-batch.
+    """A statistic of a micro-batch: a sum of values or of their squares.
+
+    A place is the index of an equation in the loss.
 
     Attributes:
-        eqn: the place of its equation.
-        count: how many values each of its elements is a sum of.
-        mean_of: the place of the sum by whose mean its values are centred before they are squared;
-            None: it adds up over micro-batches as it is.
+        eqn: the place of the equation that makes the sum.
+        count: how many values are added up in each element of the sum.
+        mean_of: the place of the sum by whose mean the values are centred before they are squared;
+            None if they are not centred, so that the sums of micro-batches can just be added up.
     """
 
     eqn: int
@@ -50,10 +56,10 @@ class RunningLeaf:
     """A leaf of the model state that follows a batch norm.
 
     Attributes:
-        index: of the leaf.
-        sums: what its new value is made of besides its old one, and those by whose means such are
-            centred.
-        eqns: the places of the equations from these to the new value.
+        index: the leaf's index in the model state.
+        sums: the sums that the new value is made of, besides the old value; and the sums by whose
+            means values in these are centred.
+        eqns: the places of the equations that make the new value from the sums.
     """
 
     index: int
@@ -63,13 +69,13 @@ class RunningLeaf:
 
 @dataclass(frozen=True)
 class _Slice:
-    """What the value of an atom is made of: statistics, inputs, and the equations between."""
+    """What a value is made of: sums over examples, inputs, and the equations in between."""
 
     sums: frozenset[int]
     inputs: frozenset[Var]
     eqns: frozenset[int]
     barrier: str | None = None
-    """The primitive that takes it from single examples in another way than by a sum."""
+    """What makes the value from single examples in another way than by a sum, for a message."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,8 @@ class TwoTraces:
     """A loss at the shapes of a micro-batch and of a whole batch; both have the same equations.
 
     Attributes:
-        micro: of a micro-batch.
-        whole: of a batch.
+        micro: the loss at the shapes of a micro-batch.
+        whole: the loss at the shapes of a whole batch.
     """
 
     micro: LossJaxpr
@@ -91,7 +97,7 @@ class TwoTraces:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether both have the same primitives in the same order."""
+        """Whether the two traces have the same primitives in the same order."""
         of_micro = [eqn.primitive.name for eqn in self.micro.eqns]
         of_whole = [eqn.primitive.name for eqn in self.whole.eqns]
         return of_micro == of_whole
@@ -100,8 +106,8 @@ class TwoTraces:
         """Finds the leaves of the model state that follow batch norms.
 
         Raises:
-            ValueError: there are none, or one follows a batch norm in a way that cannot be put off
-                to the end of a batch; the message says why.
+            ValueError: there is no such leaf, or one follows a batch norm in a way that cannot be
+                put off to the end of a batch; the message says why.
         """
         if not self.alike:
             raise ValueError(
@@ -132,9 +138,10 @@ class TwoTraces:
         return found
 
     def _leaf(self, index: int) -> RunningLeaf | str:
-        """Returns a leaf that follows a batch norm, or why it is none.
+        """Returns a leaf that follows a batch norm; or, as text, why the leaf does not.
 
-        After "!", why it cannot be put off.
+        If the leaf follows a batch norm, but cannot be put off to the end of a batch, the text
+        begins with "!", which `find` reports as an error.
         """
         parts = self._slice(state_after(self.micro, index))
         if not parts.sums:
@@ -153,7 +160,7 @@ class TwoTraces:
             return f"!also of its examples by {parts.barrier}"
         if parts.inputs - {state_before(self.micro, index)}:
             return "!it is also made of parameters, or of other leaves of the model state"
-        # Whoever centres squares by the mean of a whole batch has to know that, too.
+        # To centre squares by the mean of a whole batch, that mean's sum is needed, too.
         means = {x.mean_of for x in known_sums if x.mean_of is not None} - parts.sums
         known_sums += [Sum(place, self._count(self.eqns[place])) for place in sorted(means)]
         return RunningLeaf(
@@ -162,11 +169,11 @@ class TwoTraces:
             tuple(sorted(parts.eqns)),
         )
 
-    # Where examples are
+    # The values that have examples along an axis
 
     @cached_property
     def _whole_of(self) -> dict[Var, Atom]:
-        """The atom of the whole batch's trace, for each variable of the micro-batch's."""
+        """For each variable of the micro-batch's trace, the atom in the whole batch's trace."""
         pairs: list[tuple[Var, Atom]] = list(zip(self.micro.inputs, self.whole.inputs, strict=True))
         for eqn, other in zip(self.eqns, self.whole.eqns, strict=True):
             pairs += zip(eqn.outvars, other.outvars, strict=True)
@@ -194,9 +201,7 @@ class TwoTraces:
         return eqn.primitive.name == "reduce_sum" and self._carries(eqn.invars[0])
 
     def _slice(self, atom: Atom) -> _Slice:
-        """Returns what a value is made of, back to sums over examples and to inputs. Costs what it
-        walks over.
-        """
+        """Returns what a value is made of, back to sums over examples and to inputs."""
         todo = variables([atom])
         seen = set[Var]()
         sums = set[int]()
@@ -227,10 +232,10 @@ class TwoTraces:
             barrier,
         )
 
-    # What is a batch norm's
+    # The statistics of batch norms
 
     def _origin(self, atom: Atom) -> Atom:
-        """Returns what a value was before it was cast; of repetitions the first."""
+        """Returns a value before its casts; of values computed several times, the first."""
         while isinstance(atom, Var):
             atom = self._first.get(atom, atom)
             place = self._defining.get(atom)
@@ -240,9 +245,7 @@ class TwoTraces:
         return atom
 
     def _centre(self, eqn: JaxprEqn) -> int | None:
-        """Returns the place of the sum by whose mean an equation centres its examples, if it does
-        that.
-        """
+        """Returns the place of the sum by whose mean an equation centres examples; else None."""
         if eqn.primitive.name != "sub" or not self._carries(eqn.outvars[0]):
             return None
         values, centre = eqn.invars
@@ -253,9 +256,9 @@ class TwoTraces:
         return place if self._origin(summed) is self._origin(values) else None
 
     def _mean(self, atom: Atom) -> int | None:
-        """Returns the place of the sum whose mean a value is, for each example or once.
+        """Returns the place of the sum whose mean a value is; None if the value is not a mean.
 
-        None if it is none.
+        The mean may be broadcast to the examples.
         """
         ratio = 1.0
         while (place := self._defining.get(atom) if isinstance(atom, Var) else None) is not None:
@@ -279,7 +282,7 @@ class TwoTraces:
 
     @cached_property
     def _centred(self) -> dict[int, int]:
-        """The places of equations that centre examples, each with that of the sum by whose mean."""
+        """For each place of an equation that centres examples, the place of the mean's sum."""
         found = ((i, self._centre(eqn)) for i, eqn in enumerate(self.eqns))
         return {i: place for i, place in found if place is not None}
 
@@ -291,10 +294,7 @@ class TwoTraces:
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
 
     def _sum(self, place: int) -> Sum | None:
-        """Returns a sum that is a batch norm's: of values that it centres, or of their squares.
-
-        None for any other.
-        """
+        """Returns a sum if it is a batch norm's: of values that are centred or of their squares."""
         eqn = self.eqns[place]
         axes = eqn.params["axes"]
         operand = self._origin(eqn.invars[0])
@@ -309,7 +309,7 @@ class TwoTraces:
         if mean_of is not None:
             alike = self.eqns[mean_of].params["axes"] == axes
             return Sum(place, count, mean_of) if alike else None
-        # Squares of the values themselves: their mean is a sum of its own.
+        # The values are squared without being centred; a batch norm has their mean as another sum.
         means = (self.eqns[i] for i in self._centring)
         plain = any(self._origin(x.invars[0]) is base and x.params["axes"] == axes for x in means)
         return Sum(place, count) if plain else None
@@ -328,7 +328,7 @@ class TwoTraces:
 
 
 def state_before(loss: LossJaxpr, index: int) -> Var:
-    """Returns the input that a leaf of the model state is."""
+    """Returns the input variable of a leaf of the model state, which has the old value."""
     leaf = Ref(ValueKind.STATE, index)
     return next(var for var, ref in loss.inputs.items() if ref == leaf)
 

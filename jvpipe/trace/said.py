@@ -1,9 +1,8 @@
-"""How aux and model state are made of those of slices,
-where the trace cannot say and the user does.
+"""How slices' aux and model state are combined if the trace cannot tell and the user has chosen.
 
-A leaf that the user speaks of is made of what the loss yields on each slice as it is. So it must
-not depend on a sum to which a slice has added only its share, or which it has left to the first
-slice.
+A leaf whose reduction the user chose is made of the plain values that the loss yields on slices.
+So it must not depend on a sum that slices compute in another way, where a slice adds only its share
+of an operand, or leaves that operand to the first slice.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,12 +35,12 @@ _SHARED = (Beside.LEFT, Beside.RIGHT, Beside.FIRST_LEFT, Beside.FIRST_RIGHT)
 
 @dataclass(frozen=True)
 class Said:
-    """The outputs of a loss, judged first by the trace and then by what the user says.
+    """The outputs of a loss, judged first by the trace and then by the user's reductions.
 
     Args:
-        graph: of a micro-batch.
-        traced: how each output lies over the examples, by the trace.
-        atoms: the outputs.
+        graph: the layer graph of a micro-batch.
+        traced: how each output lies over the examples, as the trace tells.
+        atoms: the variable or literal of each output.
         normalising: the statistics that a batch norm divides by.
     """
 
@@ -52,7 +51,7 @@ class Said:
 
     @cached_property
     def aux(self) -> dict[Ref, Lies]:
-        """How the leaves of aux lie of which the user speaks, and the trace cannot say it."""
+        """How leaves of aux lie, for those that the trace cannot tell and the user has chosen."""
         aux: dict[Ref, Lies] = {}
         for ref, lies in self.traced.items():
             if ref.kind is ValueKind.AUX and _is_unknown(lies):
@@ -63,12 +62,12 @@ class Said:
 
     @cached_property
     def state(self) -> tuple[Spread | None, ...]:
-        """How each leaf of the model state is made of what replicas make.
+        """How each leaf of the model state is made of the replicas' leaves.
 
-        None: each makes all of it.
+        None for a leaf that depends on no example: each replica makes all of it.
 
         Raises:
-            CoupledError: neither the trace nor the user can say it of a leaf.
+            CoupledError: neither the trace nor the user tells how a leaf is made.
         """
         return tuple(self._state(k) for k in range(len(self.graph.state)))
 
@@ -88,7 +87,7 @@ class Said:
         if reduction is not None:
             check_state_reduction(name, self.atoms[ref], reduction)
             return Spread(_STATE[reduction])
-        # Replicas normalise by statistics of their own: the running ones are the means of these.
+        # Each replica normalises by its own statistics, so running ones are the replicas' mean.
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
@@ -102,15 +101,15 @@ class Said:
         return bool(lies.roots) and lies.roots <= set(self.normalising)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices compute in another way, without those of leaves that
-        the user speaks of.
+        """Returns the equations that slices compute in another way, less those of chosen leaves.
 
         Args:
-            loss: whose equations.
-            amended: all such equations, by their identity.
+            loss: the loss that has the equations.
+            amended: all equations, by `id`, that slices could compute in another way.
 
         Raises:
-            CoupledError: an output of which the trace can say it depends on such an equation, too.
+            CoupledError: a chosen leaf needs an equation as it is, and another output needs it
+                changed.
         """
         unknown = {ref for ref, lies in self.traced.items() if _is_unknown(lies)}
         others = [atom for ref, atom in self.atoms.items() if ref not in unknown]
@@ -135,15 +134,17 @@ class Said:
 
 
 def _is_unknown(lies: Lies) -> bool:
-    """Tells whether the trace cannot say how the whole is made of what slices yield."""
+    """Tells whether the trace cannot tell how a value is made of the slices' values."""
     return lies.over is Over.MIXED or bool(lies.open)
 
 
 def aux_group(graph: LayerGraph, index: int) -> int:
-    """Returns the leaf of aux that a value belongs to: a `Weighted` leaf has two values.
+    """Returns the number of the leaf of aux to which a value belongs.
+
+    The two numbers differ behind a `Weighted` leaf, which has two values.
 
     Args:
-        graph: of a micro-batch.
-        index: of the value.
+        graph: the layer graph of a micro-batch.
+        index: the number of the value.
     """
     return next(g for g, members in enumerate(graph.aux_groups) if index in members)

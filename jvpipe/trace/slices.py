@@ -1,9 +1,11 @@
-"""A loss on slices of a micro-batch, as the replicas of a stage compute it,
-in the layers of the whole.
+"""A loss on slices of a micro-batch, one for each replica of a stage, cut into the same layers.
 
-It is traced at the size of each slice. A mean counts by its share of the examples. Random numbers
-and positions are those of the whole micro-batch, of which each slice takes its own: dropout draws
-the same masks for any number of replicas (and every replica draws them all).
+The loss is traced again at the size of each slice. If it is a mean, a slice's loss is multiplied by
+the slice's share of the examples, so that the losses of all slices add up to the mean.
+
+Random numbers and positions are made for the whole micro-batch, and each slice takes its part. So
+every replica draws all numbers, and dropout masks do not depend on the number of replicas. For a
+slice of examples 2 and 3 of 8:
 
     whole     bits[8, 4] = random_bits key
     slice     bits[8, 4] = random_bits key    part[2, 4] = slice bits, examples 2 to 4
@@ -36,16 +38,17 @@ from jvpipe.trace.structure import comparable
 from jvpipe.util.paths import path_name
 
 _LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
-"""Equations with bodies, which are written again for a slice."""
+"""Primitives whose bodies are rewritten for a slice."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """What the trace says of a loss whose examples can be computed apart.
+    """What the trace says about a loss whose slices can be computed apart.
 
     Attributes:
-        batching: how edges, aux and the loss lie over the examples.
-        amended: the equations, by their identity, that slices compute in another way.
+        batching: how the edges between layers, aux, the loss and the model state lie over the
+            examples.
+        amended: the equations, by `id`, that slices compute in another way.
     """
 
     batching: Batching
@@ -61,11 +64,11 @@ def sliced(
 
     Args:
         traced: the layers on a whole micro-batch.
-        examples: of it.
-        apart: how they come apart.
+        examples: the slice of the micro-batch.
+        apart: how the examples come apart, from `taken_apart`.
 
     Raises:
-        CoupledError: the loss is another one at that size.
+        CoupledError: the loss has other layers at the size of the slice.
     """
     loss = replace(_resized(traced, examples.size), frozen=traced.loss.frozen)
     smaller = build_graph(loss, traced.cuts, traced.splits)
@@ -82,13 +85,13 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
     """Returns the loss on another number of examples."""
     loss = traced.loss
     assert loss.of_size is not None, "a loss that was not traced from a function"
-    # JAX traces some functions differently at a size of one, so the equations of the whole are kept
-    # if they can be.
+    # JAX traces some functions differently at a size of one. So the equations of the whole
+    # micro-batch are kept if possible.
     if examples == 1:
         try:
             return on_one(loss, traced.graph.examples)
         except UnlikeError:
-            pass  # then it is taken as JAX traces it
+            pass  # use the loss as JAX traces it at a size of one
     try:
         return loss.of_size(examples)
     except Exception as error:
@@ -99,7 +102,7 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
 
 
 def _layers(graph: LayerGraph) -> object:
-    """Returns what must be equal for layers to differ only in their sizes."""
+    """Returns a value that two layer graphs share exactly if they differ only in sizes."""
     candidates = [[c.name for c in layer.candidates] for layer in graph.layers]
     layers = [(layer.reads, layer.writes) for layer in graph.layers]
     crossing = operator.attrgetter("producer", "readers", "differentiable")
@@ -110,12 +113,12 @@ def _layers(graph: LayerGraph) -> object:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Makes the layers on a slice of those on a whole micro-batch.
+    """The rewriting of layers for one slice of a micro-batch.
 
     Args:
-        examples: of the slice.
-        total: the number of all examples.
-        apart: how they come apart.
+        examples: the examples of the slice.
+        total: the number of examples of the micro-batch.
+        apart: how the examples come apart.
     """
 
     examples: Examples
@@ -124,15 +127,15 @@ class _Cut:
 
     @property
     def share(self) -> float:
-        """The share of the slice in a micro-batch."""
+        """The number of examples of the slice, divided by that of the micro-batch."""
         return self.examples.size / self.total
 
     def body(self, whole: Body, part: Body) -> Body:
-        """Returns a layer on a slice: what it draws is cut out of what the whole layer draws.
+        """Returns a layer on a slice, whose random numbers are cut out of the whole layer's.
 
         Args:
             whole: the layer on the micro-batch.
-            part: the layer as it is traced at the size of the slice.
+            part: the layer as traced at the size of the slice.
         """
         eqns = self._equations(whole.eqns, part.eqns)
         makes_loss = Ref(ValueKind.LOSS, 0) in part.writes
@@ -144,11 +147,11 @@ class _Cut:
         )
 
     def _equations(self, whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> Sequence[JaxprEqn]:
-        """Returns the equations of a slice, also of a loop.
+        """Returns the equations of a layer, or of a loop in it, on a slice.
 
         Args:
-            whole: of the whole micro-batch.
-            part: as they were traced at the size of the slice.
+            whole: the equations on the micro-batch.
+            part: the same equations as traced at the size of the slice.
         """
         eqns: list[JaxprEqn] = []
         for of_whole, of_part in zip(whole, part, strict=True):
@@ -170,11 +173,11 @@ class _Cut:
         return eqns
 
     def _inside(self, whole: Any, part: Any) -> Any:
-        """Returns a parameter of a loop or call, whose bodies draw numbers too.
+        """Returns a parameter of a loop or call for a slice; bodies in it may draw numbers, too.
 
         Args:
-            whole: of the whole micro-batch.
-            part: of the slice.
+            whole: the parameter on the micro-batch.
+            part: the same parameter as traced at the size of the slice.
         """
         match part:
             case ClosedJaxpr():
@@ -190,7 +193,7 @@ class _Cut:
                 return part
 
     def _generated(self, whole: JaxprEqn, part: JaxprEqn) -> Sequence[JaxprEqn]:
-        """Returns what makes numbers by their position: those of the whole micro-batch, then the
+        """Returns an equation that makes the whole micro-batch's numbers, and one that cuts out a
         slice's part.
         """
         aval = _jax.aval(whole.outvars[0])
@@ -202,7 +205,7 @@ class _Cut:
         if not axes or not same_operands:
             return [part]
         (axis,) = axes
-        # An example may have several rows, such as one for each token where both axes are one.
+        # An example has several rows if its tokens, for instance, share the axis with the examples.
         rows = aval.shape[axis] // self.total
         start = self.examples.start * rows
         stop = self.examples.stop * rows
@@ -222,14 +225,13 @@ def _amended(
     *,
     is_first: bool,
 ) -> Sequence[JaxprEqn]:
-    """Returns an equation of a slice, one of whose operands counts by the slice's share, or must
-    not be zero.
+    """Returns the equations that a slice computes in place of one equation.
 
     Args:
         eqn: the equation.
-        beside: the operand, and how it is computed with.
-        share: of the slice in the micro-batch.
-        is_first: whether the slice is the first one.
+        beside: which of its operands a slice changes, and how; None: the equation stays.
+        share: the share of the slice in the micro-batch.
+        is_first: whether the slice is the first one of the micro-batch.
     """
     only_first = beside in (Beside.FIRST_LEFT, Beside.FIRST_RIGHT)
     if beside is None or (only_first and is_first):
@@ -245,8 +247,8 @@ def _amended(
 
     def change(x: jax.Array) -> jax.Array:
         if only_first:
-            # Nothing, as an equation that reads x: plain zeros would be a constant, for which there
-            # is none.
+            # Zeros, written as an equation that reads x: plain zeros would become a constant, and
+            # an equation of a layer has no constants of its own.
             return jax.lax.clamp(
                 jnp.zeros((), x.dtype),
                 x,
@@ -261,8 +263,8 @@ def _amended(
 def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
     """Divides a sum by a count.
 
-    A slice without any items has neither: its quotient is zero. Where only the count is zero, the
-    loss is NaN; no derivative reads that.
+    In a slice without items both are zero, and the quotient is zero. If only the count is zero, the
+    result is NaN, and `stop_gradient` keeps that NaN out of the derivative.
     """
     quotient = total / jnp.where(count == 0, jnp.ones_like(count), count)
     lost = (count == 0) & (jax.lax.stop_gradient(total) != 0)
@@ -274,12 +276,12 @@ def _equations(
     inputs: Sequence[Atom],
     outputs: Sequence[Var],
 ) -> Sequence[JaxprEqn]:
-    """Returns the equations of a function between variables.
+    """Returns the equations by which a function makes output variables from inputs.
 
     Args:
-        fn: of arrays.
-        inputs: what it takes.
-        outputs: what it yields.
+        fn: the function, from arrays to an array.
+        inputs: the variables or literals that it reads.
+        outputs: the variables that stand for its results.
     """
     closed = flatten(fn, *map(jaxprs.shape_of, inputs))
     names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
@@ -294,15 +296,15 @@ def _equations(
 
 
 def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
-    """Finds how edges, aux and the loss lie over the examples of a micro-batch.
+    """Finds how edges, aux, the loss and the model state lie over the examples of a micro-batch.
 
     Args:
-        traced: the layers on a whole one.
-        sizes: of its slices, to compare with.
+        traced: the layers on a whole micro-batch.
+        sizes: the sizes of its slices; the loss is traced at each and compared with the whole.
 
     Raises:
-        CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those
-            of slices.
+        CoupledError: the examples cannot be computed apart, or the loss or aux of the micro-batch
+            cannot be made of the slices' results.
     """
     by_size = {size: _taken_apart(traced, size) for size in sorted(set(sizes))}
     least = min(by_size)
@@ -316,7 +318,7 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
 
 
 def _taken_apart(traced: Traced, fewer: int) -> Apart:
-    """Finds the same, compared with one smaller number of examples."""
+    """Finds what `taken_apart` finds, from the whole and one smaller number of examples."""
     loss, small = traced.loss, _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(
@@ -328,7 +330,7 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
     both = zip(loss.outputs, small.outputs, strict=True)
     outputs = {ref: spreading.lies(atom, other) for (atom, ref), (other, _) in both}
     atoms = {ref: atom for atom, ref in loss.outputs}
-    # The user's word counts only where the trace cannot say how an output is made.
+    # The user's choice of a reduction counts only if the trace cannot tell how an output is made.
     said = Said(traced.graph, outputs, atoms, spreading.normalising)
     outputs = outputs | said.aux
     _check_outputs(traced, outputs)
@@ -343,13 +345,11 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
 
 
 def _spreading(traced: Traced, fewer: int) -> Spreading:
-    """Returns what follows a loss at two sizes, from batches whose first axis is that of the
-    examples.
-    """
+    """Returns the walk over a loss at two sizes; axis 0 of each batch leaf holds the examples."""
     loss = traced.loss
     states = loss.outputs_of(ValueKind.STATE)
-    # What model state remembers may be used for single examples, as batch norm does with its
-    # statistics.
+    # Single examples may read a reduction over several if the model state keeps it, as they read
+    # the statistics of a batch norm.
     same = first_of_same(loss.eqns)
     remembered = reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
@@ -384,7 +384,8 @@ def places(traced: Traced) -> Callable[[JaxprEqn], str]:
 def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
     """Returns how the edges between layers lie.
 
-    Raises CoupledError for what slices would make otherwise.
+    Raises:
+        CoupledError: slices would send another value than the whole micro-batch.
     """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:
@@ -410,7 +411,7 @@ _LESS = " (weights that may add up to less than one take no max(weight, 1): give
 
 
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
-    """Returns the path of a leaf of aux, as JAX writes it and as patterns do."""
+    """Returns the path of a leaf of aux, once in JAX's notation and once as patterns name it."""
     group = aux_group(traced.graph, index)
     aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
     path = jax.tree_util.tree_leaves_with_path(aux)[group][0]
@@ -418,12 +419,12 @@ def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
 
 
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
-    """Checks that the loss and the aux of a micro-batch can be made of those of its slices.
+    """Checks that slices' results determine the loss and aux of a micro-batch.
 
-    `Said` checks the rest.
+    `Said` checks the model state.
 
     Raises:
-        CoupledError: one cannot.
+        CoupledError: they do not determine the loss or a leaf of aux.
     """
     paired = [group for group in traced.graph.aux_groups if len(group) > 1]
     pairs = set(chain.from_iterable(paired))

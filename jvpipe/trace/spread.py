@@ -1,16 +1,18 @@
-"""How every value of a loss lies over the examples of a micro-batch:
-found by tracing it at two sizes, not guessed.
+"""How each value of a loss depends on the examples of a micro-batch, found by tracing at two sizes.
 
-    x [4, 8]   at size 4, [2, 8] at size 2     along axis 0
-    x @ w      reads one along 0               along axis 0
-    sum(x)                                     a sum: those of slices add up
+A slice is the part of a micro-batch that one replica of a stage computes. Left is an equation of
+the loss, right how its result lies over the examples:
+
+    x [4, 8]   at size 4, [2, 8] at size 2     along axis 0: that axis has a part for each example
+    x @ w      where x lies along axis 0       along axis 0
+    sum(x)                                     a sum: the sums of the slices add up to it
     sum(x)/4   at size 4, sum(x)/2 at size 2   a mean
-    max(x)                                     mixed: what slices yield does not say what the whole yields
+    max(x)                                     mixed: the results of the slices do not determine it
 
-What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into
-values of single examples it couples them: slices would not yield what the whole does. That is
-refused, except in a batch norm, whose statistics the model state remembers
-(`jvpipe.trace.normalised`): replicas normalise by their own.
+Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
+results). If one flows back into values of single examples, it couples the examples: slices would
+compute other values than the whole micro-batch. That is refused, except for a batch norm whose
+statistics the model state keeps: each replica normalises by its own (`jvpipe.trace.normalised`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -43,7 +45,7 @@ from jvpipe.trace.rules import cotangent, fits
 from jvpipe.trace.structure import comparable
 
 GENERATORS = ("random_bits", "random_split", "iota")
-"""Primitives that make numbers by their position: a slice's are cut out of those of the whole."""
+"""Primitives whose numbers depend on their position: a slice cuts its part out of the whole's."""
 _CALLS = (
     "jit",
     "pjit",
@@ -65,15 +67,15 @@ _IN_FIRST = {
     Beside.FIRST_LEFT: Beside.FIRST_LEFT,
     Beside.FIRST_RIGHT: Beside.FIRST_RIGHT,
 }
-"""What model state adds to a sum: a counter stays exact."""
+"""How a sum in the model state is amended: only the first slice adds, so counters stay exact."""
 
 
 class CoupledError(ValueError):
-    """Examples of a micro-batch depend on one another, so that no replicas can share them.
+    """Examples of a micro-batch depend on one another, so that replicas cannot divide them.
 
     Args:
         message: for the user.
-        where: the layer and the equation at which examples meet; empty if it is none in particular.
+        where: the layer and the equation at which examples meet; empty if no single one is known.
     """
 
     def __init__(self, message: str, where: str = "") -> None:
@@ -83,19 +85,18 @@ class CoupledError(ValueError):
 
 @dataclass
 class Spreading:
-    """Goes through the equations of a loss at two sizes.
+    """The walk over the equations of a loss, traced at two numbers of examples.
 
     Args:
-        examples: the larger size.
-        fewer: the smaller one.
+        examples: the larger number of examples.
+        fewer: the smaller number.
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
         lies_of: how each variable lies, as far as the equations have been followed.
-        amended: the equations, by their identity, that slices compute another way
-            (`jvpipe.trace.reductions`).
+        amended: the equations, by `id`, that a slice computes in another way (see `Beside`).
         normalising: the reductions over examples that a batch norm divides by.
-        same: the variables that stand for others, which are equal.
-        flows: those that a gradient flows through; None: all of inexact type.
+        same: for each variable the first one that the same computation made, which is equal to it.
+        flows: the variables that a gradient flows through; None: all variables of inexact type.
     """
 
     examples: int
@@ -108,19 +109,19 @@ class Spreading:
     same: Mapping[Var, Var] = field(default_factory=dict)
     flows: Collection[Var] | None = None
     _alike: Alike = field(default_factory=Alike)
-    _rule: bool = False  # these are the equations of a rule's backward
-    _in_rule: bool = False  # or of a function with a rule, which cannot be written again
-    _outer: JaxprEqn | None = None  # or those inside of this loop or call
+    _rule: bool = False  # whether the equations are the backward of a derivative rule
+    _in_rule: bool = False  # whether they are inside a function with a rule, and so not rewritable
+    _outer: JaxprEqn | None = None  # the outermost loop or call around the equations
 
     def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:
         """Finds how the results of equations lie.
 
         Args:
-            eqns: at the larger size.
-            small: at the smaller size, which differ only in sizes.
+            eqns: the equations at the larger size.
+            small: the equations at the smaller size.
 
         Raises:
-            CoupledError: they differ otherwise, or couple examples.
+            CoupledError: the two differ in more than sizes, or the equations couple examples.
         """
         names = [eqn.primitive.name for eqn in eqns]
         small_names = [eqn.primitive.name for eqn in small]
@@ -136,19 +137,18 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values get one number: by it a sum that was divided by a count is known, times
-            # that count, again. What a gradient flows through is another value behind
-            # `stop_gradient`: its derivative is another.
+            # Equal values get the same number in `Alike`, so that sum / count * count is known to
+            # be the sum. If `stop_gradient` stops a gradient, its result gets a new number.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
 
     def lies(self, atom: Atom, small: Atom) -> Lies:
-        """Returns how a variable lies, or a literal: one that grows with the examples counts them.
+        """Returns how a variable or a literal lies; a literal that grows with the size is a count.
 
         Args:
-            atom: at the larger size.
-            small: at the smaller size.
+            atom: the variable or literal at the larger size.
+            small: the same at the smaller size.
         """
         if not isinstance(atom, Literal):
             return self.lies_of.get(atom, NONE)
@@ -157,8 +157,9 @@ class Spreading:
         b = np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
-        # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2
-        # is n, 0.25 and 0.5 is 1/n. Halves have so few digits that the quotient is rounded.
+        # Literals may differ only if they are multiples of n or of 1/n, n the number of examples:
+        # 4.0 at 4 examples and 2.0 at 2 is n; 0.25 at 4 and 0.5 at 2 is 1/n. 16-bit types have few
+        # digits, so their ratio is compared with a larger tolerance.
         ratio = self.examples / self.fewer
         tolerance = 1e-2 if a.dtype.itemsize < 4 else 1e-6
         for power in (1, -1):
@@ -170,14 +171,14 @@ class Spreading:
         """Returns how the results of an equation lie.
 
         Args:
-            eqn: at the larger size.
-            small: at the smaller size.
+            eqn: the equation at the larger size.
+            small: the same equation at the smaller size.
             ins: how its operands lie.
         """
         name = eqn.primitive.name
         for key, value in eqn.params.items():
             is_fixed = isinstance(value, int | float) or key in _POSITIONS
-            if is_fixed and repr(small.params[key]) != repr(value):  # as text: one may be NaN
+            if is_fixed and repr(small.params[key]) != repr(value):  # as text, because NaN != NaN
                 raise self._refused(eqn, "does as the number of examples says")
         if name in _CALLS:
             outs = self._call(eqn, small, ins)
@@ -203,15 +204,15 @@ class Spreading:
         """Returns how the results of one equation lie.
 
         Args:
-            eqn: no loop or call.
+            eqn: an equation that is neither a loop nor a call.
             ins: how its operands lie.
-            grown: of each result the axis whose size follows the number of examples.
+            grown: for each result, the axis whose size follows the number of examples.
         """
-        # Something has a part for each example; or the result gets one; or neither has.
+        # An operand has a part for each example; or only the result has; or neither has:
         #
-        #     tanh x[n, 4]              ALONG, unless its axis is gone: then a sum, or mixed
+        #     tanh x[n, 4]              ALONG, unless the axis is reduced: then SUM, MEAN or MIXED
         #     broadcast 0. to [n, 4]    ALONG from here on
-        #     sum(x) * 2                made of what was reduced before
+        #     sum(x) * 2                follows from how the reduced operands lie
         moving = [x for x in ins if x.over is Over.ALONG]
         of_several = [x for x in ins if x.reduced and not x.is_count]
         if not moving:
@@ -223,7 +224,8 @@ class Spreading:
         axes_after = along_after(eqn, axes, grown)
         if isinstance(axes_after, str):
             raise self._refused(eqn, axes_after)
-        # Slices would each add to what is there, so in their sum it would be there several times.
+        # Each slice would add its examples to the same operand, and the sum of the slices' results
+        # would count that operand once for each slice.
         is_sum_beside = eqn.primitive.name == "scatter-add" and ins[0].over is not Over.ALONG
         if is_sum_beside and not ins[0].is_zero:
             raise self._refused(eqn, "adds examples to what is there: add it to their sum")
@@ -234,12 +236,12 @@ class Spreading:
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
     def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
-        """Returns how a result lies, with what of a batch norm is open in it.
+        """Returns how a result lies, with the batch-norm statistics that are open in it.
 
         Args:
-            eqn: makes it.
+            eqn: the equation that makes the result.
             ins: how its operands lie.
-            lies: how it lies otherwise.
+            lies: how the result lies, without regard to batch norms.
         """
         result = normalised(eqn, ins, lies)
         if result is None:
@@ -248,7 +250,7 @@ class Spreading:
                 "goes on from examples less what was made of several of them, as no batch norm does",
             )
         if result.over is Over.ALONG:
-            # What was open before and is no more has been divided by: that batch norm is complete.
+            # A statistic that is open no longer was divided by its scale: the norm is complete.
             before = open_of(ins)
             self.normalising |= before - result.open
             if not result.is_scale:
@@ -256,24 +258,24 @@ class Spreading:
         return result
 
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
-        """Returns how a result of values with parts for each example lies.
+        """Returns how a result lies if an operand has a part for each example.
 
         Args:
-            eqn: makes it.
-            axis: along which it lies; None if it has none.
-            power: of the number of examples in it.
-            opened: what is open in its operands.
+            eqn: the equation that makes the result.
+            axis: the axis of the examples in the result; None if it has no such axis.
+            power: the power of the number of examples that is a factor of the result.
+            opened: the statistics that are open in the operands.
         """
         if axis is not None:
             return Lies(Over.ALONG, axis, power=power)
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
         lies = summed_axes(power) if is_sum else Lies(Over.MIXED)
-        # A reduction inside of a loop is known outside by the result of the loop.
+        # Outside a loop, the loop's first result stands for the reductions inside.
         root = (self._outer or eqn).outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
-        """Returns the axis of a result whose size follows the number of examples, if there is one."""
+        """Returns the axis whose size follows the number of examples; None if no size differs."""
         a = _jax.aval(atom).shape
         b = _jax.aval(small).shape
         pairs = zip(a, b, strict=False)
@@ -288,12 +290,12 @@ class Spreading:
         raise self._refused(eqn, sizes)
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how what is made of no example lies: constants, positions, random numbers."""
+        """Returns how constants, positions and random numbers lie, which are made of no example."""
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
-        # A slice of random numbers is cut out by rewriting the equation, which a rule's own body
-        # does not allow.
+        # A slice of random numbers is cut out by rewriting the equation, and the equations inside
+        # a function with a derivative rule cannot be rewritten.
         fixed = self._in_rule and name in GENERATORS
         is_numbered = name != "iota" or eqn.params["dimension"] == axis
         if axis is None or (fixed and is_numbered):
@@ -305,19 +307,19 @@ class Spreading:
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """Returns how what is made of sums and means lies, and of what depends on no example."""
+        """Returns how a result lies if no operand has a part for each example."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
         is_remembered = eqn.outvars[0] in self.remembered
-        # Only equations of the loss itself are amended, none inside of loops and calls.
+        # Slices amend only the equations of the loss itself, none inside loops and calls.
         if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
         self.amended[id(eqn)] = _IN_FIRST[lies.beside] if is_remembered else lies.beside
         return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
-        """Raises if single examples read what several made, unless model state keeps it."""
+        """Raises if single examples read a reduction of several, unless model state keeps it."""
         for lies in reduced:
             if not lies.roots or not all(root in self.remembered for root in lies.roots):
                 raise self._refused(eqn, _GIVES)
@@ -337,22 +339,22 @@ class Spreading:
             where=f"{place}: {reason}",
         )
 
-    # Inside of loops and calls
+    # Loops and calls
 
     def _inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
         """Returns how the results of a body lie.
 
         Args:
-            eqn: the loop or call.
-            body: at the larger size.
-            small: at the smaller size.
-            ins: how its inputs lie.
+            eqn: the loop or call that has the body.
+            body: the body at the larger size.
+            small: the body at the smaller size.
+            ins: how the inputs of the body lie.
         """
         flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in _RULES
         inner = replace(
             self,
             lies_of=dict(zip(body.invars, ins, strict=True)),
-            flows=None if flows else (),  # the gradients of a function with a rule are the rule's
+            flows=None if flows else (),  # a function with a rule gets its gradients from the rule
             _in_rule=self._in_rule or eqn.primitive.name in _RULES,
             _alike=Alike(),
             _outer=self._outer or eqn,
@@ -367,13 +369,13 @@ class Spreading:
     def _check_rule(
         self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies], outs: Sequence[Lies]
     ) -> None:
-        """Checks that what a derivative rule sends back comes apart as what went forward does.
+        """Checks that slices can compute the cotangents that a derivative rule returns.
 
         Args:
-            eqn: has the rule.
-            small: the same at the smaller size.
-            ins: its operands.
-            outs: its results.
+            eqn: the equation with the rule.
+            small: the same equation at the smaller size.
+            ins: how its operands lie.
+            outs: how its results lie.
         """
         flowing = [self._flows(v) for v in eqn.outvars]
         if not any(flowing):
@@ -417,12 +419,12 @@ class Spreading:
         return self.flows is None or atom in self.flows
 
     def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        # The inputs of the body are consts, carry and a row of each of xs; its results are carry
-        # and a row of each ys.
+        # The body reads consts, carry and one row of each of xs; it returns carry and one row of
+        # each of ys.
         consts, carry, xs = _jax.scan_operands(eqn, ins)
         if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
             raise self._refused(eqn, "goes through the examples one after another")
-        # An iteration sees xs without the axis over which the scan goes, and its ys get one.
+        # The scan goes over axis 0: an iteration reads xs without that axis, and ys gain it.
         xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
 
@@ -464,14 +466,14 @@ class Spreading:
     def _settled(
         self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
     ) -> tuple[list[Lies], list[Lies]]:
-        """Returns how what a loop carries lies once another step changes nothing, and what that
-        step yields.
+        """Returns how a loop's carry lies once it no longer changes, and how the last results lie.
 
-        It ends: joining only ever makes a value more mixed.
+        The search ends because joining undoes nothing: roots are only added, and a value that
+        became mixed stays so.
 
         Args:
             eqn: the loop.
-            carry: how what it begins with lies.
+            carry: how the initial values of the carry lie.
             step: follows one iteration.
         """
         now = list(carry)
@@ -484,16 +486,15 @@ class Spreading:
             now = joined
 
     def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
-        """Returns how a value lies that is one or the other: what a loop begins or goes on with, or
-        branches yield.
+        """Returns how a value lies that is one of two: a loop's first or next carry, or a branch's.
 
         Args:
-            eqn: the loop, or the branches.
-            a: how the one lies.
-            b: how the other lies.
+            eqn: the loop, or the equation with branches.
+            a: how the first of the two lies.
+            b: how the second lies.
         """
-        # A loop often begins with zeros, which are as good as any: sums of nothing, or nothing for
-        # each example.
+        # A loop often begins with zeros, which lie in every way: they are empty sums, and also a
+        # zero for each example.
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
@@ -514,14 +515,14 @@ def _is_inexact(atom: Atom) -> bool:
 
 
 def _makes_nothing(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
-    """Tells whether an equation makes nothing of nothing: zeros for each example, or no cotangent."""
+    """Tells whether a result is zero because operands are; a product counts only in a rule."""
     if eqn.primitive.name == "mul" and in_rule:
         return any(x.is_zero for x in ins)
     return eqn.primitive.name in _KEEPS_NOTHING and all(x.is_zero for x in ins)
 
 
 def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
-    """Returns the variables that some results are made of."""
+    """Returns the variables that results are made of, the results included."""
     reached = set(jaxprs.variables(results))
     for eqn in reversed(eqns):
         if not reached.isdisjoint(eqn.outvars):

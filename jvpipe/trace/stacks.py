@@ -1,7 +1,7 @@
-"""Parameters stacked along their first axis, one slice per layer,
-as `flax.linen.scan` and plain `lax.scan` want them.
+"""Parameters that are stacked along their first axis, one slice per layer, for a scan over layers.
 
-Each slice becomes a parameter of its own, so that layers can live apart.
+`flax.linen.scan` and plain `lax.scan` take parameters in this form. jvpipe makes each slice a
+parameter of its own, so that different stages can hold different layers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,9 +29,9 @@ Tree = Any
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices(tuple[Any, ...]):
-    """The slices of a stack, in the place of it.
+    """The slices of a stack, which take the stack's place in a tree of parameters.
 
-    The optimizer's state has such, too, for what belongs to a stack.
+    The optimizer's state has `Slices`, too, in its parts that mirror the parameters.
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
@@ -40,7 +40,7 @@ class Slices(tuple[Any, ...]):
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Iterable[Any]) -> "Slices":
-        """Returns slices again, for JAX."""
+        """Returns slices with other children, for JAX."""
         return cls(children)
 
 
@@ -50,8 +50,7 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The leaves of the parameters that are stacks of layers: the `lengths` of these, None for all
-    others.
+    """The stacks of layers among the parameters: the length of each leaf, None if not a stack.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
@@ -74,10 +73,10 @@ class Stacks:
         return self.tree.unflatten(x if n is None else _slices(x, n) for x, n in leaves)
 
     def named(self, patterns: Sequence[str]) -> tuple[bool, ...]:
-        """Tells which leaves of the caller's parameters match one of some patterns of their paths.
+        """Tells for each leaf of the caller's parameters whether a pattern matches its path.
 
         Raises:
-            ValueError: a pattern matches none.
+            ValueError: a pattern matches no leaf.
 
         >>> Stacks(jax.tree.structure({"base": [0, 0], "head": 0}), (None,) * 3).named(["base/*"])
         (True, True, False)
@@ -95,7 +94,7 @@ class Stacks:
         return tuple(frozen)
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
-        """Returns the leaves of the split parameters that match patterns: of a stack all slices."""
+        """Returns the numbers of the split leaves that match; a stack matches with all slices."""
         matched: list[bool] = []
         for is_named, n in zip(self.named(patterns), self.lengths, strict=True):
             matched += [is_named] * (1 if n is None else n)
@@ -104,15 +103,14 @@ class Stacks:
     def join(
         self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)
     ) -> Tree:
-        """Joins what `split` took apart: the parameters, or what mirrors them, such as the
-        optimizer's state.
+        """Joins a tree that `split` took apart, or one that mirrors it, as optimizer states do.
 
         Args:
-            tree: with `Slices`.
-            stack: stacks slices.
+            tree: a tree with `Slices`.
+            stack: the function that stacks slices.
 
         Raises:
-            ValueError: the slices of a stack are not alike.
+            ValueError: the slices of a stack have different structures.
         """
 
         def joined(part: Tree) -> Tree:
@@ -128,14 +126,14 @@ class Stacks:
         return jax.tree.map(joined, tree, is_leaf=_is_slices)
 
     def split_like(self, split: Tree, tree: Tree) -> Tree:
-        """Takes apart what `join` made of a tree.
+        """Takes a joined tree apart again, the reverse of `join`.
 
         Args:
-            split: a tree that has `Slices` where the result is to have them.
-            tree: the joined one.
+            split: a tree with `Slices` in the same places as the result.
+            tree: the joined tree.
 
         Raises:
-            ValueError: it is another tree.
+            ValueError: the two trees have different structures.
         """
 
         def sliced(part: Tree, whole: Tree) -> Tree:
@@ -146,7 +144,7 @@ class Stacks:
         return jax.tree.map(sliced, split, tree, is_leaf=_is_slices)
 
     def of_slices(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the loss as a function of split parameters, for `trace_loss`."""
+        """Returns the loss as a function that takes split parameters, for `trace_loss`."""
 
         @wraps(loss_fn, assigned=(), updated=())  # errors show the user's function
         def sliced(params: Tree, *rest: Any) -> Any:
@@ -158,11 +156,12 @@ class Stacks:
 def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
     """Returns the stacks among the parameters: leaves that only scans over layers read.
 
+    A scan may read the parameter itself or a cast of it.
+
     Args:
-        loss: traced.
+        loss: the traced loss.
         params: its parameters.
     """
-    # A parameter is a stack if scans over layers read it, perhaps cast, and nothing else does.
     lengths: dict[int, int] = {}
     others: set[int | None] = set()
     source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER}
@@ -187,9 +186,9 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
-    """Tells whether a scan's iterations do real work with their slices of the parameters.
+    """Tells whether a scan's iterations do heavy work, such as products, with slices of parameters.
 
-    Those over time do not.
+    A scan over time does not: its iterations use whole parameters.
     """
     body = eqn.params["jaxpr"]
     flat = flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr
@@ -199,7 +198,7 @@ def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
         read = set(jaxprs.variables(inner.invars))
         if is_heavy(inner) and not read.isdisjoint(sliced):
             return True
-        # What is made only of slices, such as a cast, still stands for them.
+        # A value that is made only of slices, such as a cast, counts as a slice.
         if read and read <= sliced:
             sliced.update(inner.outvars)
     return False

@@ -1,4 +1,4 @@
-"""The structure of equations: a value that is equal for two runs of them which compute the same function alike."""
+"""The structure of equations: a hashable value by which equal computations are recognised."""
 
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class Structure:
 
     @property
     def parts(self) -> tuple[Hashable, Sequence[Hashable], Sequence[Hashable]]:
-        """What the inputs, each equation, and the outputs are compared by."""
+        """The stand-ins of the inputs, of each equation, and of the outputs."""
         return self._value
 
     def __repr__(self) -> str:
@@ -36,7 +36,7 @@ class Structure:
             return True
         if not isinstance(other, Structure):
             return False
-        # Values are large: hashes tell most of those that differ.
+        # Values are large, and most that differ have different hashes.
         return self._hash == other._hash and self._value == other._value
 
 
@@ -47,23 +47,21 @@ def structure(
     *,
     rules: bool = True,
 ) -> Structure:
-    """Returns a value that is equal for two runs of equations which compute the same function in
-    the same way.
+    """Returns a value that two lists of equations share only if they are equal programs.
 
-    Variables are numbered in order of appearance. A custom derivative is compared by what its rule
-    computes, unless the equations need no derivative. Parameters that cannot be compared are
-    compared by identity: equal structures are equal programs; the converse need not hold.
+    The names of variables do not count: variables are numbered in order of appearance. A custom
+    derivative is compared by what its rule computes. Values that cannot be compared are equal only
+    to themselves, so that equal programs may get different structures, but never the reverse.
 
     Args:
-        eqns: in order.
+        eqns: the equations, in order.
         inputs: their free variables, in order.
         outputs: their results, in order.
-        rules: compare derivative rules too.
+        rules: whether to compare derivative rules, which forward-only programs do not need.
     """
     numbers: dict[Var, int] = {}
 
-    # A number says which variable it is; at its first appearance its shape and type are compared,
-    # too.
+    # The number identifies a variable; at its first appearance its shape and type join it.
     def number(var: Var) -> Hashable:
         if var in numbers:
             return numbers[var]
@@ -80,14 +78,14 @@ def structure(
         params = _comparable_params(eqn, rules)
         return eqn.primitive.name, read, params, tuple(map(number, eqn.outvars))
 
-    # In this order: numbers are those of first appearance.
+    # The order matters, because numbers are given at first appearance.
     head = tuple(map(number, inputs))
     body = tuple(map(equation, eqns))
     return Structure((head, body, tuple(map(atom, outputs))))
 
 
 def _kind(atom: Atom) -> Hashable:
-    """Returns the shape and type of a variable or literal, comparable."""
+    """Returns a hashable stand-in for the shape and type of a variable or literal."""
     aval = atom.aval
     shape = getattr(aval, "shape", None)
     dtype = getattr(aval, "dtype", None)
@@ -106,9 +104,9 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
 
 
 class _Identity:
-    """Wraps an incomparable value.
+    """A value that cannot be compared, wrapped to be equal only to itself.
 
-    Equal only to itself. It keeps the value alive, so that no other gets its id.
+    The wrapper keeps the value alive, so that no other object gets the same id.
     """
 
     def __init__(self, value: Any) -> None:
@@ -132,7 +130,7 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
 
     Args:
         value: the parameter or constant.
-        rules: compare derivative rules too.
+        rules: whether to compare derivative rules in it.
     """
     if isinstance(value, ClosedJaxpr):
         jaxpr = value.jaxpr
@@ -151,7 +149,7 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
     if isinstance(value, dict):
         items = ((str(k), comparable(v, rules=rules)) for k, v in value.items())
         return tuple(sorted(items))
-    if isinstance(value, (set, frozenset)):  # in an order that is the same in every process
+    if isinstance(value, (set, frozenset)):  # sorted, to be the same in every process
         members = (comparable(v, rules=rules) for v in value)
         return "set", tuple(sorted(members, key=repr))
     if isinstance(value, float):

@@ -1,9 +1,10 @@
-"""Sums only over parameters, such as the squares that weight decay adds to a loss,
-are made where the parameters are.
+"""Moves a sum over parameters, such as weight decay's sum of squares, to a layer that has them.
 
-Else the layer that adds them up would have to read every parameter of the model.
+If the last layer made all such sums, it would have to read every parameter of the model.
 
-    loss + sum(w0**2) + sum(w1**2)      layer 0 makes sum(w0**2), layer 1 sum(w1**2): two numbers go to the last layer
+    loss + sum(w0**2) + sum(w1**2)      w0 is a parameter of layer 0, w1 of layer 1: layer 0 makes
+                                        sum(w0**2), layer 1 makes sum(w1**2), and each sends one
+                                        number to the last layer
 """
 
 from collections import defaultdict
@@ -26,21 +27,21 @@ def settle_sums(
     """Moves sums out of `floating` to the head of the first run that reads their parameters anyway.
 
     Args:
-        floating: equations that a layer computes if it needs them.
+        floating: the equations that each layer computes if it needs them.
         runs: the main equations of each layer.
-        parameters: the parameters.
-        outputs: what the loss yields; the layer of the loss makes it if no run does.
-        loss_layer: that layer.
+        parameters: the variables of the parameters.
+        outputs: the results of the loss; the loss layer makes those that no run makes.
+        loss_layer: the number of the layer that makes the loss.
 
     Returns:
-        The floating equations that are left, and the runs.
+        The floating equations that are left, and the runs with the sums.
     """
-    needing: defaultdict[Var, set[int]] = defaultdict(set)  # by value, the layers that need it
+    needing: defaultdict[Var, set[int]] = defaultdict(set)  # the layers that need each value
     for layer, run in enumerate(runs):
         yielded = outputs if layer == loss_layer else ()
         for v in [*free_variables(run), *yielded]:
             needing[v].add(layer)
-    # The layers that read a value even if no sum is made there.
+    # For each value, the layers that read it even if they make no sum.
     reading_anyway = defaultdict(set, {v: set(layers) for v, layers in needing.items()})
     for eqn in reversed(floating):
         if not _is_sum(eqn):
@@ -54,8 +55,9 @@ def settle_sums(
     for eqn in reversed(floating):
         layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
-            # The last of the layers that are the first to read one of its parameters: there all are
-            # at hand.
+            # Each parameter has a first layer that reads it anyway. The sum is made in the last of
+            # these layers, because there all its parameters have been read, and only if that layer
+            # comes before every layer that needs the sum.
             first = [min(reading_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
             home = max(first, default=len(runs))
             if home < min(layers):
@@ -69,7 +71,7 @@ def settle_sums(
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation makes one number of an array."""
+    """Tells whether an equation makes one number from an array."""
     reads_array = any(_jax.aval(v).shape for v in eqn.invars)
     return reads_array and _jax.aval(eqn.outvars[0]).shape == ()
 
@@ -90,7 +92,7 @@ def _pass_on(
 def parameters_behind(
     floating: Sequence[JaxprEqn], parameters: Collection[Var]
 ) -> dict[Var, frozenset[Var]]:
-    """Returns the parameters that each value is made of."""
+    """Returns for each value of floating equations the parameters that it is made of."""
     behind = {p: frozenset([p]) for p in parameters}
     for eqn in floating:
         operands = variables(eqn.invars)

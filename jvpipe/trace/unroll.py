@@ -1,7 +1,7 @@
-"""A scan over stacked layers, run iteration by iteration, so that it can be cut between them.
+"""Runs a scan over stacked layers iteration by iteration, so that it can be cut between layers.
 
-While a jaxpr is flattened, an array that is known slice by slice travels as a `Stack`. A scan over
-stacks of layers takes their slices as they are; any other equation gets the whole array.
+While a jaxpr is flattened, an array whose slices are known one by one is passed on as a `Stack`. A
+scan over stacks of layers takes the slices from it; any other equation gets the whole array.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,24 +17,25 @@ from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace.keys import is_key, take
 
 STACKING = "stack_layers"
+"""The name of `stack_layers` in a jaxpr, by which its calls are recognised."""
 SLICEWISE = ("convert_element_type", "copy", "stop_gradient")
-"""Primitives that do to a stack what they do to each of its slices."""
+"""Primitives that act on each slice of a stack as they act on the whole stack."""
 
 
 @jax.jit
 def stack_layers(*slices: Any) -> jax.Array:
-    """Stacks arrays along a new first axis; flattening recognises this function by its name."""
+    """Stacks arrays along a new first axis; flattening recognises this function by `STACKING`."""
     return jax.numpy.stack(slices)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """An array that is known slice by slice.
+    """An array whose slices are known one by one.
 
     Attributes:
         part: returns the slice at an index.
-        whole: returns the array.
-        layers: its slices belong to layers, so that a scan over it is unrolled.
+        as_array: returns the whole array.
+        layers: whether the slices belong to layers, so that a scan over the stack is unrolled.
     """
 
     part: Callable[[int], Any]
@@ -43,16 +44,16 @@ class Stack:
 
 
 def as_array(value: Any) -> Any:
-    """Returns a value as an array."""
+    """Returns a value, which may be a `Stack`, as an array."""
     return value.as_array() if isinstance(value, Stack) else value
 
 
 def stacked_result(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """Returns the result of an equation as a stack; None if it makes none."""
+    """Returns the result of an equation as a stack; None if the equation does not make a stack."""
     name = eqn.primitive.name
     if name in ("jit", "pjit") and eqn.params["name"] == STACKING:
         return [Stack(values.__getitem__, cache(lambda: jax.numpy.stack(values)), True)]
-    # Numbers along an axis, such as those of the layers: each slice is a constant.
+    # The elements of a one-dimensional iota, such as the layers' numbers, are constants.
     if name == "iota" and len(eqn.params["shape"]) == 1:
         dtype = eqn.params["dtype"]
         array = cache(lambda: _jax.bind(eqn, [])[0])
@@ -69,12 +70,11 @@ def stacked_result(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
 
 def stacks_layers(jaxpr: Jaxpr, calls: Mapping[str, str]) -> bool:
-    """Tells whether layers are stacked in a jaxpr, or in one that it calls, and perhaps scanned
-    over.
+    """Tells whether a jaxpr, or one that it calls, calls `stack_layers`.
 
     Args:
-        jaxpr: in which.
-        calls: the names of equations that are calls, and the parameter that has the body of each.
+        jaxpr: the jaxpr.
+        calls: the names of primitives that are calls, each with the parameter that has its body.
     """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in calls:
@@ -86,12 +86,11 @@ def stacks_layers(jaxpr: Jaxpr, calls: Mapping[str, str]) -> bool:
 
 
 def is_late(eqn: JaxprEqn, of_late: bool) -> bool:
-    """Tells whether an equation makes numbers along an axis, or casts such: it is put off until
-    they are read.
+    """Tells whether an equation is put off until its result is read: an iota, or a cast of one.
 
     Args:
         eqn: the equation.
-        of_late: one of its operands was put off.
+        of_late: whether one of its operands was put off.
     """
     name = eqn.primitive.name
     is_iota = name == "iota" and len(eqn.params["shape"]) == 1
@@ -105,12 +104,13 @@ def unrolled(
 ) -> list[Any] | None:
     """Runs a scan over layers, iteration by iteration.
 
-    Returns None if the equation is anything else.
-
     Args:
-        eqn: a scan, or not.
+        eqn: any equation.
         values: its operands.
-        run: does one iteration.
+        run: runs one iteration.
+
+    Returns:
+        The results of the scan; None if the equation is not a scan over layers.
     """
     if eqn.primitive.name != "scan":
         return None
@@ -119,8 +119,8 @@ def unrolled(
         return None
     rows = range(eqn.params["length"])
     ys: dict[int, list[Any]] = {}
-    # A reversed scan runs from the last slice to the first, and its ys keep the order of the
-    # slices.
+    # A reversed scan runs from the last slice to the first, but the rows of its ys are in the order
+    # of the slices.
     for i in reversed(rows) if eqn.params["reverse"] else rows:
         out = run([*constants, *carry, *(_part(x, i) for x in xs)])
         carry, ys[i] = out[: len(carry)], out[len(carry) :]
@@ -129,7 +129,7 @@ def unrolled(
 
 
 def _part(x: Any, i: int) -> Any:
-    """Returns what an iteration reads of an array that a scan goes over."""
+    """Returns the slice that iteration `i` reads from an array that a scan goes over."""
     if isinstance(x, Stack):
         return x.part(i)
     if is_key(x):

@@ -1,1 +1,1 @@
-"""What every room needs and no room is about: sizes, names, values as users give them, extras."""
+"""Small helpers for all other folders: sizes, names, checks of users' values, optional packages."""

@@ -1,4 +1,4 @@
-"""What a user gave, on one line of a message."""
+"""Writes any value that a user gave in one short line, for messages."""
 
 import reprlib
 from typing import Any
@@ -7,11 +7,11 @@ _MOST_LETTERS = 200
 
 
 class _Brief(reprlib.Repr):
-    """Shortens a `repr` as Python's `reprlib` does, and writes an array as its type and shape."""
+    """A `repr` that is shortened as by Python's `reprlib`, with an array as its type and shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        # How many elements of a container, and letters of a leaf, are written before an ellipsis.
+        # The first line limits the elements of a container, the second the letters of a leaf.
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
         self.maxstring = self.maxother = 80
 

@@ -1,4 +1,4 @@
-"""Small tables of text."""
+"""Writes small tables as text with aligned columns."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,7 +13,8 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     1      cpu:1  12 B
     """
     texts = [[str(cell) for cell in row] for row in rows]
-    # A short row leaves its last columns empty, hence `zip_longest` here and no strict zip below.
+    # A short row leaves its last columns empty: hence `zip_longest` here, and `map` below, which
+    # stops at the end of the row.
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
     lines = []
     for row in texts:

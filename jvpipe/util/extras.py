@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 
 class MissingExtraError(ImportError, ValueError):
-    """A package of an extra is not installed; the message says how to install it.
+    """The error for a missing package of an extra; its message says how to install the package.
 
-    It is an ImportError for programs that catch those, and a ValueError for the command line, which
-    shows a user's mistakes without a traceback.
+    It is an ImportError for programs that catch ImportError, and a ValueError for the command line,
+    which shows a ValueError as a user's mistake, without a traceback.
     """
 
 
@@ -17,7 +17,7 @@ def extra(name: str) -> Iterator[None]:
     """Wraps imports that need an extra of jvpipe.
 
     Args:
-        name: of the extra, such as `cli`.
+        name: the name of the extra, such as `cli`.
 
     Raises:
         MissingExtraError: a package cannot be imported.

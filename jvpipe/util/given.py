@@ -1,4 +1,7 @@
-"""Checks of what a user passes: flags, paths and whole numbers, of Python or of NumPy, one or several."""
+"""Checks of values that a user passes: flags, patterns, paths, and one or several whole numbers.
+
+Numbers may be Python's or NumPy's.
+"""
 
 import os
 from collections.abc import Iterable
@@ -10,7 +13,7 @@ import numpy as np
 from jvpipe.util.brief import brief
 
 _LONGEST_NAME = 255
-"""Bytes that file systems allow for the name of a file or folder."""
+"""The most bytes that file systems allow in the name of a file or folder."""
 
 
 def checked_flag(name: str, value: Any) -> bool:
@@ -24,8 +27,8 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     """Returns the patterns of the parameters that nothing updates.
 
     Args:
-        name: of the option, for the message.
-        frozen: patterns as the user gave them; None if every parameter is updated.
+        name: the name of the option, for the message.
+        frozen: the patterns as the user gave them; None if every parameter is updated.
 
     Raises:
         ValueError: `frozen` is a single text, or not a sequence of texts.
@@ -34,7 +37,7 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     ('base/*',)
     """
     patterns = [] if frozen is None else several(frozen)
-    # A text is a sequence too, of its letters.
+    # A single text is refused: it would count as a sequence of letters.
     is_one = patterns is None or isinstance(frozen, str)
     if is_one or not all(isinstance(pattern, str) and pattern for pattern in patterns or ()):
         raise ValueError(
@@ -47,7 +50,7 @@ def check_callback(on_step: Any) -> None:
     """Raises ValueError unless a value can be called after each step, or is None."""
     if on_step is None:
         return
-    # A class can be called too, but would only build an object that nobody looks at.
+    # A class can be called, too, but a call would only make an object that nobody looks at.
     if not callable(on_step) or isinstance(on_step, type):
         raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
 
@@ -57,10 +60,10 @@ def checked_path(path: Any, name: str = "path") -> Path:
 
     Args:
         path: as the user gave it.
-        name: of the argument or option, for the message.
+        name: the name of the argument or option, for the message.
 
     Raises:
-        ValueError: it is neither, or no file system can hold it.
+        ValueError: `path` is neither a text nor a path, or no file system can hold it.
 
     >>> checked_path(3)
     Traceback (most recent call last):
@@ -76,7 +79,7 @@ def checked_path(path: Any, name: str = "path") -> Path:
 
 
 def is_whole(value: Any) -> bool:
-    """Tells whether a value is a whole number. True and False are not, although `bool` is a kind of `int`.
+    """Tells whether a value is a whole number; True and False do not count as numbers.
 
     >>> is_whole(2), is_whole(np.int64(2)), is_whole(True), is_whole(2.0)
     (True, True, False, False)
@@ -85,7 +88,7 @@ def is_whole(value: Any) -> bool:
 
 
 def several(values: Any) -> list[Any] | None:
-    """Returns several values as a list, and None for a single value.
+    """Returns several values as a list; None if they are a single value.
 
     >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several(2)
     ([2, 1], [np.int64(2), np.int64(1)], None, None)
@@ -96,20 +99,20 @@ def several(values: Any) -> list[Any] | None:
 def is_stream(values: Any) -> bool:
     """Tells whether values can be iterated over.
 
-    An array without axes has `__iter__` too, but it fails.
+    An array without axes cannot, although it has `__iter__`, which fails.
     """
     return isinstance(values, Iterable) and getattr(values, "shape", None) != ()
 
 
 def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
-    """Returns several whole numbers as Python's own.
+    """Returns several whole numbers as a tuple of Python's `int`.
 
     Args:
-        what: the numbers are, for the message.
-        values: as the user gave them.
+        what: says in the message what the numbers are, such as "devices".
+        values: the numbers as the user gave them.
 
     Raises:
-        ValueError: one of them is not a whole number.
+        ValueError: one of the values is not a whole number.
 
     >>> whole_numbers("devices", [0, np.int64(1)])
     (0, 1)

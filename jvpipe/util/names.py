@@ -10,9 +10,9 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     """Writes the message for an unknown name.
 
     Args:
-        kind: of the thing, such as "schedule".
-        name: the unknown one.
-        names: all that exist.
+        kind: the kind of thing that is named, such as "schedule".
+        name: the unknown name.
+        names: all names that exist.
 
     >>> did_you_mean("schedule", "1f1p", ["gpipe", "1f1b"])
     "unknown schedule '1f1p': did you mean '1f1b'? There are gpipe, 1f1b"
@@ -31,7 +31,7 @@ def nearest(name: str, names: Sequence[str], count: int = 4) -> list[str]:
     >>> nearest("*/atention/*", names, count=1)
     ['blocks/0/attention/dot_0']
     """
-    # The matcher prepares its second sequence once, so that is the name that stays the same.
+    # The matcher analyses its second sequence only once, so the name that stays is the second.
     matcher = difflib.SequenceMatcher(b=name)
 
     def unlikeness(other: str) -> float:

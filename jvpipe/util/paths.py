@@ -1,4 +1,7 @@
-"""Key paths of pytrees as text: `blocks/0/kernel`."""
+"""Writes key paths of pytrees as text, such as `blocks/0/kernel`.
+
+Plans, checkpoints and users' patterns name parameters by these texts.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +21,8 @@ def path_name(path: Sequence[Any]) -> str:
 def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
     """Writes the key paths of a tree as texts, no two of which are equal.
 
-    If two paths would read the same, the keys of all paths are escaped as in JSON pointers: ~1 is a
-    separator inside a key, and ~0 is ~.
+    If two paths would have the same text, the keys of all paths are escaped as in JSON pointers: ~1
+    stands for a separator inside a key, and ~0 for ~.
 
     >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
     >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
@@ -32,10 +35,7 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
 
 
 def _escaped(key: str, separator: str) -> str:
-    """Escapes a key.
-
-    The tilde comes first, or those of escaped separators would be escaped again.
-    """
+    """Escapes a key; tildes first, because the tildes of escaped separators must stay."""
     return key.replace("~", "~0").replace(separator, "~1")
 
 

@@ -1,13 +1,15 @@
-"""Checks of plain data from a file, entry by entry, against a pattern that looks like the data.
+"""Checks plain data from a file, entry by entry, against a pattern that looks like the data.
 
+    pattern                matches
     str, bool              a value of that type
-    [p]                    a list of any length, each element as p says
-    (p, q)                 a list of two elements, as p and as q say
-    {str: p}               a mapping with any names, each value as p says
-    {"a": p, "b?": q}      a mapping with these names, of which b may be missing
-    a function             called with the place and the data; as those below are
+    [p]                    a list of any length whose elements all match p
+    (p, q)                 a list of two elements; the first matches p, the second q
+    {str: p}               a mapping with any names whose values all match p
+    {"a": p, "b?": q}      a mapping with the names a and, optionally, b; their values match p and q
+    a function             data for which it raises no ValueError; it is called with the path of the
+                           data in their file, and with the data (see `whole_in`)
 
-A pattern is plain data too, so patterns nest and are named like the data that they describe.
+Patterns are plain data themselves, so they can be nested, and have the names of the data.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ Pattern = Any
 LARGEST = 2**63 - 1
 """The largest whole number, unless a pattern says otherwise."""
 _DEEPEST = 200
-"""How deeply lists and mappings may be nested, so that every reader of JSON can take them."""
+"""How deeply lists and mappings may be nested; readers of JSON fail at larger depths."""
 
 
 def compare(where: str, data: Any, pattern: Pattern) -> None:
@@ -27,8 +29,8 @@ def compare(where: str, data: Any, pattern: Pattern) -> None:
 
     Args:
         where: the path of the data in their file, for the message.
-        data: as JSON has them.
-        pattern: see the top of this file.
+        data: plain data, as JSON has them.
+        pattern: a pattern as described at the top of this file.
 
     >>> compare("step", {"at": [3, "x"]}, {"at": [whole_in()]})
     Traceback (most recent call last):
@@ -82,14 +84,14 @@ def whole_in(least: int = 0, largest: int = LARGEST) -> Pattern:
 
 
 def number(where: str, data: Any) -> None:
-    """Matches any number; true and false are not numbers."""
+    """Matches any number; true and false do not count as numbers."""
     _need(type(data) in (int, float), where, "a number", data)
 
 
 def anything(where: str, data: Any) -> None:
-    """Matches whatever JSON can hold, up to a depth that every reader of it can take."""
+    """Matches whatever JSON can hold, up to a depth that every reader of JSON can take."""
     level, depth = [data], 0
-    # Level by level and not by recursion, which deep data would overflow.
+    # The data are searched level by level, because recursion would fail on deep data.
     while level:
         if depth > _DEEPEST:
             raise ValueError(f"{where} holds lists or mappings more than {_DEEPEST} deep")
@@ -100,7 +102,7 @@ def anything(where: str, data: Any) -> None:
 
 
 def maybe(pattern: Pattern) -> Pattern:
-    """Returns the pattern that also matches null."""
+    """Returns a pattern that matches what a given pattern matches, and null."""
 
     def check(where: str, data: Any) -> None:
         if data is not None:
@@ -110,7 +112,7 @@ def maybe(pattern: Pattern) -> Pattern:
 
 
 def one_of_texts(values: Any) -> Pattern:
-    """Returns the pattern of a few texts."""
+    """Returns a pattern that matches only the given texts."""
     texts = list(map(str, values))
 
     def check(where: str, data: Any) -> None:
@@ -121,7 +123,7 @@ def one_of_texts(values: Any) -> Pattern:
 
 
 def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Pattern:
-    """Returns the pattern that is `then` for data that pass a test, and `other` for the rest."""
+    """Returns a pattern that is `then` for data that pass a test, and `other` for other data."""
 
     def check(where: str, data: Any) -> None:
         compare(where, data, then if test(data) else other)
@@ -130,6 +132,6 @@ def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Patter
 
 
 def _need(fits: bool, where: str, expected: str, data: Any) -> None:
-    """Raises ValueError with what was expected unless the data fit."""
+    """Raises ValueError, with a message that says what was expected, unless the data fit."""
     if not fits:
         raise ValueError(f"{where} must be {expected}, not {brief(data)}")

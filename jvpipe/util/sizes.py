@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Reads and writes sizes in bytes as people write them, such as 16GiB."""
 
 import re
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
 GIB = 1024**3
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 MOST_BYTES = 2**52
-"""More bytes than any device holds. Floats still tell whole numbers of this size apart."""
+"""More bytes than any device holds. Up to this size floats represent whole numbers exactly."""
 MOST_S = 1e12
 """More seconds than anything takes: some 30,000 years."""
 ROUNDING = 1e-9
-"""Sums of seconds are equal if they differ by a smaller share."""
+"""Two sums of seconds count as equal if they differ by a smaller share than this."""
 
 
 def parse_bytes(size: int | str | None) -> int | None:
@@ -25,7 +25,7 @@ def parse_bytes(size: int | str | None) -> int | None:
     """
     if size is None:
         return None
-    # True and False count as 1 and 0 for Python; here they are mistakes.
+    # For Python True and False are the numbers 1 and 0; here they are mistakes.
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES:
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
@@ -45,7 +45,7 @@ def parse_bytes(size: int | str | None) -> int | None:
 def parse_limits(
     sizes: int | str | Sequence[int | str | None] | None,
 ) -> int | tuple[int, ...] | None:
-    """Reads one limit for all devices, or one for each: a sequence, or a text with commas.
+    """Reads one limit for all devices, or several from a sequence or a text with commas.
 
     >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
     ((25769803776, 11811160064), (1000, 2000), 17179869184, None)
@@ -63,11 +63,11 @@ def parse_limits(
 
 
 def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[int, ...]:
-    """Returns the limit of each device, and an empty tuple if there is no limit.
+    """Returns the limit of each device, or an empty tuple if there is no limit.
 
     Args:
-        limits: one for all devices, or one for each.
-        devices: how many there are.
+        limits: one limit for all devices, or one for each.
+        devices: the number of devices.
 
     Raises:
         ValueError: there are more or fewer limits than devices.

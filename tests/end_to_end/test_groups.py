@@ -11,6 +11,7 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.kinds import KINDS, Runs
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.session.adapt import Grouping
 from tests import sharded
 from tests.bits import MICRO, batches_of, digest
@@ -73,10 +74,9 @@ def test_groups_keep_every_bit(name: str, stages: int, schedule: str, seed: int)
 
 def test_a_group_is_one_program_per_direction() -> None:
     m = CASES["mlp"]()
-    _, _, apart = trained(m, 2, "1f1b")
+    _, _, apart = trained(m, 2, "1f1b", group=False)
     _, _, pipe = trained(m, 2, "1f1b", group=True)
     assert (layer_programs(pipe), layer_programs(apart)) == (4, 10)
-    assert not apart.session.compiled.grouped, "layers stay apart unless groups are asked for"
 
 
 def moved(
@@ -108,6 +108,28 @@ def moved(
         ((state, metrics),) = stream
         found.append(digest(metrics["loss"]))
     return [*found, digest(pipe.params(state))], pipe
+
+
+@pytest.mark.parametrize("compile_s", [0.0, 1e6])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_groups_come_once_the_steps_have_taken_as_long_as_compiling_did(
+    schedule: str, compile_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = CASES["mlp"]()
+    monkeypatch.setattr(CompiledPlan, "compile_s", compile_s)
+    runs = []
+    for group in (None, False):
+        pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), 2, MICRO, schedule, group=group)
+        batches = batches_of(m, 5)
+        state, found, in_groups = pipe.init(m.params, batches[0], m.rng, m.state), [], []
+        for state, metrics in pipe.run(state, batches):  # noqa: B007, B020 - as users write it
+            found.append(digest(metrics["loss"]))
+            in_groups.append(pipe.session.compiled.grouped)
+            pipe.session.grouping.wait()
+        runs.append([*found, digest(pipe.params(state))])
+        expected = [step > 1 and group is None and not compile_s for step in range(5)]
+        assert in_groups == expected
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(

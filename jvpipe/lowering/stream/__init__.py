@@ -1,1 +1,1 @@
-"""The lowering of streams without a flush: versions of the weights, and steps that repeat."""
+"""The lowering of streams, which train without a flush: weight versions, and steps that repeat."""

@@ -1,11 +1,14 @@
-"""Layers that change places while a stream flows: what moves too, and when old buffers are freed.
+"""Departures: values that layers leave at their old places when they move while a stream flows.
 
-Two stages; task 7 has moved weights to the place where it reads them. Two tasks of each stage later
-the copy has arrived long since: the old buffer is freed, and the new one is dropped if nobody reads
-it any more.
+A stream is training without a flush, so tasks go on while layers change places (devices). The
+example has two stages. Task 7 has moved weights to the place where it reads them. Their old buffer
+may not be freed before the copy has arrived: FREE waits for the copy and then ends the old buffer.
+It is written only after `_WINDOW` (two) more tasks of each stage, here before task 12, when the copy
+has normally arrived. If it has not, the wait costs time and nothing else. A buffer ends at the last
+row that touches it: DROP touches the new buffer, so it ends there unless a later row reads it.
 
-    task    ...  7     8     9     10                ...
-    rows         MOVE              FREE old, DROP new
+    tasks    ... 7    8    9    10   11                      12 ...
+    rows         MOVE                    FREE old, DROP new
 """
 
 from collections import deque
@@ -21,13 +24,15 @@ from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
 _WINDOW = 2
-"""After so many further tasks of each stage, the buffers at a layer's old place are freed: late
-enough that no task waits for the copy.
+"""The number of further tasks of each stage after which the buffers at an old place are freed.
+
+A smaller number could let a task wait for the copy; a larger one holds the old buffers longer.
+Results are the same for every number.
 """
 
 
 class _Moved(NamedTuple):
-    """The number of a task, a buffer that it has moved, and the buffer's copy at the new place."""
+    """A task's number, a buffer that the task has moved, and its copy at the new place."""
 
     task: int
     old: int
@@ -60,10 +65,10 @@ class Departures:
         self._waiting: deque[_Moved] = deque()
 
     def note(self, task: int) -> None:
-        """Takes over what a task has moved, to free it later.
+        """Takes over the pairs of buffers that a task has moved, to free the old ones later.
 
-        What lies on the host is waited for at once: the next update gives its name to another
-        buffer.
+        A move from or to the host is not delayed: its FREE is written now, although it may wait for
+        the copy, because the next update moves the same state again.
         """
         placer = self._placer
         for old, new in placer.moved:
@@ -75,7 +80,10 @@ class Departures:
         placer.moved = []
 
     def free(self, task: int) -> None:
-        """Frees what was moved a few tasks ago, once it has arrived."""
+        """Frees the old buffer of each move that lies far enough before a task.
+
+        That is more than `_WINDOW` tasks for each stage, of all stages together.
+        """
         window = _WINDOW * len(self._placer.where.plan.stages)
         while self._waiting and self._waiting[0].task + window < task:
             moved = self._waiting.popleft()
@@ -90,7 +98,10 @@ class Departures:
 
 
 def settle(placer: Placer, plan: Plan) -> None:
-    """Moves what no task would: constants, and state that all layers share."""
+    """Moves, at the beginning of a plan, the values that no task would move.
+
+    They are constants, model state that no layer writes, and optimizer state of no layer.
+    """
     placer.enter(plan)
     for buffer in placer.where.lasting(placer.optimizer):
         value, place = buffer.value, buffer.place
@@ -102,7 +113,7 @@ def settle(placer: Placer, plan: Plan) -> None:
             case ValueKind.STATE if value.microbatch == NEVER:
                 placer.bring(value, place, NONE)
             case ValueKind.PARAMETER | ValueKind.OPTIMIZER | ValueKind.STATE:
-                pass  # its layer brings it along
+                pass  # the tasks of its layer move it
             case _:
                 raise AssertionError(f"{value} does not lie on the devices between steps")
 
@@ -111,8 +122,8 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
     """Brings the newest version of every parameter to every place that reads it.
 
     Args:
-        placer: that places the rows.
-        newest: by parameter, its newest version.
+        placer: writes the rows.
+        newest: the newest version of each parameter.
     """
     graph, where = placer.graph, placer.where
     pairs = zip(graph.parameters, newest, strict=True)
@@ -128,8 +139,9 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
 
 
 class LastReads:
-    """The last reads of each version of a parameter at a place: after them its update may overwrite
-    it.
+    """The last task that reads each version of a parameter at each place.
+
+    After that task an update may overwrite the version.
     """
 
     def __init__(
@@ -139,7 +151,7 @@ class LastReads:
         tasks: Sequence[Task],
     ) -> None:
         self._timeline = timeline
-        self._last: dict[tuple[int, int, int], int] = {}  # by parameter, place, version: a task
+        self._last: dict[tuple[int, int, int], int] = {}  # by parameter, place and version: a task
         for number, (s, kind, m) in enumerate(tasks):
             back = KINDS[kind].back
             if back is None:
@@ -149,7 +161,8 @@ class LastReads:
             for layer in layout.layers(s):
                 for p in layer.reading(ValueKind.PARAMETER):
                     version = weights.version(p, m, back=back)
-                    # A copy at a place that the owner has left must live until it has been moved.
+                    # If the owner has left a place since this version was made, the version is
+                    # copied from the buffer there: this task counts as a read of that buffer, too.
                     for place in (here, *self._left(p, version, m)):
                         self._last[p, place, version] = number
 
@@ -160,24 +173,23 @@ class LastReads:
         version: int,
         task: int,
     ) -> bool:
-        """Tells whether a version is read at a place after a task.
+        """Tells whether a version of a parameter is read at a place after a task.
 
         Args:
             p: the parameter.
-            place: where it is read.
-            version: of the parameter.
+            place: the place where it is read.
+            version: the version.
             task: the number of a task.
         """
         return self._last.get((p, place, version), -1) > task
 
     def _left(self, p: int, v: int, m: int) -> set[int]:
-        """Finds the places at which a version's owner has been since it was made, and is no more in
-        a micro-batch.
+        """Finds the places that a parameter's owner has left since a version was made.
 
         Args:
             p: the parameter.
             v: the version.
-            m: the micro-batch.
+            m: the micro-batch that reads the version; places that were left before it count.
         """
         timeline = self._timeline
         if len(timeline.spans) == 1:

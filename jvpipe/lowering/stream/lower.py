@@ -1,15 +1,18 @@
-"""A stream lowered: the steps of an asynchronous schedule as rows,
-with every version of the weights a buffer.
+"""Lowers a stream: the steps of an asynchronous schedule become rows, by passes in this order.
 
     order -> expand -> place -> swap -> prefetch -> period
 
-The first steps of a stream fill the pipeline. From some step on each equals the one before, except
-for its numbers, which are shifted. So only the beginning of a stream is lowered, and cut into its
-steps (period.py). Why steps repeat: once the pipeline is full, the order of tasks has the period of
-a step, and so has everything that follows from the order.
+A stream has no flush between its steps, so several versions of the weights exist at once; each
+version is a buffer of its own.
+
+The first steps of a stream fill the pipeline. From some step on each step equals the step before,
+except for the numbers of micro-batches and versions, which are shifted. So only the beginning of a
+stream is lowered, and cut into its steps (period.py). Steps repeat because the order of tasks has
+the period of a step once the pipeline is full, and so has everything that follows from the order.
 
     step        0     1     2     3     4 ...
-    what        fill  fill  full  full  full        3 equals 2, and so do all later ones: 0, 1, 2 are kept
+    pipeline    fill  fill  full  full  full
+    kept        yes   yes   yes   no    no        steps 3, 4, ... equal step 2
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,10 +47,10 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class StreamLowering:
-    """A stream to be lowered.
+    """A stream and its lowered steps.
 
-    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` holds, by the
-    step in which a span begins, the names of all that the spans before have left in flight.
+    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` has, for each
+    step in which a span begins, the names of the buffers that earlier spans have left in flight.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
@@ -77,12 +80,16 @@ class StreamLowering:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps that differ; all later ones are like the last."""
+        """The steps that differ from one another; all later steps are equal to the last of them."""
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
-        # After `fill` steps the pipeline is full, whatever the rule of versions. The two steps after
-        # them show that steps repeat.
+        # A step is described with the names of all buffers before and after it, relative to the
+        # step. A full pipeline has the same tasks in every step. So if a step equals the one before
+        # it, it ends as it began, and all later steps are equal to it, too. That comes after `fill`
+        # steps at the latest: by then the micro-batches that the switch found in flight have left.
+        # More steps are lowered than compared, because the last ones look different: nothing reads
+        # what they leave.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
@@ -103,13 +110,13 @@ class StreamLowering:
         return self.spans[-1].start // self.microbatches
 
     def drain(self, steps: int) -> Step:
-        """Makes the step that ends a stream after so many steps, with nothing in flight."""
+        """Makes the step that ends a stream after a number of steps, by draining the pipeline."""
         n = min(steps, len(self.steps))
         drain = self._lower(n, drained=True).step(n)
         return dropping(drain, self.steps[n - 1])
 
     def _lower(self, steps: int, *, drained: bool) -> Unrolled:
-        """Lowers the first steps of the stream, and its end if it is `drained` after them."""
+        """Lowers the first steps of the stream and, if `drained`, the drain that ends it."""
         timeline = StreamTimeline(
             self.graph,
             self.spans,
@@ -124,10 +131,12 @@ class StreamLowering:
 
 @dataclass
 class _Marks:
-    """What is noted while tasks are placed: where each step begins among the blocks, and what
-    buffers are called there.
+    """Notes taken while tasks are placed, from which the rows are cut into steps.
 
-    `uses` are those of each step, `left` is what each forward leaves to be swapped.
+    `blocks` are the numbers of the blocks at which steps begin, `spots` the names of all buffers at
+    these points. `uses` are the versions that each step's layers read or made. `left` has, for each
+    forward, which buffers that it leaves are swapped out, and the first layer of its stage, after
+    which the rows of the swaps are named.
     """
 
     blocks: list[int]
@@ -137,7 +146,7 @@ class _Marks:
 
 
 class _Unrolling:
-    """The passes over the steps of a timeline."""
+    """The passes of lowering over the first steps of a stream."""
 
     def __init__(
         self,
@@ -175,10 +184,10 @@ class _Unrolling:
         return ordered
 
     def unrolled(self, *, drained: bool) -> Unrolled:
-        """Expands, places, swaps and prefetches.
+        """Expands, places, swaps and prefetches all tasks.
 
         Args:
-            drained: whether the last step is the end of the stream.
+            drained: whether the last step is the one that drains the stream.
         """
         timeline, placer = self.timeline, self.placer
         marks = self._place_steps(drained=drained)
@@ -192,9 +201,10 @@ class _Unrolling:
         blocks = list(swapped)
         groups: list[list[Row]] = []
         for start, end in pairwise([*marks.blocks, len(blocks)]):
-            # What an update fetches comes in the step of the update.
+            # Optimizer state is fetched within the step of the update that reads it.
             groups += prefetched(blocks[start:end], placer.buffers)
-        # Up to here steps begin at blocks, from here on at rows: prefetching adds rows to blocks.
+        # Steps were marked by the block at which they begin. `bounds` has the row of that block,
+        # which is known only now, because prefetching has added rows to blocks.
         rows_before = [0, *accumulate(map(len, groups))]
         return Unrolled(
             graph=placer.graph,
@@ -211,7 +221,7 @@ class _Unrolling:
         )
 
     def _place_steps(self, *, drained: bool) -> _Marks:
-        """Expands and places all tasks, and notes what the cut into steps needs to know."""
+        """Expands and places all tasks, and takes the notes from which rows are cut into steps."""
         timeline = self.timeline
         placer = self.placer
         M = self.timeline.M
@@ -221,7 +231,8 @@ class _Unrolling:
         marks = _Marks(blocks=[0], spots=[self._spots()])
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # Only what a migration between steps has brought along can be read after it.
+            # Plans have changed between two steps. Buffers that the migration did not copy are
+            # gone, and the placer forgets them.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []
@@ -231,7 +242,8 @@ class _Unrolling:
                 if task.microbatch in starts:
                     settle(placer, starts.pop(task.microbatch))
                 placer.enter(timeline.plans[task.microbatch])
-                # Swaps go around forwards and backwards; an update is a block of no task.
+                # Swaps are inserted before and after blocks that have a task. An update gets a
+                # block without one, so that none is inserted there.
                 placer.begin(None if task.kind == Kind.U else task)
                 uses += self._task(task, number)
                 if task.kind == Kind.F:
@@ -250,11 +262,11 @@ class _Unrolling:
         return marks
 
     def _task(self, task: Task, number: int) -> list[Use]:
-        """Expands and places a task, and returns what its layers have read, or made.
+        """Expands and places a task, and returns the versions that its layers have read or made.
 
         Args:
-            task: the next one.
-            number: how many were before it.
+            task: the next task.
+            number: its number in the order of dispatch.
         """
         m = task.microbatch
         layout = self.timeline.layout(m)
@@ -273,7 +285,7 @@ class _Unrolling:
         return [self.weights.use(task.kind, layer, m) for layer in layers]
 
     def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields a layer's forward, and the sums of weights and losses that it completes."""
+        """Yields a layer's forward, and the sums of losses and of their weights once complete."""
         M = self.timeline.M
         graph = self.timeline.graph
         *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))
@@ -291,15 +303,16 @@ class _Unrolling:
         yield from self.expander.losses(layer, range(first, first + M), weight)
 
     def _update(self, layer: int, m: int, number: int) -> Use:
-        """Updates a layer at one of its places, from which its parameters go to the others.
+        """Updates a layer at one of its places, which then sends the parameters to the others.
 
-        It is updated in place if no later task reads the version that the update takes, and the
-        schedule does not remember that version.
+        The update overwrites the parameters unless a later task still reads the old version, or the
+        schedule needs the old version to remember the update. In either case the new version goes
+        to buffers of its own.
 
         Args:
-            layer: to be updated.
+            layer: the layer to update.
             m: the micro-batch after which the layer is updated.
-            number: of the task.
+            number: the task's number in the order of dispatch.
         """
         placer = self.placer
         graph = self.timeline.graph
@@ -331,12 +344,14 @@ class _Unrolling:
             self.placer.perform(operation)
 
     def _spots(self) -> dict[int, Spot]:
-        """Lists what each buffer is called by now."""
+        """Returns the present name of each buffer."""
         return {b: spot for spot, b in self.placer.ids.items()}
 
     def _lasting(self) -> set[int]:
-        """Finds the buffers that outlive every step: the newest version of each persistent value,
-        and what the schedule remembers of updates.
+        """Finds the buffers that outlive every step.
+
+        They hold the newest version of each persistent value, and what the schedule remembers of
+        updates.
         """
         lasting = {b for _, b in self.placer.lasting()}
         for (value, _), b in self.placer.current.items():
@@ -355,7 +370,10 @@ class _Unrolling:
 
 
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
-    """Makes every stage's part of every step a list of its own: swaps do not look beyond a step."""
+    """Returns one list of tasks, without updates, for each step and stage.
+
+    So no swap is placed by a task of another step.
+    """
     within = []
     for part in lists:
         for tasks in part:

@@ -1,12 +1,16 @@
-"""A stream of steps without a flush between them: its lists step by step,
-and the version that each task reads.
+"""The parts of a stream: its task lists, cut into steps, and the version that each task reads.
 
-A stage's part of a step ends before its first task on a micro-batch of the next one. So a step ends
-with S - 1 - s micro-batches in flight on stage s, and the next one finds them there:
+A stream is a run of steps without a flush between them. A stage's part of a step ends before its
+first forward of a micro-batch of the next step. Therefore a step ends with S - 1 - s micro-batches
+in flight on stage s of S, and the next step begins with them. With two stages and two micro-batches
+per step:
 
-    S = 2, M = 2   step 0          step 1                drain
-    stage 0        F0 F1 B0 U0     F2 B1 U1 F3 B2 U2     B3 U3
-    stage 1        F0 B0 U0 F1 B1 U1   F2 B2 U2 F3 B3 U3
+               step 0                  step 1                  drain
+    stage 0    F0 F1 B0 U0             F2 B1 U1 F3 B2 U2       B3 U3
+    stage 1    F0 B0 U0 F1 B1 U1       F2 B2 U2 F3 B3 U3
+
+F1, B1 and U1 are the forward, the backward and the update of micro-batch 1. The columns are not to
+scale: they show which tasks belong to which step.
 """
 
 from collections.abc import Callable, Collection
@@ -20,10 +24,11 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions that tasks read, by stage and micro-batch; counted in updates of the stage.
+    """The versions that tasks read, by stage and micro-batch.
 
-    Under a schedule that stashes, a backward reads what its forward has read, else its stage's
-    newest.
+    A version is the number of updates that the stage has had. Under a schedule that stashes older
+    versions, a backward reads the version that its forward has read; otherwise it reads its stage's
+    newest version.
     """
 
     forward: tuple[tuple[int, ...], ...]
@@ -34,9 +39,9 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
     """Returns the version that each task of a stream reads.
 
     Args:
-        schedule: whose rule.
-        lists: with the updates, from the start of the stream.
-        microbatches: of a step.
+        schedule: the schedule whose rule decides.
+        lists: the tasks of each stage, with the updates, from the start of the stream.
+        microbatches: how many a step has.
 
     >>> from jvpipe.schedules import find_schedule
     >>> pipedream = find_schedule("pipedream")
@@ -48,7 +53,7 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
         case "first stage":
             forward = [newest[0]] * len(lists)
         case "one behind":
-            # All micro-batches of an update read the version that the update before began with.
+            # All micro-batches of update k read the version that update k - 1 took.
             every = schedule.period(microbatches)
             behind = tuple(max(0, m // every - 1) for m in range(len(newest[0])))
             forward = [behind] * len(lists)
@@ -80,17 +85,16 @@ def parts(
     ended: TaskLists,
     early: Callable[[TaskLists, TaskLists], Collection[Task]] = lambda part, rest: (),
 ) -> list[TaskLists]:
-    """Cuts a stream's lists into those of its first steps and, last, what it has left to do once it
-    has `ended`.
+    """Cuts a stream's lists into the lists of its first steps, followed by those of its drain.
 
     Args:
-        lists: returns, for the number of a step, the lists of the whole stream as far as they are
-            known then: at least one step more.
-        microbatches: of a step.
-        steps: how many.
-        ended: the lists of a stream of exactly that many steps.
-        early: returns, for a step's lists and the rest, the tasks of the rest that must be done
-            within the step.
+        lists: returns, for the number of a step, the lists of the whole stream as they are known in
+            that step. They reach at least one step further.
+        microbatches: how many a step has.
+        steps: how many steps are cut.
+        ended: the lists of a stream of exactly that many steps, from which the drain is taken.
+        early: returns, for a step's lists and the rest, the tasks of the rest that must run within
+            the step.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
@@ -108,7 +112,7 @@ def parts(
             end = _next_step(tasks, (n + 1) * microbatches)
             first.append(tasks[:end])
             rest.append(tasks[end:])
-        # Tasks that are needed early follow the step's own, in their order.
+        # Tasks that are needed early follow the step's own tasks; their own order is kept.
         moved = early(tuple(first), tuple(rest))
         pairs = zip(first, rest, strict=True)
         part = tuple((*tasks, *(t for t in later if t in moved)) for tasks, later in pairs)
@@ -120,12 +124,12 @@ def parts(
 
 
 def _without(done: Collection[Task], lists: TaskLists) -> TaskLists:
-    """Returns the lists without what is done."""
+    """Returns the lists without the tasks that are done."""
     return tuple(tuple(task for task in tasks if task not in done) for tasks in lists)
 
 
 def _next_step(tasks: tuple[Task, ...], microbatch: int) -> int:
-    """Returns where the first forward of a later step stands in a list, or the end of the list."""
+    """Returns the position of a list's first forward of a later step, or the end of the list."""
     for position, task in enumerate(tasks):
         if task.kind == Kind.F and task.microbatch >= microbatch:
             return position

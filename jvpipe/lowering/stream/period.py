@@ -1,13 +1,15 @@
-"""The period of a stream: its rows cut into steps, each with buffers of its own,
-counted from its own beginning.
+"""The period of a stream: its rows cut into steps, each with numbers of its own.
 
-    rows       F0 F1 B0 U0 | F2 B1 U1 F3 B2 U2 | F4 B3 U3 F5 B4 U4 | ...
-    as a step                F0 B-1 U F1 B0 U  = F0 B-1 U F1 B0 U        from here on every step is like this one
+In each step, micro-batches and versions are counted from the first of the step. The first line has
+the rows of a stage in the stream's numbers, the second line has them in each step's own numbers:
 
-A step begins with what the one before left in flight. Its buffers are numbered again: those first,
-in the order of their names, then the others as the rows touch them. Names count micro-batches and
-versions from the step's first ones. So two steps that do the same are equal, and a stream needs as
-many lowered steps as differ.
+    stream     F0 F1 B0 U0 | F2 B1  U1 F3 B2 U2 | F4 B3  U3 F5 B4 U4 | ...
+    steps      F0 F1 B0 U  | F0 B-1 U  F1 B0 U  | F0 B-1 U  F1 B0 U  | ...
+
+A step begins with the buffers that the step before left in flight. Buffers, too, are numbered again
+in each step: first those in flight, in the order of their names, then the others in the order in
+which rows touch them. So two steps that do the same are equal as data, and a stream needs only as
+many lowered steps as differ: two in this drawing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +27,11 @@ from jvpipe.lowering.liveness import freeing, last_touches, renumbered
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a stream: its rows, the names of what is in flight before and after it, and who
-    read what.
+    """A step of a stream.
 
-    Its metrics end with the losses of its micro-batches.
+    `lowered` has its rows; its metrics end with the losses of its micro-batches. `before` and
+    `after` are the names of the buffers that exist before and after the step. `uses` are the
+    versions of weights that its layers read or made.
     """
 
     lowered: Lowered
@@ -41,9 +44,10 @@ class Step:
 class Unrolled:
     """The rows of some steps of a stream, with the buffers that they touch.
 
-    Step n has the rows from `bounds[n]` to `bounds[n + 1]`; at each bound buffers have the `spots`
-    of that moment. `lasting` are buffers that outlive every step. M: micro-batches of a step;
-    `every`: those of an update. If the stream ends with the last step, `end` is what is left then.
+    Step n has the rows from `bounds[n]` up to `bounds[n + 1]`. `spots[n]` are the names that
+    buffers have at bound n. `lasting` are the buffers that outlive every step. A step has `M`
+    micro-batches, an update `every`. If the last step drains the stream, `end` has the buffers that
+    are left after it, with their names.
     """
 
     graph: LayerGraph
@@ -60,7 +64,7 @@ class Unrolled:
 
     @cached_property
     def _first(self) -> dict[int, int]:
-        """By buffer, the first row that touches it."""
+        """For each buffer, the number of the first row that touches it."""
         first: dict[int, int] = {}
         for i, row in enumerate(self.rows):
             for b in (*row.reads, *row.writes):
@@ -69,13 +73,13 @@ class Unrolled:
 
     @cached_property
     def _last(self) -> dict[int, int]:
-        """By buffer, the last row that touches it."""
+        """For each buffer, the number of the last row that touches it."""
         return last_touches(self.rows)
 
     def _base(self, n: int) -> tuple[int, int]:
-        """Returns the micro-batch and the version from which step n counts.
+        """Returns the micro-batch and the version that step n counts from.
 
-        The end of a stream is a step without forwards; it counts from the micro-batch that would
+        The drain of a stream is a step without forwards. It counts from the micro-batch that would
         come next.
         """
         last = len(self.bounds) - 1 - (self.end is not None)
@@ -83,8 +87,10 @@ class Unrolled:
         return m, m // self.every
 
     def _spot(self, b: int, n: int) -> Spot:
-        """Names a buffer in step n: as it was called before the step, else after it, else when it
-        was new.
+        """Names a buffer in step n, in the step's own numbers.
+
+        The name is the one that the buffer has before the step, or else after the step, or else the
+        one that it was made with.
         """
         m0, v0 = self._base(n)
         spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot
@@ -93,10 +99,11 @@ class Unrolled:
         return spot.shifted(-m0, -v0)
 
     def _alive(self, n: int) -> list[tuple[Spot, int]]:
-        """Lists what is in flight before step n, in the order of its names.
+        """Lists the buffers in flight before step n, with their names, in the order of the names.
 
-        That is what a later row touches, or what outlives every step. Swapped copies have no names
-        in the table of spots, so they are found by the rows before and after the bound.
+        A buffer is in flight if a later row touches it, or if it outlives every step. The copies
+        that swaps make have no names in `spots`: such a copy is in flight if rows before and after
+        the bound touch it.
         """
         if self.end is not None and n == len(self.bounds) - 1:
             return list(self.end)
@@ -116,15 +123,16 @@ class Unrolled:
         return sorted(alive)
 
     def step(self, n: int) -> Step:
-        """Cuts step n out; the last one of a stream that ends is its end."""
+        """Cuts out step n; if the stream ends, the last step is its drain."""
         m0, v0 = self._base(n)
-        # The rows of step n, between two bounds.
+        # Step n has the rows between two bounds.
         begin, end = self.bounds[n : n + 2]
         rows = self.rows[begin:end]
         before = self._alive(n)
         after = self._alive(n + 1)
         metrics = self.metrics[n]
-        # Equal steps get equal numbers: what was there before by name, then as it is touched.
+        # Equal steps must get equal numbers: buffers in flight in the order of their names, then
+        # the others in the order in which rows touch them.
         numbered = dict.fromkeys(b for _, b in before)
         for row in rows:
             numbered |= dict.fromkeys((*row.reads, *row.writes))
@@ -151,9 +159,7 @@ class Unrolled:
         rows: Sequence[Row],
         staying: set[int],
     ) -> None:
-        """Asserts that a step is whole: it reads only what exists, and keeps nothing that is never
-        read.
-        """
+        """Asserts that a step reads only what exists, and has a use for all that it begins with."""
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}
@@ -162,15 +168,17 @@ class Unrolled:
 
 
 def dropping(drain: Step, last: Step) -> Step:
-    """Makes a drain begin with all that a step leaves: versions that only later steps would have
-    read are dropped.
+    """Makes a drain begin with all buffers that a step leaves.
 
-        step leaves     w-1   w0   t0               buffers 0 1 2
-        drain           DROP w-1   then its rows    buffers 1 2, and 3... that it makes itself
+    The step was lowered as if the stream went on, so it leaves versions that only later steps would
+    have read. The drain does not know these; it drops them first:
+
+        step leaves     w-1   w0   t0               buffers 0, 1 and 2
+        drain           DROP w-1   then its rows    buffers 1 and 2, and those that it makes, 3 ...
 
     Args:
-        drain: the end of a stream, as if it had been known from the beginning that it comes.
-        last: the step after which it comes, as if the stream went on for ever.
+        drain: the last step of a stream, lowered with the knowledge that the stream ends.
+        last: the step before the drain, lowered as if the stream went on for ever.
 
     >>> from jvpipe.ir.values import Value, ValueKind
     >>> old, new = (Value(ValueKind.PARAMETER, 0, version=v) for v in (-1, 0))
@@ -185,11 +193,11 @@ def dropping(drain: Step, last: Step) -> Step:
     left = zip(last.after, last.lowered.final, strict=True)
     missing = at.keys() - {*last.after}
     assert not missing, f"{missing} was left by no step"
-    # The buffers are those that the step leaves, in its order, then those that the drain makes.
+    # First come the buffers that the step leaves, in its order, then those that the drain makes.
     buffers = [_renamed(last.lowered.buffers[b], spot) for spot, b in left]
     buffers += old.buffers[inherited:]
     unread = [i for i, spot in enumerate(last.after) if spot not in at]
-    # From the numbers of the drain to the new ones.
+    # By number in the drain: the new number.
     ids = {at[spot]: i for i, spot in enumerate(last.after) if spot in at}
     ids |= {b: b + len(unread) for b in range(inherited, len(old.buffers))}
     drops = []  # a row for each memory

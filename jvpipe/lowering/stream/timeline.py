@@ -1,12 +1,14 @@
-"""The timeline of a stream: the layout in which each micro-batch runs,
-and the versions of weights that it reads.
+"""The timeline of a stream: each micro-batch's layout, and the versions of weights that it reads.
+
+A span is a part of a stream that runs under one plan. Here the second span begins with
+micro-batch 6:
 
     micro-batch   0 1 2 3 4 5 | 6 7 8 ...
-    plan          A           | B             two spans; the second begins at micro-batch 6
+    plan          A           | B
 
-From the start of a span on, layers lie where its plan has them. A layer then reads the version that
-the rule of its new stage says, but none older than its old stage would have read next, for older
-ones no longer exist.
+From the start of a span on, layers lie where the span's plan has them. A layer then reads the
+version that the rule of its new stage says, but never a version older than the one that its old
+stage would have read next, because older versions no longer exist.
 """
 
 import math
@@ -35,14 +37,15 @@ class PlanSpan(NamedTuple):
 
 
 def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
-    """Returns the layouts of a span's micro-batches until they repeat: each on the devices whose
-    turn it is.
+    """Returns the layouts of a span's micro-batches until they repeat.
+
+    Each has, for each stage, the one device whose turn it is.
     """
     plan = layout.plan
     layouts = []
     for m in range(math.lcm(*plan.replicas)):
         turn = plan.turn(m)
-        # If no devices take turns, the layout itself is used, and what it has cached with it.
+        # If no devices take turns, the layout itself is used, because it has cached properties.
         layouts.append(layout if turn is plan else replace(layout, plan=turn))
     return layouts
 
@@ -50,16 +53,16 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
 class StreamTimeline:
     """The plan and the weights of every micro-batch of a stream's first steps.
 
-    `parts` are the lists of each step. Behind them stand those that drain the stream or, if it goes
-    on, those that would follow.
+    `parts` are the task lists of each step. The last entry has the tasks after these steps: those
+    that drain the stream or, if it goes on, those that would follow.
 
     Args:
         graph: the layers.
-        spans: the layouts, and the micro-batches from which they hold; the first from 0.
-        schedule: an asynchronous one.
-        M: micro-batches of a step.
-        steps: how many there are.
-        drained: whether the stream ends with them.
+        spans: the layouts, and the micro-batches from which they hold; the first is 0.
+        schedule: an asynchronous schedule.
+        M: the number of micro-batches of a step.
+        steps: the number of steps.
+        drained: whether the stream ends after these steps.
 
     >>> from jvpipe.ir.plan import Plan
     >>> from jvpipe.ir.values import ValueKind
@@ -94,15 +97,13 @@ class StreamTimeline:
         schedules = [taking_turns(schedule, plan) for plan in plans]
 
         def lists(steps: int) -> list[TaskLists]:
-            """Makes, for each span, the lists of a stream that runs under its plan from the
-            beginning.
-            """
+            """Makes, for each span, the lists of a stream that runs under its plan throughout."""
             return [
                 rule.with_updates(len(plan.stages), M, steps)
                 for rule, plan in zip(schedules, plans, strict=True)
             ]
 
-        # Micro-batches of the last step are still in flight in steps after it: tables reach there.
+        # Micro-batches of the last step are in flight for some steps more: the tables cover these.
         in_flight = max(RoundRobin(plan.replicas).in_flight[0] for plan in plans)
         longer = steps + 1 + -(-in_flight // M)
         self._tables = [versions(schedule, table, M) for table in lists(longer)]
@@ -113,9 +114,7 @@ class StreamTimeline:
         ended = lists(steps)
 
         def lists_at(n: int) -> TaskLists:
-            """Joins the lists of the spans that have begun by step n: later ones nobody knows of
-            yet.
-            """
+            """Joins the lists of the spans that have begun by step n; the rest is unknown yet."""
             begun = sum(span.start // M <= n for span in self.spans)
             return self._spliced(open_ended[:begun])
 
@@ -130,10 +129,10 @@ class StreamTimeline:
         return whole
 
     def _early(self, part: TaskLists, rest: TaskLists) -> set[Task]:
-        """Finds the tasks of later steps that a step needs: updates of layers where they were,
-        before they are read.
+        """Finds the tasks of later steps that must run within a step, because its tasks need them.
 
-        It collects whatever is waited for, directly or not. It ends, for a task is looked at once.
+        They are updates at the old stages of layers that have moved, and the tasks that these
+        updates wait for, directly or indirectly. The search ends, because it visits a task once.
         """
         if len(self.spans) == 1:
             return set()
@@ -145,7 +144,8 @@ class StreamTimeline:
             needed = {*self.waits(task), *self.versions(task)} & later - early
             early |= needed
             waiting += needed
-        # Backwards and updates keep their order: those that precede an early one are early, too.
+        # A stage keeps the order of its backwards and updates, so those that precede an early task
+        # are early as well.
         for tasks in rest:
             places = [i for i, task in enumerate(tasks) if task in early]
             end = max(places, default=-1) + 1
@@ -153,11 +153,11 @@ class StreamTimeline:
         return early
 
     def _at(self, m: int) -> int:
-        """Returns the number of a micro-batch's span."""
+        """Returns the number of the span that a micro-batch belongs to."""
         return bisect_right(self._starts, m) - 1
 
     def layout(self, m: int) -> MicrobatchLayout:
-        """Returns the layout of a micro-batch; where devices take turns, on those whose turn it is."""
+        """Returns the layout of a micro-batch, on the devices whose turn it is."""
         layouts = self._layouts[self._at(m)]
         return layouts[m % len(layouts)]
 
@@ -175,13 +175,12 @@ class StreamTimeline:
         return self._stages[self._at(m)][layer]
 
     def version(self, layer: int, m: int, *, back: bool) -> int:
-        """Returns the version of a layer's weights that its forward, or its backward, of a
-        micro-batch reads.
+        """Returns the version of a layer's weights that is read for a micro-batch.
 
         Args:
-            layer: whose weights.
+            layer: the layer.
             m: the micro-batch.
-            back: of the backward rather than the forward.
+            back: whether the backward reads it, rather than the forward.
         """
         version = self._by_rule(self._at(m), layer, m, back=back)
         if not back:
@@ -196,17 +195,16 @@ class StreamTimeline:
         *,
         back: bool,
     ) -> int:
-        """Returns the version that the rule of span n says, or the oldest that there still is."""
+        """Returns the version that the rule of span n says, or the oldest that still exists."""
         table = self._tables[n].backward if back else self._tables[n].forward
         version = table[self._stages[n][layer]][m]
         return max(version, self._oldest(n, layer))
 
     def _oldest(self, n: int, layer: int) -> int:
-        """Returns the oldest version of a layer's weights that exists when the first step of a span
-        begins.
+        """Returns the oldest version of a layer's weights that still exists when a span begins.
 
-        It is what the span before would have read at the same micro-batch. Each span asks the one
-        before it, so this ends.
+        It is the version that the span before would have read at the same micro-batch. Each span
+        asks the span before it, so the recursion ends with the first span.
         """
         first = self.spans[n].start // self.M * self.M
         if n == 0 or first == 0:
@@ -214,11 +212,11 @@ class StreamTimeline:
         return self._by_rule(n - 1, layer, first, back=False)
 
     def versions(self, task: Task) -> Iterator[Task]:
-        """Yields what a task waits for where layers have changed stages: their weights, and their
-        sums of gradients.
+        """Yields the tasks on which a task waits because layers have changed stages.
 
-        In the first span there is nothing to wait for: no layer has moved yet, and the list of its
-        stage has its updates in order.
+        They make the weights, or add to the sums of gradients, of layers that were on other stages
+        before. In the first span there are none: no layer has moved yet, and the list of each stage
+        has its updates in order.
         """
         s, kind, m = task
         if len(self.spans) == 1 or m < self.spans[1].start:
@@ -230,7 +228,7 @@ class StreamTimeline:
         for layer in self.layout(m).plan.stages[s].layers:
             read: set[int] = set()
             if ends_update and back is not False:
-                read.add(m // self.every)  # the version that the update changes
+                read.add(m // self.every)  # the version that the update takes
             if back is not None:
                 read.add(self.version(layer, m, back=back))
             for version in read:
@@ -239,14 +237,13 @@ class StreamTimeline:
                     yield Task(self.stage(layer, maker), Kind.U, maker)
 
     def settle(self, ordered: Sequence[Task]) -> None:
-        """Fixes, by this order, the newest versions that forwards after a change read, if these
-        predict.
+        """Fixes the versions that forwards read after a change of plan, if the schedule predicts.
 
-        Such a forward reads the newest version, and after a change the rule's table no longer says
-        which that is: the order of dispatch does.
+        Such a forward reads the newest version. After a change of plan the rule's table no longer
+        says which version that is, but the order of dispatch does.
 
         Args:
-            ordered: all tasks of the stream.
+            ordered: all tasks of the stream in the order of their dispatch.
         """
         if not self.schedule.predicts or len(self.spans) == 1:
             return

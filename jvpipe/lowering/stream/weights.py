@@ -1,17 +1,21 @@
-"""The weights of a stream: which version each task reads, what is computed of it first,
-what an update remembers.
+"""The weights of a stream: which version a task reads, how it is shifted, what updates remember.
 
-    PipeDream, 2BW   F and B read the same version: the one that the rule says
-    PipeMare         B reads the newest, corrected by what is remembered of its updates: SHIFT back, then B; U, SETTLE
-    XPipe            F reads the newest, moved ahead by the last update: SHIFT, then F; U, SETTLE
+Which weights a forward (F) and a backward (B) read depends on the schedule. SHIFT computes shifted
+weights before the task, and SETTLE after an update (U) notes what the update did:
 
-On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. With PipeMare's
-running mean d of a parameter's updates, a backward reads w - tau d: about the weights that its
-forward read. With XPipe's last update u, a forward reads w + k u, if k updates lie between it and
-its backward: about the weights that its backward will read.
+    schedule         F reads                 B reads                rows
+    PipeDream, 2BW   the rule's version      the same version       F; B; U
+    PipeMare         the newest version      the newest, corrected  F; SHIFT, B; U, SETTLE
+    XPipe            the newest, predicted   the newest version     SHIFT, F; B; U, SETTLE
 
-A parameter that several stages read follows its first reader: its versions are those of that stage,
-and it is neither corrected nor predicted.
+On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. PipeMare keeps a
+running mean d of each parameter's updates. A backward reads w - tau d, which is about the weights
+that its forward read. XPipe keeps each parameter's last update u. A forward reads w + k u, if k
+updates lie between the forward and its backward, which is about the weights that the backward will
+read.
+
+A parameter that several stages read (it is tied) has the versions of its first reader's stage, and
+is neither corrected nor predicted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,9 +33,9 @@ from jvpipe.lowering.update import Slots
 
 
 class StreamWeights:
-    """The rule of a timeline's schedule.
+    """The rule of a timeline's schedule: which weights each layer reads.
 
-    `existing` are the values that there are by now, shared with the expander.
+    `existing` are the values made so far; the expander works on the same set.
 
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
@@ -55,24 +59,24 @@ class StreamWeights:
         self.accumulates = timeline.every > 1
 
     def is_tied(self, p: int, m: int) -> bool:
-        """Tells whether several stages read a parameter in a micro-batch, and its versions are
-        those of the first.
+        """Tells whether several stages read a parameter in a micro-batch.
+
+        Then the versions of the parameter are those of its first reader's stage.
         """
         parameter = self.graph.parameters[p]
         if parameter.frozen:
             return False
         stage = self.timeline.layout(m).stage
-        # Layers of one stage read the stage's version, as if one layer read it.
+        # Several layers of one stage all read the stage's version, as a single layer would.
         return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
-        """Returns the version of a parameter that the forward, or the backward, of a micro-batch
-        reads.
+        """Returns the version of a parameter that is read for a micro-batch.
 
         Args:
             p: the parameter.
             m: the micro-batch.
-            back: of the backward rather than the forward.
+            back: whether the backward reads it, rather than the forward.
         """
         owner = self.graph.parameters[p].owner
         reads_stale = back and not self.is_tied(p, m)
@@ -99,15 +103,15 @@ class StreamWeights:
         *,
         back: bool,
     ) -> Value:
-        """Names the version that the rule says, or what has been computed of it.
+        """Names the weights that a layer reads: the rule's version, or the shifted weights if any.
 
         Args:
             p: the parameter.
-            layer: that reads it.
+            layer: the layer that reads it.
             m: the micro-batch.
-            back: by the backward rather than the forward.
+            back: whether the layer's backward reads it, rather than its forward.
         """
-        # `shifts` has computed it before, if the schedule does and there was something to add.
+        # The shifted weights exist if the schedule shifts and `shifts` had something to add.
         shifted = self._shifted(p, m, back=back)
         if shifted in self.existing and not self.is_tied(p, m):
             return shifted
@@ -121,14 +125,15 @@ class StreamWeights:
         *,
         back: bool,
     ) -> Iterator[Operation]:
-        """Predicts or corrects a layer's weights along what is remembered of their updates, all at
-        once.
+        """Yields the operation that predicts or corrects all weights of a layer at once.
+
+        The weights are moved along the updates that the schedule remembers.
 
         Args:
-            layer: whose weights.
+            layer: the layer.
             m: the micro-batch.
-            parameters: those that will be read.
-            back: by the backward rather than the forward.
+            parameters: the parameters that will be read; nothing is yielded if none of them shifts.
+            back: whether the layer's backward reads them, rather than its forward.
         """
         shifts = self.schedule.decay is not None if back else self.schedule.predicts
         if not shifts:
@@ -161,25 +166,27 @@ class StreamWeights:
         )
 
     def gradient(self, p: int, layer: int, m: int) -> Value:
-        """Names the sum of the update that a micro-batch belongs to.
+        """Names the sum of gradients to which a micro-batch adds.
 
-        Where devices take turns, each has a sum of its own, named by the first micro-batch in it.
+        Each update has one sum, or one for each device if the devices of a stage take turns with
+        the micro-batches.
 
         Args:
             p: the parameter.
-            layer: that reads it.
+            layer: the layer that reads it.
             m: the micro-batch.
         """
         every = self.timeline.every
         turns = self.timeline.replicas(layer, m)
         update = m // every
-        # Devices that take turns have a sum each, named by the first micro-batch of its own.
+        # The sum of a device that takes turns is named by the first micro-batch that adds to it.
         first = NEVER if turns == 1 else update * every + m % turns
         return Value(ValueKind.GRADIENT, p, layer, first, update)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
-        """Delivers, to all who read them, the versions of a layer's own parameters that a
-        micro-batch reads first.
+        """Returns the deliveries of a layer's own parameters to all layers that read them.
+
+        The version delivered is the one that the forward of the micro-batch reads.
         """
         deliveries = []
         for p in layer.reading(ValueKind.PARAMETER):
@@ -190,11 +197,11 @@ class StreamWeights:
         return tuple(deliveries)
 
     def use(self, kind: Kind, layer: Layer, m: int) -> Use:
-        """Records what a layer's forward or backward has read.
+        """Returns the record of the versions that a layer's forward or backward has read.
 
         Args:
-            kind: of task: a forward or a backward.
-            layer: that ran.
+            kind: the kind of task, a forward or a backward.
+            layer: the layer that ran.
             m: the micro-batch.
         """
         back = KINDS[kind].back
@@ -208,7 +215,7 @@ class StreamWeights:
         return Use(kind, layer.id, m, version, tied, updates)
 
     def _shifted(self, p: int, m: int, *, back: bool) -> Value:
-        """Names what is read of a parameter instead of a version of it, once it has been computed."""
+        """Names the shifted weights that are read, if they exist, in place of a version."""
         return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
 
     def _bytes(self, p: int) -> int:
@@ -219,8 +226,9 @@ class StreamWeights:
 class LayerUpdate:
     """The update of a layer after a micro-batch.
 
-    `before` are the versions that it takes, by parameter, `version` is the one that it makes. One
-    that `remembers` reads the weights before and after it, so that it cannot overwrite them.
+    `before` are the versions that it takes, by parameter, and `version` is the version that it
+    makes. If it `remembers` what it did, it reads the weights before and after the update, so it
+    must not overwrite the old ones.
     """
 
     layer: int
@@ -231,7 +239,7 @@ class LayerUpdate:
 
 
 class StreamUpdates:
-    """Expands the updates of a stream."""
+    """An expander of a stream's updates: it makes operations of the optimizer's pieces."""
 
     def __init__(self, weights: StreamWeights, expander: Expander, slots: Slots) -> None:
         self.weights = weights
@@ -240,7 +248,7 @@ class StreamUpdates:
         self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields the sum of the weights of an update's micro-batches, once all of them have theirs."""
+        """Yields the sum of the weights of an update's losses, once all of these exist."""
         graph = self.weights.graph
         every = self.weights.timeline.every
         ends_update = (m + 1) % every == 0
@@ -259,12 +267,11 @@ class StreamUpdates:
             )
 
     def added_up(self, layer: int, m: int) -> Iterator[Operation]:
-        """Yields what adds up the gradients of a layer's own parameters, where devices have taken
-        turns in them.
+        """Yields the operations that add up the gradients of devices that have taken turns.
 
         Args:
-            layer: whose update comes.
-            m: the last micro-batch of it.
+            layer: the layer that is about to be updated; its own parameters are meant.
+            m: the last micro-batch of the update.
         """
         graph, weights = self.weights.graph, self.weights
         update = m // weights.timeline.every
@@ -274,7 +281,7 @@ class StreamUpdates:
             parameters = [p for p in owned if reader in graph.parameters[p].readers]
             sums = [Value(ValueKind.GRADIENT, p, reader, version=update) for p in parameters]
             writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
-            # The last micro-batches of the update, one for each device, name the devices' own sums.
+            # The last micro-batches of the update are one of each device, and so find each's sum.
             turns = weights.timeline.replicas(reader, m)
             last_ones = range(m + 1 - turns, m + 1)
             parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
@@ -309,7 +316,7 @@ class StreamUpdates:
             )
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
-        elif before:  # its last piece ends what the layer remembered at earlier stages
+        elif before:  # the last piece ends what the layer remembered while on an earlier stage
             forgets = self._forgotten(layer, before)
             operations[-1] = replace(operations[-1], forgets=forgets)
         return LayerUpdate(
@@ -327,14 +334,15 @@ class StreamUpdates:
         m: int,
         tau: int,
     ) -> Iterator[Operation]:
-        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last
-        one.
+        """Yields the operations that remember an update.
+
+        PipeMare remembers the running mean of all updates, XPipe the last update.
 
         Args:
-            layer: that was updated.
-            before: by parameter, the version before.
-            m: the micro-batch after which that was.
-            tau: the updates between a forward of the layer and its update.
+            layer: the layer that was updated.
+            before: for each parameter, the version before the update.
+            m: the micro-batch after which the layer was updated.
+            tau: the number of updates between a forward of the layer and its update.
         """
         corrects = self.weights.schedule.decay is not None
         kind = ValueKind.DELTA if corrects else ValueKind.APPLIED
@@ -348,7 +356,7 @@ class StreamUpdates:
             new.append(Write(after, size))
             memory.append(Write(Value(kind, p), size))
         remembered = list(memory)
-        if corrects:  # a running mean counts what it has seen
+        if corrects:  # a running mean counts the updates that it has seen
             remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))
         if memory[0].value not in self.expander.existing:
             yield self.expander.operation(
@@ -360,7 +368,7 @@ class StreamUpdates:
                 ZeroRun(kind),
             )
         reads = [*old, *(write.value for write in (*new, *remembered))]
-        # PipeMare also scales the update down while it anneals, so its parameters are written, too.
+        # PipeMare also scales updates down while it anneals, so it writes the parameters as well.
         writes = [*new, *remembered] if corrects else memory
         yield self.expander.operation(
             Kind.SETTLE,
@@ -372,7 +380,7 @@ class StreamUpdates:
         )
 
     def _forgotten(self, layer: int, parameters: Iterable[int]) -> tuple[Value, ...]:
-        """Ends what a layer brought to the last stage, where nothing is remembered."""
+        """Ends the memory of updates that a layer brought to the last stage, which needs none."""
         kinds = (ValueKind.DELTA, ValueKind.APPLIED)
         memory = [Value(kind, p) for kind in kinds for p in parameters]
         memory.insert(0, Value(ValueKind.UPDATES, 0, layer))

@@ -1,10 +1,12 @@
 """Searches cuts and fates for schedules with several chunks per device, or with split backwards.
 
-Fates say whether a residual is kept, swapped or recomputed. The search begins at several cuts:
-those that give devices equal work; those that are best by the surrogate, a closed form of a step's
-seconds that also counts links; and those of the best plan without a limit. From these cuts it
+The rule is the problem's schedule: it fixes the order of tasks. Fates say whether a residual is
+kept, swapped or recomputed. The search begins at several cuts, because a climb ends at the first
+cuts that none beside them betters: at cuts that give devices equal work; at those that are best by
+the surrogate, a closed formula in place of the simulator, which takes the time of links into
+account; and, under a memory limit, at those that this search finds without the limit. From these it
 climbs as long as the simulated step gets faster (`climb.py`): a bound moves, and fates are chosen
-again.
+again. How long it climbs is set by `RULE` and `PLAN` (`effort.py`), which may be changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +35,8 @@ from jvpipe.planners.model.unfolded import on_devices
 class RuledPlan:
     """A plan with an order of tasks, the family that the order comes from, and its seconds.
 
-    The seconds are those of `order_course.py`, which leave out swaps and shared links. `fates`
-    chooses fates for other cuts of the same placement, if other cuts are tried.
+    The seconds are those of `order_course.py`, which leave out swaps and shared links. `fates` is
+    the chooser to use if other cuts are tried with the same placement, and None if none are.
     """
 
     problem: Problem
@@ -51,7 +53,8 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
 
     Args:
         problem: that is planned.
-        begin: plans of this problem that keep the limits, from which the search may also begin.
+        begin: plans of this problem that keep the limits, from which the search may also begin;
+            only of one chunk per device and whole backwards, where jvpipe's own search is asked.
 
     Raises:
         Infeasible: nothing fits; the error names a limit that suffices.
@@ -76,7 +79,10 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
 
 
 def _ways(problem: Problem) -> list[DeviceFates]:
-    """Prepares choosers of fates: one without swaps and, if a residual can be swapped, one with."""
+    """Prepares choosers of fates: one without swaps and, if a residual can be swapped, one with.
+
+    Without a memory limit everything is kept, so that no chooser with swaps is needed.
+    """
     plain = DeviceFates.of(problem)
     if problem.memory_limit_bytes is None:
         return [plain]
@@ -100,7 +106,11 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 
 
 def _asked(problem: Problem) -> list[Decision]:
-    """Lists jvpipe's plan as if each stage had a device of its own; empty under a memory limit."""
+    """Returns one more beginning: jvpipe's plan as if each stage had a device of its own.
+
+    Under a memory limit there is none, because that plan does not know which stages share the
+    memory of a device.
+    """
     if problem.memory_limit_bytes is not None:
         return []
     refine = len(problem.costs.layers) <= RULE.refined_layers
@@ -131,15 +141,17 @@ def fitting(
     order: Order,
     family: str = "",
 ) -> Iterator[RuledPlan]:
-    """Yields a candidate in another order, if that fits; unsplit backwards stay whole.
+    """Yields the candidate in another order, if that fits.
+
+    Where the backward of a stage cannot be split, the two halves in the order become one backward.
 
     Args:
         one: the candidate, whose plan is kept.
-        order: of the tasks.
-        family: that the order comes from; empty: the candidate's.
+        order: the order of the tasks.
+        family: the family that the order comes from; if empty, that of the candidate.
     """
     loads = one.loads
-    # A rule does not know which stages' backwards can be split: those of others are made whole.
+    # A rule splits the backwards of all stages.
     if not all(loads.splits):
         order = [_whole_where_not_split(steps, loads.splits) for steps in order]
     if loads.fits(order):

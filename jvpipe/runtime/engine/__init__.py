@@ -1,1 +1,1 @@
-"""Runs rows: the controller, the tensor table, the processes, and what is measured meanwhile."""
+"""The engine that runs lowered rows: controller, counts of bytes, processes and measurements."""

@@ -1,4 +1,4 @@
-"""Metrics of several processes: arrays that are waited for where they are read, unless another process is lost."""
+"""Metrics of runs with several processes: reading one waits, and raises if a process is lost."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,18 +8,18 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 _KNOWN = {"shape", "dtype", "ndim", "size", "nbytes", "sharding", "is_ready", "is_deleted"}
-"""The attributes that an array has before its values have come."""
+"""The attributes of an array that can be read before its values have come."""
 
 
 class Awaited(NDArrayOperatorsMixin):
-    """A device array that depends on other processes; reading it raises an error that names the one that is lost.
+    """A device array that depends on other processes; if one is lost, reading raises an error.
 
-    A plain array would block for ever. This one is used like it, by NumPy and `jax.numpy` too;
-    `jax.jit` takes what `jnp.asarray` makes of it.
+    The error names the lost process. A plain array would block forever. This one can be used like a
+    plain array, also by NumPy and `jax.numpy`. For `jax.jit`, convert it with `jnp.asarray`.
 
     Args:
-        array: whose values are to come.
-        arrive: waits for them; raises what went wrong on their way.
+        array: the array, whose values have yet to come.
+        arrive: waits for the values; raises the error if their computation has failed.
 
     >>> loss = Awaited(jax.numpy.float32(0.5), jax.block_until_ready)
     >>> float(loss), f"{loss:.3f}", loss + 1, loss.shape, loss.item()
@@ -40,8 +40,8 @@ class Awaited(NDArrayOperatorsMixin):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever looks for a protocol (such as `__array_interface__`) must find those of this class
-        # alone.
+        # Protocols such as `__array_interface__` are those of this class. The array's own would
+        # read its values without `_come`.
         if name.startswith("__"):
             raise AttributeError(name)
         array = self._array if name in _KNOWN else self._come()

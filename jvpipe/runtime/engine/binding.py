@@ -1,4 +1,4 @@
-"""Rows bound to what runs them: executables and copies, so that running a step looks nothing up."""
+"""Binding of rows to the executables and copies that run them, so that a step needs no look-ups."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,27 +20,27 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value
 
 _PROMPT_BYTES = 1 << 16
-"""Up to here a copy takes less than waking the thread that would make it."""
+"""Up to this size, copying at once is faster than waking the thread that would copy."""
 
 
 class Instruction(NamedTuple):
-    """A row bound to what runs it, so that running it looks nothing up.
+    """A row (one program or one copy) with everything that running it needs.
 
     Attributes:
-        run: an executable, or a copy.
-        feed: the kind and index of what comes from the host; None if nothing does.
-        gather: picks from the table what the row reads.
-        writes: the buffers that it writes.
-        frees: the buffers that end with it.
-        target: the memory in which it makes buffers.
-        born_bytes: held in `target` from the row on.
-        temporary_bytes: held in `target` while the row runs.
-        source: the memory in which it ends buffers.
-        freed_bytes: held in `source` until the row has run.
-        watched: it calls the host, so it can fail after its dispatch.
-        row: what it was bound from.
-        mark: of an array that has moved to where others may overwrite it, compiles a program that
-            only reads it.
+        run: the executable, or a function that copies.
+        feed: the kind and index of the value that a FEED reads from the host; else None.
+        gather: picks the arrays that the row reads from the table.
+        writes: the buffers that the row writes.
+        frees: the buffers that end with the row.
+        target: the memory of the buffers that the row makes.
+        born_bytes: the bytes of these buffers, held in `target` from the row on.
+        temporary_bytes: the bytes that the program holds in `target` while it runs.
+        source: the memory of the buffers that end with the row.
+        freed_bytes: the bytes of these buffers, held in `source` until the row has run.
+        watched: the row calls code on the host, so it can fail after its dispatch.
+        row: the row.
+        mark: for an array that later rows may overwrite where it has moved to, compiles a program
+            that only reads it; None for others.
     """
 
     run: Callable[..., Any]
@@ -67,42 +67,45 @@ class Bound:
 
     @cached_property
     def named(self) -> tuple[Instruction, ...]:
-        """The instructions; a profiler sees each dispatch by the name of its row."""
+        """The instructions, changed such that a profiler shows each dispatch by its row's name."""
         runs = [_named(one.run, f"dispatch {one.row}") for one in self.instructions]
         pairs = zip(self.instructions, runs, strict=True)
         return tuple(one._replace(run=run) for one, run in pairs)
 
     @cached_property
     def targets(self) -> list[int]:
-        """The place of what each row makes."""
+        """The memory of the buffers that each row makes."""
         return [instruction.target for instruction in self.instructions]
 
     @cached_property
     def waits(self) -> bool:
-        """Whether a row may have to be put off, because a copy is late."""
+        """Whether the dispatch of a row may have to be put off because a copy is late."""
         return any(KINDS[one.row.kind].runs is Runs.WAIT for one in self.instructions)
 
     @cached_property
     def leaves_host(self) -> frozenset[int]:
-        """The rows that free bytes of the host."""
+        """The numbers of the rows that free bytes of the host."""
         numbered = enumerate(self.instructions)
         return frozenset(i for i, one in numbered if one.source == HOST and one.frees)
 
     @cached_property
     def feeds(self) -> frozenset[tuple[str, int]]:
-        """The kinds and indices of what the rows read from the host."""
+        """The kinds and indices of the values that the rows read from the host."""
         return frozenset(one.feed for one in self.instructions if one.feed)
 
     @cached_property
     def laid(self) -> Lowered:
-        """The lowered step, its buffers as large as programs say that they lie: with padding, on absent hardware."""
+        """The lowered step with padded buffers, if programs are compiled for absent hardware.
+
+        The sizes are those that the compiler reports for the programs' arguments and results.
+        """
         padded: dict[int, int] = {}  # by buffer, its bytes
         for one in self.instructions:
             if not isinstance(one.run, AbsentProgram):
                 continue
             sizes = one.run.sizes
             taken = zip(one.row.reads, sizes.each_argument, strict=False)
-            yielded = zip(one.row.writes, sizes.each_result, strict=False)  # a mark comes last
+            yielded = zip(one.row.writes, sizes.each_result, strict=False)  # a marker follows
             for b, size in (*taken, *yielded):
                 padded[b] = max(padded.get(b, 0), size)
         if not padded:
@@ -114,11 +117,11 @@ class Bound:
 
     @property
     def temporary_bytes(self) -> list[int]:
-        """The bytes that each row's program needs while it runs."""
+        """The temporary bytes of each row's program."""
         return [instruction.temporary_bytes for instruction in self.instructions]
 
     def compile_marks(self) -> None:
-        """Compiles what only a run that is measured needs."""
+        """Compiles the marker programs, which only measured runs need."""
         for instruction in self.instructions:
             if instruction.mark:
                 instruction.mark()
@@ -137,18 +140,19 @@ def bind(
 
     Args:
         lowered: the rows.
-        devices: by the places of the rows.
+        devices: the devices, by the places of the rows.
         executable_of: returns the executable of a row that runs a program.
-        calls_host: tells whether such a row calls the host: those can fail and are watched.
-        mark_of: returns what compiles the program that says when a moved buffer has arrived.
-        crossing_of: returns what runs this process's half of a copy between processes; None for
-            other rows.
-        spec_of: tells how a leaf of the batch lies over a group of devices.
+        calls_host: tells whether a row calls code on the host; such rows can fail and are watched.
+        mark_of: returns a function that compiles the program whose result comes when a moved buffer
+            has arrived.
+        crossing_of: returns a function that runs this process's half of a copy between processes;
+            None for other rows.
+        spec_of: tells how a leaf of the batch lies over a mesh.
     """
     buffers = lowered.buffers
     temporary_bytes: dict[
         int, int
-    ] = {}  # by executable: many rows share one, and asking takes longer than binding
+    ] = {}  # by executable: many rows share one, and `memory_analysis` takes longer than binding
 
     def temporary_of(executable: Any) -> int:
         if id(executable) not in temporary_bytes:
@@ -161,10 +165,10 @@ def bind(
         target, source = (_memory(buffers, ids) if ids else row.place for ids in (born, dead))
         copy = crossing_of(row) or _copy(row, buffers, devices, target, spec_of)
         run = executable_of(row) if copy is None else copy
-        # What a FEED writes is a leaf of the batch: it names what the row reads on the host.
+        # A FEED copies a leaf of the batch from the host, and has the leaf's name in its result.
         leaf = buffers[row.writes[0]].value if row.kind is Kind.FEED else None
-        # Whoever measures has to see such an array before it is overwritten; a copy to the host is
-        # not.
+        # A monitor has to see a moved array before it is overwritten. Copies to the host are not
+        # overwritten.
         moves = row.kind in (Kind.MOVE, Kind.IN) and row.writes
         instruction = Instruction(
             run=run,
@@ -192,14 +196,14 @@ def _copy(
     target: int,
     spec_of: Callable[[Value], Spec],
 ) -> Callable[..., Any] | None:
-    """Returns what runs a row that only copies, waits or drops; None for one that runs a program.
+    """Returns a function for a row that only copies, waits or drops; None if it runs a program.
 
     Args:
         row: the row.
-        buffers: of the step.
-        devices: by the places of the rows.
-        target: the place of what the row makes.
-        spec_of: tells how a leaf of the batch lies over a group of devices.
+        buffers: the buffers of the step.
+        devices: the devices, by the places of the rows.
+        target: the place of the buffer that the row makes.
+        spec_of: tells how a leaf of the batch lies over a mesh.
     """
     match row.kind:
         case Kind.SEND | Kind.RETURN | Kind.MOVE:
@@ -214,7 +218,7 @@ def _copy(
         case Kind.FREE:
             return _wait
         case Kind.RECEIPT:
-            # Only the order of dispatch waits for a receipt: here it has come, or has failed.
+            # The order of dispatch has waited for the receipt, so it has come or failed by now.
             return _received
         case Kind.DROP:
             return _nothing
@@ -245,9 +249,9 @@ def _copy(
 
 
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
-    """Returns what feeds a leaf of the batch.
+    """Returns a function that copies a leaf of the batch to a device.
 
-    A replica gets, and of a lazy leaf reads, only its own examples.
+    A replica gets only its own examples, and reads only these if the leaf is read lazily.
     """
     if leaf.examples is None:
         return lambda x: feed(_read(x))
@@ -260,23 +264,20 @@ def _read(leaf: Any) -> Any:
 
 
 def _memory(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
-    """Returns the memory of some buffers: those that are born or end at one row share it."""
+    """Returns the memory of buffers that begin, or end, with one row; they have the same one."""
     (memory,) = {buffers[b].memory for b in ids}
     return memory
 
 
 def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
-    """Returns once the copy has come; None if it has already been used and freed."""
+    """Waits until a copy to the host has come; `copy` is None if it was used and freed before."""
     if copy is not None:
         copy.block_until_ready()
     return ()
 
 
 def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
-    """Raises if the report of the arrival has failed.
-
-    The order of dispatch has waited for it before.
-    """
+    """Raises an error if the receipt of a copy to another process, which has come, has failed."""
     witness.block_until_ready()
     return ()
 
@@ -294,13 +295,13 @@ def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _in_list(copy: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    """Returns a copy as a program yields its results: in a list."""
+    """Returns a function that gives its result in a list, as programs do."""
     return lambda x: [copy(x)]
 
 
 def _gather(ids: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Returns a function that picks these ids from the table."""
-    # An itemgetter of one id would yield the array itself, and one of none does not exist.
+    """Returns a function that picks the arrays with these ids from the table."""
+    # With one id, `itemgetter` would yield the array alone, and it cannot be made without ids.
     if len(ids) > 1:
         return itemgetter(*ids)
     return (lambda table: (table[ids[0]],)) if ids else (lambda table: ())

@@ -1,15 +1,15 @@
-"""What processes tell one another: numbered words in a store that the first process keeps for all.
+"""The channel between processes: numbered words in a store that the first process keeps for all.
 
-Every process says its first, second, ... word under a key of its own, and reads those of all others
-with the same number. So no word is missed or read twice, as long as all processes make the same
-calls in the same order; each word carries the name of its call, so that a different call is noticed
-instead of misread.
+Each process writes its n-th word under a key of its own, and reads the n-th words of all others. No
+word is missed or read twice as long as all processes make the same calls in the same order. A word
+contains the name of its call, so that a different call is noticed and not misread. Keys are
+jvpipe/NUMBER/PROCESS; each column below is one call:
 
     process 0   jvpipe/1/0 = "plan ..."    jvpipe/2/0 = "limits ..."
-    process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both raise what process 1 has failed with
+    process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both then raise this
 
-A process deletes a word of its own when it says the next but one: by then it has heard the next
-word of all others, which they say only after they have read that one.
+A process deletes its n-th word when it writes word n + 2. All others have read it by then: the
+process has read their words n + 1, which they write only after they have read all n-th words.
 """
 
 import base64
@@ -26,31 +26,31 @@ from jvpipe.runtime.engine.pulse import Pulses
 from jvpipe.runtime.engine.transport import Transport
 
 LOOK_S = 0.5
-"""How often a process that waits checks whether the others are still there."""
+"""Seconds after which a waiting process checks again whether the others are alive."""
 CLOSING_S = 1.0
-"""How long it may take to see that a process is gone, once something of it has failed."""
+"""Seconds within which it shows that a process is gone, after something of it has failed."""
 FAILED = "failure"
-"""The name under which a process says that it has failed, instead of what it was asked for."""
+"""The name of a word that says that the process has failed, in place of the name of the call."""
 
 
 @dataclass
 class Channel:
-    """One of several processes, and what it hears of the others.
+    """The end of a channel in one process.
 
     Args:
-        process: the number of this one.
-        count: of all processes.
-        store: holds what they tell one another.
-        timeout_s: how long one waits for what another has to say.
-        address: of this host for the others; by default that over which it reaches the first
-            process.
-        names: of the hosts, by process, once they are connected.
-        transport: carries arrays between the processes, once they are connected; it also knows who
-            has left.
-        pulses: tell who is alive, once they are connected.
-        silent_s: a process whose pulse is not heard for so long is lost; less than JAX waits
-            before it ends all.
-        channel: words on one channel do not wait for those on another.
+        process: the number of this process.
+        count: the number of all processes.
+        store: holds the words of all processes.
+        timeout_s: how long a process waits for another one's word.
+        address: the address at which others reach this host; unless given, the one from which this
+            host reaches the first process.
+        names: the names of the hosts, by process, once they are connected.
+        transport: carries arrays between the processes, once they are connected; it also notices
+            processes that have left.
+        pulses: signs of life of the processes, once they are connected.
+        silent_s: a process without a pulse for longer than this is lost. It is less than the time
+            after which JAX ends all processes, so that jvpipe's message comes first.
+        channel: the name of the channel; words on one channel do not wait for words on another.
     """
 
     process: int
@@ -63,22 +63,21 @@ class Channel:
     pulses: Pulses | None = None
     silent_s: float = 60.0
     channel: str = ""
-    _said: int = field(default=0, repr=False)  # the number of the last word
-    _key: str = field(default="", repr=False)  # of the last word
+    _said: int = field(default=0, repr=False)  # the number of this process's last word
+    _key: str = field(default="", repr=False)  # the key of this process's last word
     _read: str = field(default="", repr=False)  # the key of a word that all others have read
-    _awaited: str = field(default="", repr=False)  # what this process waits for, in words
+    _awaited: str = field(default="", repr=False)  # what this process waits for, for messages
 
     def exchange(self, name: str, value: bytes) -> list[bytes]:
-        """Tells all processes a value, and returns everybody's by process.
+        """Sends a value to all processes, and returns the values of all, by process.
 
         Args:
-            name: of the call; all processes must make the same one.
-            value: of this process.
+            name: the name of the call; all processes must make the same call.
+            value: the value of this process.
 
         Raises:
-            HostLost: some process is gone, or said nothing for `timeout_s`.
-            Disagreement: another process has failed, or has something else to tell: it was called
-                differently.
+            HostLost: a process is gone, or has sent no value within `timeout_s`.
+            Disagreement: another process has failed, or makes a call with another name.
         """
         words = self._tell(name, value)
         for other, (at, line) in enumerate(words):
@@ -88,10 +87,7 @@ class Channel:
         return [line for _, line in words]
 
     def _tell(self, name: str, value: bytes) -> list[tuple[str, bytes]]:
-        """Tells all processes a value under a name.
-
-        Returns the name and the value of each, by process.
-        """
+        """Sends a name and a value to all processes; returns those of all, by process."""
         if self.count == 1:
             return [(name, value)]
         before = self._key
@@ -104,21 +100,22 @@ class Channel:
         except (HostLost, Disagreement):
             raise
         except Exception as error:
-            # The store lies with the first process: if it fails, that one is probably gone.
+            # The first process keeps the store. If the store fails, that process is probably gone.
             reason = str(error).splitlines()[0]
             gone = self.gone(wait_s=CLOSING_S) or f"{self.named(0)} does not answer"
             raise HostLost(
                 f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
             ) from error
         self._awaited = ""
-        # All others have said this word, so they have read the one before: it may go with the next.
+        # All others have written this word, so they have read the one before it. That word is
+        # deleted when the next one is written.
         self._read = before
         return words
 
     def _heard(self, key: str, process: int, name: str) -> tuple[str, bytes]:
-        """Returns the name and the value that a process says, once it does.
+        """Waits for a process's word; returns its name and value.
 
-        It must know of as many processes.
+        Raises Disagreement if the process was started with another number of processes.
         """
         count, at, value = self._answer(f"{key}{process}", process, name).split("\t")
         if int(count) != self.count:
@@ -129,7 +126,7 @@ class Channel:
         return at, base64.b85decode(value)
 
     def _say(self, name: str, value: bytes) -> str:
-        """Says the next word; returns what the keys of all processes begin with there."""
+        """Writes this process's next word; returns the beginning of the keys of all such words."""
         self._said += 1
         key = f"jvpipe/{self.channel}{self._said}/"
         self._key, read, self._read = f"{key}{self.process}", self._read, ""
@@ -144,13 +141,13 @@ class Channel:
         return key
 
     def _bounded(self, say: Callable[[], None], name: str) -> None:
-        """Calls the store in a thread of its own: if the first process is stopped, the call never returns."""
+        """Calls the store in another thread, as the call never returns if process 0 is stopped."""
         outcome: Future[None] = Future()
 
         def run() -> None:
             try:
                 outcome.set_result(say())
-            except BaseException as error:  # raised below, in the thread that waits
+            except BaseException as error:  # `outcome.result()` below raises it in this thread
                 outcome.set_exception(error)
 
         threading.Thread(target=run, name="jvpipe-say", daemon=True).start()
@@ -165,7 +162,7 @@ class Channel:
         outcome.result()
 
     def _check_same_call(self, name: str, words: Sequence[tuple[str, bytes]]) -> None:
-        """Raises Disagreement, as all processes then do, if one makes another call than this."""
+        """Raises Disagreement in all processes if one of them makes a call with another name."""
         for other, (at, _) in enumerate(words):
             if at not in (name, FAILED):
                 raise Disagreement(
@@ -174,20 +171,20 @@ class Channel:
                 )
 
     def fail(self, failure: Exception) -> None:
-        """Tells the others that this process has failed, wherever they next wait for it.
+        """Tells the others that this process has failed; they read it when they next wait for it.
 
-        Waits for nobody.
+        This process does not wait for the others.
         """
         if self.count > 1:
             self._say(FAILED, told_failure(failure))
 
     def _answer(self, key: str, process: int, name: str) -> str:
-        """Returns what a process says under a key, once it does."""
+        """Waits for a process's word under a key, and returns it."""
         self._awaited = f"the {name} of {self.named(process)}"
         until_s = time.monotonic() + self.timeout_s
         while True:
             left_s = until_s - time.monotonic()
-            # In short turns, because the store notices nothing of processes that have gone.
+            # Each wait is short, because the store does not notice that a process has gone.
             turn_ms = max(1, round(1000 * min(LOOK_S, left_s)))
             try:
                 return self.store.blocking_key_value_get(key, turn_ms)
@@ -207,18 +204,18 @@ class Channel:
         return HostLost(f"{silent}: {late}" if silent else late)
 
     def named(self, process: int) -> str:
-        """Returns a process in words: its number, and its host if that is known."""
+        """Returns a text for a process: its number, and its host's name if that is known."""
         return f"process {process}" + (f" (host {self.names[process]})" if self.names else "")
 
     def lost(self) -> list[int]:
-        """Returns the processes that are gone, once they are connected; asking does not wait."""
+        """Returns the processes that are gone, without waiting; empty before they are connected."""
         return self.transport.lost() if self.transport else []
 
     def gone(self, wait_s: float = 0.0) -> str:
-        """Says which processes are gone or have been silent for too long, and nothing if none is.
+        """Says which processes are gone or have been silent for too long; empty if none is.
 
         Args:
-            wait_s: how long to wait for that to be seen.
+            wait_s: how long to wait until a process is seen to be gone.
         """
         until_s = time.monotonic() + wait_s
         lost = self.lost()
@@ -228,17 +225,19 @@ class Channel:
         if not lost:
             return self.silent(self.silent_s)
         gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
-        # A process that is stopped is the cause: those that waited for it may have left before
-        # anybody missed it.
+        # A silent process may be the cause: others that waited for it may have left before it has
+        # been silent for the full time.
         silent = self.silent(self.silent_s / 2, lost)
         return " and ".join(filter(None, [gone, silent]))
 
     def silent(self, seconds: float, gone: Sequence[int] = ()) -> str:
-        """Says which processes were not heard of for so long, though they were before; nothing if all were.
+        """Says which processes have given no sign of life for a time; empty if there are none.
+
+        A process that was never heard is not named, because a network may let no pulses through.
 
         Args:
-            seconds: how long.
-            gone: processes that have left: of course they are silent.
+            seconds: the time.
+            gone: processes that have left, which are not named either.
         """
         if self.pulses is None:
             return ""

@@ -1,11 +1,14 @@
-"""A traced loss and a plan, made ready to run: programs compiled, rows bound.
+"""A compiled plan: a traced loss under a plan, with its programs compiled and its rows bound.
 
-    traced + plan     layouts: what each layer's programs take and leave, under the plan's fates
-      lower           rows: what runs where and in which order, over numbered buffers
-      programs        a program per distinct row, each compiled once per device
-      bind            instructions that look nothing up
+A row is one program or one copy on one place (a device, or a mesh of several). The stages of the
+work, with what each of them makes:
 
-Each arrow runs when its result is first asked for, so a plan that is only compared with others
+    traced + plan     layouts: the values that each layer's programs take and leave, under the fates
+    lower             rows: what runs where and in which order, over numbered buffers
+    programs          one program for each distinct row, compiled once for each device
+    bind              instructions: rows with their programs, so that running needs no look-ups
+
+Each stage runs when its result is first needed, so that a plan that is only compared with others
 compiles nothing.
 """
 
@@ -57,23 +60,21 @@ LayerLayouts = Sequence[Sequence[LayerPrograms]]
 
 @dataclass(eq=False)
 class CompiledPlan:
-    """Holds everything that a step of one batch shape needs.
-
-    Nothing is compiled before it is asked for.
+    """Everything that a step needs for one batch shape; programs are compiled when first needed.
 
     Args:
         traced: the model.
-        plan: the cuts, places and fates of its layers.
-        schedule: the order of its tasks.
-        optimizer: its update, in pieces.
-        microbatches: of a step.
-        devices: by the places that the plan names.
+        plan: the cuts, places and fates of the model's layers.
+        schedule: the order of the tasks.
+        optimizer: the optimizer's update, cut into pieces.
+        microbatches: how many a step has.
+        devices: the devices, by the numbers of the plan's places.
         store: compiles programs, and keeps them.
-        previous: the plan that a stream comes from, and the micro-batch of its lowering at which
-            this one follows.
+        previous: in a stream whose plan has changed, the compiled plan before this one, and the
+            micro-batch of its lowering at which this one takes over.
         hosts: the processes that run the plan together, if there are several.
-        stand_in: a device of this process that stands for all devices, to ask what those of others
-            would hold.
+        stand_in: a device of this process that takes the place of all devices; programs can then be
+            compiled, and bytes counted, although other processes have the devices.
         grouped: consecutive layers of a stage run as one program.
     """
 
@@ -95,11 +96,11 @@ class CompiledPlan:
                 f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
             )
         self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
-        # Which programs are used on which device, so that the session can drop the others.
+        # The programs that are used, by program and device.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
-        # The rows of all processes in words, as they were bound: all must have bound the same ones.
+        # The rows of all processes as texts, which the processes compare before they run.
         self.whole_rows: list[list[str]] = []
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
@@ -109,21 +110,24 @@ class CompiledPlan:
         self.replicas: Replicas | None = None
         if self.plan.replicated:
             check_replicas(self.plan, self.schedule, graph, self.microbatches)
-        # Under an asynchronous schedule replicas take turns in whole micro-batches: nothing is
-        # sliced.
+        # In a synchronous schedule, each replica works on a slice of every micro-batch. In an
+        # asynchronous one, replicas take turns with whole micro-batches, and nothing is sliced.
         if self.plan.replicated and self.schedule.synchronous:
             whole = list(zip(shares, self.programs, strict=True))
             self.replicas = Replicas(self.traced, self.plan, self.store, whole)
 
     @cached_property
     def graph(self) -> LayerGraph:
-        """The layers, with what goes between them laid over a group's devices; under replicas it is whole on each."""
+        """The layers; if places are meshes, with the layout of the tensors between layers.
+
+        With replicas, these tensors are whole on each device of a mesh.
+        """
         group = self._group
         return laid_graph(self.store, self.traced, group) if group else self.traced.graph
 
     @property
     def _group(self) -> Device | None:
-        """A group of devices of this process over which what layers exchange is laid, if there is one."""
+        """A mesh of this process over which tensors between layers are laid, if there is one."""
         is_laid = self.traced.loss.sharding and not self.plan.replicated
         return next(filter(_jax.is_own, self.devices)) if is_laid else None
 
@@ -136,7 +140,7 @@ class CompiledPlan:
 
     @cached_property
     def row_programs(self) -> RowPrograms:
-        """The programs of rows whose micro-batches run under this plan alone."""
+        """The programs of rows, for micro-batches that run only under this plan."""
         schedule, microbatches = self.schedule, self.microbatches
         return RowPrograms(
             self.traced,
@@ -157,7 +161,10 @@ class CompiledPlan:
 
     @cached_property
     def _halves(self) -> list[dict[int, SplitSignature]]:
-        """The signatures of the halves of backwards that are split, by layer; for each layout as in `programs`."""
+        """For each layout, the signatures of split backwards' halves, by layer.
+
+        The half I of a backward gives the cotangents of inputs, the half W adds the gradients.
+        """
         splits = self.schedule.synchronous and any(
             task.kind is Kind.I for tasks in self.lists for task in tasks
         )
@@ -175,22 +182,19 @@ class CompiledPlan:
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """Returns the layout of each micro-batch of a step.
 
-        Under `checkpoint="except_last"` the last micro-batch keeps everything, so it has a layout
-        of its own.
+        A layout says which values the programs of layers take and leave. Under
+        `checkpoint="except_last"` the last micro-batch keeps every value, and has its own layout.
 
         Args:
-            first: the number of the first layout's programs among those that the rows are bound
-                with.
+            first: the number of the first layout. Rows name layouts by number, and are bound to the
+                programs at this number.
         """
         plans = [self.plan, self.plan.without_fates()][: len(self.programs)]
         usual, *last = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
         return [*[usual] * (self.microbatches - len(last)), *last]
 
     def _layout(self, index: int, number: int, plan: Plan) -> MicrobatchLayout:
-        """Returns the layout that this plan's `index`-th programs are for.
-
-        Rows name it by its number.
-        """
+        """Returns the layout of this plan's `index`-th programs, which rows name by `number`."""
         halves = self._halves[index]
         signatures = [programs.signature for programs in self.programs[index]]
         slices = self.replicas.layouts(index, halves) if self.replicas else {}
@@ -199,7 +203,7 @@ class CompiledPlan:
 
     @property
     def batching(self) -> Batching | None:
-        """How what stages exchange lies over the examples; None unless a stage is replicated."""
+        """How tensors between stages lie over the examples; None unless a stage has replicas."""
         return self.replicas.batching if self.replicas else None
 
     @cached_property
@@ -210,7 +214,7 @@ class CompiledPlan:
 
     @cached_property
     def placing(self) -> Placing:
-        """Where the arrays lie between steps."""
+        """The placing of the arrays that outlive a step."""
         return Placing(self.graph, self.optimizer, self.persistent, self.devices)
 
     @property
@@ -220,7 +224,7 @@ class CompiledPlan:
 
     @cached_property
     def spans(self) -> tuple[PlanSpan, ...]:
-        """The plans of a stream, in turn: those under which it began, then this one."""
+        """The plans of a stream in order: the earlier ones, and this one at the end."""
         if self.previous is None:
             return (PlanSpan(0, self.layouts()[0]),)
         earlier, start = self.previous
@@ -228,7 +232,7 @@ class CompiledPlan:
 
     @property
     def _span_programs(self) -> list[Sequence[LayerPrograms]]:
-        """The programs of all layers under each plan of a stream: layouts are numbered as the spans are."""
+        """The programs of all layers under each plan of a stream, in the order of the layouts."""
         earlier = self.previous[0]._span_programs if self.previous else []
         return [*earlier, self.programs[0]]
 
@@ -246,7 +250,7 @@ class CompiledPlan:
 
     @property
     def _in_flight_at_switch(self) -> dict[int, frozenset[Spot]]:
-        """The values in flight when the stream came from one plan to the next, by step."""
+        """The values in flight at each change of plan in the stream, by the step of the change."""
         if self.previous is None:
             return {}
         earlier, start = self.previous
@@ -257,19 +261,19 @@ class CompiledPlan:
         return in_flight | {step: frozenset(earlier.stream.steps[step - 1].after)}
 
     def stream_step(self, steps: int) -> tuple[Step, Bound]:
-        """Returns the step of a stream after so many steps."""
-        # A stream repeats its last lowered step for ever.
+        """Returns the step that follows after a number of steps of a stream."""
+        # From some step on all steps of a stream are alike, so the last lowered one is repeated.
         n = min(steps, len(self.stream.steps) - 1)
         if n not in self.bound_steps:
             step = self.stream.steps[n]
             if self.previous and n == self.stream.switch_step > 0:
-                # The first step of the new plan also ends what the old one has left behind.
+                # The first step of the new plan also frees the values that the old plan has left.
                 step = dropping(step, self.previous[0].stream.steps[n - 1])
             self.bound_steps[n] = step, self.bound(step.lowered, self._span_programs)
         return self.bound_steps[n]
 
     def drain(self, steps: int) -> tuple[Step, Bound]:
-        """Returns the rows that finish a stream after so many steps."""
+        """Returns the rows that finish a stream after a number of steps."""
         n = min(steps, len(self.stream.steps))
         if n not in self.bound_drains:
             step = self.stream.drain(n)
@@ -279,22 +283,26 @@ class CompiledPlan:
         return self.bound_drains[n]
 
     def representative(self, steps: int) -> int:
-        """Returns the fewest steps after which a stream is as it is after so many: it repeats itself in the end."""
+        """Returns the fewest steps with the same arrays in flight as after a number of steps.
+
+        The number is finite because all steps of a stream are alike from some step on.
+        """
         return min(steps, len(self.stream.steps)) if steps else 0
 
     def without_previous(self, steps: int) -> tuple["CompiledPlan", int]:
-        """Drops the plans that the stream came from, once nothing of them is in flight.
+        """Drops the stream's earlier plans, once no micro-batch of theirs is in flight.
 
         Args:
-            steps: of the stream so far.
+            steps: how many steps the stream has had.
 
         Returns:
-            The plan without them, and the steps after which its own stream is where this one is.
+            The compiled plan without earlier plans, and the number of steps after which a stream
+            under this plan alone has the same arrays in flight.
         """
         if self.previous is None or steps < len(self.stream.steps):
             return self, steps
-        # Once the old plans' micro-batches have passed, both streams repeat the same step, each
-        # after a count of its own: the state fits either.
+        # Once the old plans' micro-batches have passed, this stream and one under this plan alone
+        # repeat the same step, so that the state fits both. They reach it after different counts.
         alone = replace(self, previous=None)
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)
@@ -306,18 +314,17 @@ class CompiledPlan:
 
     @property
     def bounds(self) -> list[Bound]:
-        """All that training runs: the step, or those of a stream and what ends it after each of them."""
+        """The bound rows of training: a step, or the steps of a stream and the drain after each."""
         if self.schedule.synchronous:
             return [self.step]
-        # A stream may be drained after any step, and the drain may hold more than the step that it
-        # replaces.
+        # A stream may be drained after any step, and a drain may hold more bytes than a step.
         numbers = range(self.stream.switch_step, len(self.stream.steps))
         steps = [self.stream_step(n)[1] for n in numbers]
         drains = [self.drain(n + 1)[1] for n in numbers]
         return [*steps, *drains]
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
-        """Returns the most bytes on each device, and last on the host, while one of these runs."""
+        """Returns the most bytes on each device, and last on the host, in any of these rows."""
         places = len(self.devices)
         by_bound = [peaks(bound.laid, places, bound.temporary_bytes) for bound in bounds]
         by_place = zip(*by_bound, strict=True)
@@ -330,21 +337,27 @@ class CompiledPlan:
 
     @cached_property
     def evaluation(self) -> Bound:
-        """The forward alone."""
+        """The rows of the forwards, for an evaluation."""
         lowered = lower_evaluation(
             self.graph, self.plan, self.optimizer, self.microbatches, self.batching
         )
         return self.bound(lowered)
 
-    def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
-        """Compiles what rows run, and binds them to it.
+    @property
+    def compile_s(self) -> float:
+        """Returns how long the programs that it has asked for took to compile, one after another."""
+        return self.store.compile_s(self.executables)
 
-        Over several processes all of them lower the same rows; each binds those of its own places,
-        and its half of each copy between processes.
+    def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
+        """Compiles the programs of rows, and binds each row to its program.
+
+        If there are several processes, all lower the same rows. Each process binds the rows of its
+        own places, and its own half of each copy between processes.
 
         Args:
             lowered: the rows.
-            layouts: the programs that the rows name by number, if they are not this plan's.
+            layouts: the programs that rows name by the number of a layout, unless these are the
+                programs of this plan.
         """
         rows = replace(self.row_programs, layouts=layouts or self.programs)
         devices = (self.stand_in,) * len(self.devices) if self.stand_in else self.devices
@@ -358,7 +371,7 @@ class CompiledPlan:
                 crossing_of = partial(self._crossing, whole, rows)
         if self.grouped:
             lowered = _in_groups(lowered, rows)
-        # Rows that differ only in the micro-batch share an executable.
+        # Rows that differ only in their micro-batch share an executable.
         tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
         programs = [(rows.laid(lowered, row), devices[row.place]) for row in tasks.values()]
         with phase("compiling, or loading what was compiled"):
@@ -377,16 +390,17 @@ class CompiledPlan:
         )
 
     def _crossing(self, whole: Lowered, rows: RowPrograms, row: Row) -> Callable[..., Any] | None:
-        """Returns what runs this process's half of a copy between processes.
+        """Returns a function that runs this process's half of a copy between processes.
 
-        Returns None for other rows.
+        Returns None for a row that is not such a copy.
         """
         assert self.hosts is not None
         if isinstance(row.run, OfferRun):
             return self.hosts.offering(row.run)
         if not isinstance(row.run, AskRun):
             return None
-        # Rows between processes are numbered alike in all of them: the number finds the whole copy.
+        # All processes number the rows between processes in the same way, so the number finds the
+        # whole copy among the rows of all processes.
         copy = whole.rows[row.run.number]
         copied = copy.reads[0]
         array = rows.crossing_array(whole, copied)
@@ -394,9 +408,9 @@ class CompiledPlan:
         return self.hosts.asking(row.run, copy, _jax.placed(array, self.devices[row.place], spec))
 
     def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
-        """Returns what compiles the program that tells when an array has arrived.
+        """Returns a function that compiles a program whose result comes when an array has arrived.
 
-        None for what nothing overwrites: such an array can be waited on itself.
+        Returns None for an array that nothing overwrites, because it can be waited on itself.
         """
         kind = moved.value.kind
         is_overwritten = VALUES[kind].alone or kind is ValueKind.PARAMETER
@@ -407,37 +421,40 @@ class CompiledPlan:
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
     def spec(self, value: Value) -> Spec:
-        """Returns how a value lies over the devices of a group."""
+        """Returns how a value lies over the devices of a mesh."""
         return self.row_programs.spec(value)
 
     def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and place of an array that lies on the devices between steps."""
+        """Returns the shape, type and device of an array that outlives a step, at a place."""
         return self.row_programs.placed(value, self.devices[place])
 
     def carried(self, buffer: Buffer, source: int) -> Carried:
-        """Returns the copy that brings an array to where a buffer lies, from process `source`."""
+        """Returns the copy of an array from process `source` to the place of a buffer."""
         target = self.devices[buffer.place].process_index
         return Carried(source, target, self.lying(buffer.value, buffer.place))
 
 
 def _in_words(row: Row) -> str:
-    """Returns a row with its place and buffers, as processes compare it."""
+    """Returns a row with its place and buffers as a text, for processes to compare."""
     return f"{row} {row.place} {row.reads} {row.writes} {row.frees}"
 
 
 def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
-    """Returns the rows in groups, except for those that call the host: what can fail is to be named by its layer."""
+    """Returns rows in groups that run as one program, except for rows that call code on the host.
+
+    Such a row can fail while it runs, and the message has to name its layer.
+    """
     tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
     alone = {task for task, row in tasks.items() if rows.program(lowered, row).calls_host}
     return grouped(lowered, lambda row: _task(row) not in alone)
 
 
 def _task(row: Row) -> Hashable:
-    """Returns the key of a row's executable: rows that differ only in the micro-batch share one."""
+    """Returns the key of a row's executable; rows that differ only in the micro-batch share it."""
     if len(row.parts) > 1:
         return row.place, *map(_task, row.parts), row.wires
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)
 
 
 def _no_crossing(row: Row) -> None:
-    """Stands for the copies to other processes where there is only one."""
+    """Returns None: with a single process, no row is a copy between processes."""

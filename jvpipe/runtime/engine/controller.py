@@ -1,7 +1,8 @@
 """The controller: one thread that dispatches the rows of a lowered step in their order.
 
-Dispatch is asynchronous: a program starts when its device is free and its inputs are there. The
-controller only names arrays, so its own time per row is what limits small models.
+A row is one program or one copy. Dispatch is asynchronous: a program starts when its device is free
+and its inputs have come, and the controller does not wait for it. For small models the controller's
+own time per row is the bottleneck.
 """
 
 from collections import deque
@@ -24,21 +25,23 @@ from jvpipe.runtime.engine.monitor import WATCHED, Monitor
 from jvpipe.runtime.engine.tensors import Ledger
 
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
-"""Leaves of the batch and seeds on the host: `feeds[kind, index][m]` is what micro-batch m reads."""
+"""Leaves of the batch, and seeds, on the host: micro-batch m reads `feeds[kind, index][m]`."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
-"""Moved buffers that may not have come yet: the number of the row, the row, and what compiles its marker."""
+"""Moved buffers that may not have come yet, with the number of the row that moves them, that row,
+and a function that compiles the program of its marker."""
 
 
 def _look(
     monitor: Monitor | None, arriving: Arriving, table: Sequence[Any], taken: Sequence[int]
 ) -> None:
-    """Tells the monitor which moved arrays have come, and puts a marker behind those that cannot be asked later.
+    """Tells the monitor which moved arrays have come, and marks those that cannot be checked later.
 
-    No other thread may look: asking an array that a program is overwriting ends the process.
+    Only the dispatching thread may check them: asking whether an array has come, while a program
+    overwrites it, ends the process.
 
     Args:
-        monitor: of the run; there is one if anything is arriving.
-        arriving: loses those that need no further look.
+        monitor: the monitor of the run, which exists if there are arrays in `arriving`.
+        arriving: the moved arrays; those that have come or get a marker are removed.
         table: the array of each buffer.
         taken: the buffers that the next row overwrites or frees.
     """
@@ -54,21 +57,21 @@ def _look(
 
 
 class Moment(NamedTuple):
-    """The step at which rows run; in a stream that `flows` rows may be of a micro-batch of the step before."""
+    """The step in which rows run; in a stream it `flows`: rows may be of earlier steps' batches."""
 
     step: int
     flows: bool = False
 
 
 class Mark(NamedTuple):
-    """An array that a row yields which may fail only while it runs: waiting for it tells whether it has."""
+    """An array of a row that may fail while it runs; waiting for the array shows whether it has."""
 
     array: jax.Array
     row: Row
     at: Moment
 
     def error(self) -> Exception | None:
-        """Waits for the row; returns the error that it failed with."""
+        """Waits until the row has run; returns its error, if it has failed."""
         try:
             self.array.block_until_ready()
         except Exception as error:
@@ -78,19 +81,19 @@ class Mark(NamedTuple):
 
 @dataclass
 class Controller:
-    """Runs bound steps, and turns whatever fails into an error that names the row.
+    """The runner of bound steps, which makes any error one that names the row.
 
     Args:
         ledger: counts the bytes that rows make and free.
-        microbatches: of a step.
-        host_limited: the host has a limit, so that no late copy may make it hold more than the
-            lists say.
-        monitor: measures the rows, if somebody asks for that.
-        marks: of rows that can fail and are not known to have succeeded, in the order of dispatch.
-            The first that failed is the cause of whatever failed after it.
-        first_step: the number that messages give the first step of a run.
+        microbatches: how many a step has.
+        host_limited: the host has a limit. The order of dispatch then makes sure that it never
+            holds more than in the order of the lowered rows, even if a copy is late.
+        monitor: measures the rows, if it is switched on.
+        marks: the marks of rows that can fail while they run and are not known to have succeeded,
+            in the order of dispatch. If several have failed, the first one is the cause.
+        first_step: the number of a run's first step in messages.
         hosts: the processes that run the steps together, if there are several.
-        profiled: names rows for a profiler.
+        profiled: give each dispatch the name of its row, for a profiler.
     """
 
     ledger: Ledger
@@ -110,27 +113,29 @@ class Controller:
 
         Args:
             bound: the rows.
-            arrays: the state, which the step consumes.
-            feeds: what comes from the host.
-            at: the moment that an error names.
+            arrays: the arrays of the state, which the step consumes.
+            feeds: the leaves of the batch, and the seeds, that rows read from the host.
+            at: the step, for error messages.
 
         Raises:
-            StageError: a row failed on dispatch; its `table` has the arrays that there were.
+            StageError: a row failed at its dispatch; the error's `table` has the arrays at that
+                time.
         """
         lowered = bound.lowered
         unmade = len(lowered.buffers) - lowered.persistent
         table: list[Any] = [*arrays, *[None] * unmade]
         self._dispatch(bound, table, feeds, at)
-        for b in lowered.metrics:  # from here on the caller holds these, not the run
+        for b in lowered.metrics:  # the caller holds these from now on, so the run stops counting
             buffer = lowered.buffers[b]
             self.ledger.live[buffer.memory] -= buffer.bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
 
     def _dispatch(self, bound: Bound, table: list[Any], feeds: Feeds, at: Moment) -> None:
-        """Dispatches every row.
+        """Dispatches every row, and keeps the table of arrays.
 
-        Fills the table with what the rows make, and empties it of what they free. The loop is what
-        limits models of small layers: it neither calls nor looks up more than a row needs.
+        Each row adds the arrays that it makes to the table, and removes those that it frees. This
+        loop is the bottleneck of models with small layers, so it has no calls or look-ups that a
+        row does not need.
         """
         monitor, live, peak = self.monitor, self.ledger.live, self.ledger.peak
         persistent = bound.lowered.persistent
@@ -144,8 +149,8 @@ class Controller:
             for index in ready if monitor is None else monitor.noting(ready):
                 instruction = instructions[index]
                 writes, frees, target = instruction.writes, instruction.frees, instruction.target
-                # The ledger counts in the order of dispatch: first what the row makes, last what it
-                # frees.
+                # The ledger counts in the order of dispatch. A row holds both the buffers that it
+                # makes and those that it frees, so the former are counted before the latter.
                 live[target] += instruction.born_bytes
                 if live[target] + instruction.temporary_bytes > peak[target]:
                     peak[target] = live[target] + instruction.temporary_bytes
@@ -162,7 +167,7 @@ class Controller:
                         self.marks.append(Mark(out[-1], instruction.row, at))
                     if monitor is not None:
                         _watch(monitor, index, instruction, out, arriving)
-                    # An array that only these names hold would count as live until the next row.
+                    # While these names refer to an array, it stays in memory even if it is freed.
                     x = out = None
                 for b in frees:
                     if b < persistent:  # the consumed state still refers to it
@@ -180,7 +185,10 @@ class Controller:
         _look(monitor, arriving, table, tuple(arriving))
 
     def _order(self, bound: Bound, table: Sequence[Any]) -> Iterable[int]:
-        """Returns the numbers of the rows in the order of dispatch: that of the lists unless a copy can be late."""
+        """Returns the rows' numbers in the order of dispatch.
+
+        It is the order of the lowered rows, unless a row may have to wait for a late copy.
+        """
         if not bound.waits:
             return range(len(bound.instructions))
         leaves_host = bound.leaves_host if self.host_limited else ()
@@ -196,25 +204,25 @@ class Controller:
     def _abandoned(
         self, error: BaseException, row: Row | None, at: Moment, marked: int
     ) -> StageError | None:
-        """Forgets the marks of a run that failed.
+        """Finds the cause of a run's failure, and forgets the marks of the run.
 
         Args:
-            error: that came up.
-            row: that was being dispatched.
-            at: when.
-            marked: the count of marks that there were before the run.
+            error: the error that was raised.
+            row: the row that was being dispatched.
+            at: the step.
+            marked: how many marks there were before the run.
 
         Returns:
-            What to raise; None for an interrupt.
+            The error to raise; None for an interrupt.
         """
         failure = self.failure(error, row, at) if isinstance(error, Exception) else None
-        # Only after the cause was found: the marks of this run may have it.
+        # Marks are forgotten after the cause was found, because one of them may be the cause.
         while len(self.marks) > marked:
             self.marks.pop()
         return failure
 
     def check(self) -> None:
-        """Raises the first failure, if it is known by now."""
+        """Raises the first failure of a marked row, if one has failed by now; does not wait."""
         while self.marks and _jax.is_ready(self.marks[0].array):
             self._pass_first()
 
@@ -232,14 +240,14 @@ class Controller:
             self.marks.popleft()
             return
         failure = self.failure(error)
-        # The mark stays, so that whoever uses the state meets the failure again. An evaluation
-        # changes no state.
+        # The mark stays, so that the failure is raised again wherever the state is used. An
+        # evaluation changes no state, so its marks are forgotten.
         if mark.row.kind is Kind.E:
             self.marks.clear()
         raise failure from error
 
     def arrive(self, array: jax.Array) -> None:
-        """Waits for an array; raises what went wrong on its way."""
+        """Waits for an array; raises the error if its computation has failed."""
         try:
             if self.hosts is not None:
                 self.hosts.come(array)
@@ -250,18 +258,16 @@ class Controller:
     def failure(
         self, error: Exception, row: Row | None = None, at: Moment | None = None
     ) -> StageError:
-        """Returns what to raise for an error.
-
-        It names the row that failed first, as far as that is known.
+        """Returns the error to raise for an error; it names the row that failed first, if known.
 
         Args:
-            error: that came up.
-            row: that ran then, if one did.
-            at: when that was.
+            error: the error that was raised.
+            row: the row that was being dispatched, if there was one.
+            at: the step of that row.
         """
-        if isinstance(error, HostLost):  # says it all
+        if isinstance(error, HostLost):  # its message is complete
             return error
-        # The error may be a consequence: the oldest mark that failed is the cause.
+        # The error may follow from an earlier one: the oldest mark that failed is the cause.
         for mark in self.marks:
             cause = mark.error()
             if cause is not None:
@@ -287,14 +293,15 @@ class Controller:
 def _watch(
     monitor: Monitor, index: int, instruction: Instruction, out: Sequence[Any], arriving: Arriving
 ) -> None:
-    """Tells the monitor that a row has been dispatched, if it yields something to wait on.
+    """Tells the monitor that a row has been dispatched, if the row yields an array to wait for.
 
     Args:
-        monitor: of the run.
+        monitor: the monitor of the run.
         index: the number of the row.
-        instruction: what ran it.
-        out: what it yielded: a marker follows what a program writes, and a copy is its own.
-        arriving: gets what a copy has moved where others may overwrite it.
+        instruction: the instruction that the row is bound to.
+        out: the results of the row. A program's marker comes after the buffers that it writes; the
+            result of a copy serves as a marker itself.
+        arriving: gets an entry for a moved array, which later rows may overwrite.
     """
     row, writes, mark = instruction.row, instruction.writes, instruction.mark
     has_marker = len(out) > len(writes)
@@ -306,13 +313,13 @@ def _watch(
 
 
 def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> str:
-    """Returns a row in words.
+    """Returns a text that describes a row.
 
     Args:
         row: a row of a step.
-        at: that step.
-        microbatches: of a step.
-        first_step: the number of the first step of a run.
+        at: the step.
+        microbatches: how many a step has.
+        first_step: the number of a run's first step in messages.
 
     >>> describe(Row(Kind.B, 1, 1, 4, -1, (), ()), Moment(3, flows=True), 8)
     'step 2, micro-batch 7: stage 1, task 1B7[layer 4], device 1'
@@ -320,7 +327,7 @@ def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> st
     when = f"step {first_step + at.step}"
     flows_on = at.flows and row.layer >= 0 and row.kind is not Kind.LOSS
     if row.microbatch >= 0 or flows_on:
-        # In a stream a negative number is that of a micro-batch of an earlier step.
+        # In a stream, micro-batches of earlier steps have negative numbers.
         step, m = divmod(at.step * microbatches + row.microbatch, microbatches)
         when, row = f"step {first_step + step}, micro-batch {m}", replace(row, microbatch=m)
     where = f"stage {row.stage}" if row.stage >= 0 else "all stages"
@@ -328,10 +335,7 @@ def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> st
 
 
 def _message(error: Exception) -> str:
-    """Returns the first line of an error and the last.
-
-    Between them an error of the host has its traceback.
-    """
+    """Returns the first and the last line of an error; a host's traceback lies between them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys([*lines[:1], *lines[-1:]])
     return f"{type(error).__name__}: " + " ... ".join(ends)

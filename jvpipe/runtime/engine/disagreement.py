@@ -1,33 +1,36 @@
-"""Differences and failures, as processes tell them to one another."""
+"""Differences between processes, and the failures that they report to each other."""
 
 from itertools import zip_longest
 
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 
 SHOWN = 80
-"""The most letters of what differs that a message has."""
+"""The most characters of a line that a message shows."""
 
 
 class Disagreement(ValueError):  # noqa: N818 - it says what differs
-    """Processes were started or given something different."""
+    """Processes were started differently, or were given different values."""
 
 
 def told_failure(failure: Exception | None) -> bytes:
-    """Returns what a process tells the others of its failure: a limit that would do, and a line."""
+    """Returns the word that reports a failure to other processes.
+
+    It has the limit that would be enough, or 0 if the failure is not about a limit, and a message.
+    """
     if failure is None:
         return b""
-    # The user's own mistakes are told as they are; of anything else the type matters too.
+    # The messages of a user's mistakes are clear; for any other error the type is added.
     is_users = isinstance(failure, (ValueError, MemoryLimitExceeded))
     line = str(failure) if is_users else f"{type(failure).__name__}: {failure}"
     return f"{limit_bytes(failure)}\t{line}".encode()
 
 
 def heard_failure(process: str, word: bytes) -> Exception:
-    """Returns what another process failed with, to be raised in this one.
+    """Returns the error to raise in this process for another one's failure.
 
     Args:
-        process: the other one, in words.
-        word: what it told, as `told_failure` makes it.
+        process: the name of the other process, for the message.
+        word: its report, as `told_failure` makes it.
     """
     limit, line = word.decode().split("\t", 1)
     message = f"{process} says: {line}"
@@ -36,12 +39,12 @@ def heard_failure(process: str, word: bytes) -> Exception:
 
 
 def limit_bytes(failure: Exception) -> int:
-    """Returns the limit that would do, of a failure to keep one; else 0."""
+    """Returns the limit that would be enough if a failure is about a limit, else 0."""
     return failure.smallest_limit_bytes if isinstance(failure, MemoryLimitExceeded) else 0
 
 
 def unlike(text: str, other: str) -> tuple[str, str]:
-    r"""Returns the first line of each of two texts in which they differ; of long lines what is around the difference.
+    r"""Returns the first lines in which two texts differ; of long lines, the part that differs.
 
     >>> unlike("a 1\nb 2", "a 1\nb 3")
     ('b 2', 'b 3')

@@ -1,17 +1,24 @@
-"""The order of dispatch: that of the lists, except that a late copy holds up its own device alone.
+"""The order of dispatch: that of the lowered rows, except that a late copy delays its own device.
 
-A FREE waits until its copy has reached the host. Meanwhile its device is blocked: its rows queue up
-behind the FREE. So do a row that would send to the blocked device, whose memory must be what the
-buffer table says, and a row whose inputs have not been made yet. All other devices go on. Two rules
-reach across devices: nothing that a moved layer leaves behind is dropped before all of it has
-arrived elsewhere; and where the host has a limit, nothing goes there before what was to leave it
-has left. A RECEIPT waits in the same way for what another process reports.
+A FREE waits until the copy of its value has reached the host. A RECEIPT waits in the same way for
+the report of another process. If such a row has to wait, its device is blocked, and further rows of
+the device queue up behind it. Other devices go on, except for these rows, which block their devices
+as well:
 
-    lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late:
-    dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 are blocked until it is there
+- a row that makes a buffer on a blocked device, if a blocked row there comes earlier in the list:
+  the device must hold only what the buffer table says;
+- a row whose inputs have not been made yet;
+- a DROP of arrays that moved layers leave behind, while any moved array has not arrived;
+- a row that writes to the host, if the host has a limit and an earlier blocked row frees bytes of
+  the host.
 
-It ends: the list is an order in which every row finds its inputs, and of all blocked rows the first
-in the list waits for nothing but a copy that is under way.
+In this example F0, OUT0, FREE0, F0' and SEND0 are rows of one device, F1 and F2 of another:
+
+    lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late
+    dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 wait until it has come
+
+This cannot go on forever. The list is an order in which every row finds its inputs. So the blocked
+row that comes first in the list waits only for a copy that is under way.
 """
 
 import time
@@ -26,7 +33,7 @@ from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import Row
 
 _POLL_S = 5e-5
-"""How long to sleep when all devices are blocked."""
+"""Seconds to sleep when all rows that are left are blocked."""
 _WAITING = tuple(kind for kind, info in KINDS.items() if info.runs is Runs.WAIT)
 
 
@@ -39,10 +46,11 @@ def dispatch_ready(
     """Yields the number of each row once it may be dispatched.
 
     Args:
-        rows: of all devices, in the order of the lists.
-        targets: the place of what each row makes.
-        table: the array of each buffer, None before it is made; it fills up as rows are dispatched.
-        leaves_host: the rows that free bytes of the host which others wait for, if it has a limit.
+        rows: the rows of all devices, in the order of the lists.
+        targets: the memory of the buffers that each row makes.
+        table: the array of each buffer, None before it is made; the caller fills it when it
+            dispatches a row.
+        leaves_host: the numbers of the rows that free bytes of the host, if it has a limit.
     """
     blocked = _Blocked(rows, targets, table, leaves_host)
     queues = blocked.queues
@@ -54,8 +62,7 @@ def dispatch_ready(
         elif (queues or row.kind in _WAITING) and not blocked.is_ready(index):
             queues[row.place] = deque([index])
         else:
-            # With nothing blocked the order is that of the lists, in which inputs come first: no
-            # look is needed.
+            # If nothing is blocked, all earlier rows have been dispatched, so the inputs are made.
             yield index
     while queues:
         before = sum(map(len, queues.values()))
@@ -66,10 +73,10 @@ def dispatch_ready(
 
 @dataclass
 class _Blocked:
-    """The rows that devices have put off.
+    """The rows that were put off.
 
-    `queues` has them by device, in the order of the lists; a device is in it while it is blocked,
-    which most of the time none is. The other fields are those of `dispatch_ready`.
+    `queues` has them by device, in the order of the lists. A device is in `queues` only while it is
+    blocked; most of the time, none is. The other fields are the arguments of `dispatch_ready`.
     """
 
     rows: Sequence[Row]
@@ -79,26 +86,22 @@ class _Blocked:
     queues: dict[int, deque[int]] = field(default_factory=dict)
 
     def retry(self) -> Iterator[int]:
-        """Yields the rows that may be dispatched by now.
-
-        The device whose first row is the oldest comes first.
-        """
+        """Yields the blocked rows that may be dispatched by now, the oldest device's first."""
         for device in sorted(self.queues, key=lambda d: self.queues[d][0]):
             queue = self.queues[device]
             while queue and self.is_ready(queue[0]):
-                # The row stays in its queue while it is dispatched: until then it may hold others
-                # up.
+                # The row stays in its queue until it is dispatched, because it may block others.
                 yield queue[0]
                 queue.popleft()
             if not queue:
                 del self.queues[device]
 
     def is_ready(self, index: int) -> bool:
-        """Tells whether a row may be dispatched, as far as its own device is not what holds it up."""
+        """Tells whether a row may be dispatched, apart from earlier blocked rows of its device."""
         return self._may_enter(index) and self._has_inputs(self.rows[index])
 
     def _may_enter(self, index: int) -> bool:
-        """Tells whether nothing that is blocked keeps a row from its target, or from dropping what it ends."""
+        """Tells whether no blocked row keeps a row from writing to its target, or from dropping."""
         target = self.targets[index]
         if target in self.queues and self.queues[target][0] < index:
             return False
@@ -109,14 +112,13 @@ class _Blocked:
         return True
 
     def _is_before(self, index: int, such: Callable[[int], bool]) -> bool:
-        """Tells whether such a row is blocked that comes before this one in the lists."""
+        """Tells whether a blocked row for which `such` is true comes before a row in the lists."""
         earlier = (i for queue in self.queues.values() for i in queue if i < index)
         return any(map(such, earlier))
 
     def _has_inputs(self, row: Row) -> bool:
         if row.kind is Kind.FREE:
-            # The copy was made before: if it is no longer in the table, another device has used it
-            # already.
+            # The copy was dispatched before. If it is not in the table, it was used and freed.
             copy = self.table[row.reads[1]]
             return copy is None or _jax.is_ready(copy)
         if row.kind is Kind.RECEIPT:
@@ -126,5 +128,5 @@ class _Blocked:
 
 
 def _awaits_move(row: Row) -> bool:
-    """Tells whether a row waits for a moved array to arrive: its FREE is of no layer, that of a swap is of one."""
+    """Tells whether a row waits for a moved array: such a FREE has no layer, one of a swap has."""
     return row.kind is Kind.FREE and row.layer < 0

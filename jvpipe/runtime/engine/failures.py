@@ -1,4 +1,4 @@
-"""Failures of a run: a stage's, or another process's."""
+"""The failures of a run: of a stage, or of another process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,9 @@ class StageError(RuntimeError):
     """A program or a copy failed: the message says in which stage, task and layer.
 
     Attributes:
-        state: if a migration or a change of models failed between two steps, a whole state to go on
-            from, or to save.
-        table: the arrays that there were when the run failed, by their numbers in the buffer table.
+        state: if a migration or a change of the model has failed between two steps, a whole state
+            that can be saved or trained further.
+        table: the arrays at the failure, by their numbers in the buffer table.
     """
 
     state: Any = None
@@ -18,4 +18,4 @@ class StageError(RuntimeError):
 
 
 class HostLost(StageError):  # noqa: N818 - it names what has happened
-    """Another process of the run is gone, and with it the arrays on its devices: go on from the last checkpoint."""
+    """Another process of the run is gone, with its arrays: go on from the last checkpoint."""

@@ -1,4 +1,4 @@
-"""The process that JAX's devices belong to: one forked from it has them without the threads that serve them."""
+"""The process that owns JAX's devices; a process forked from it lacks the threads behind them."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from jvpipe import _jax
 
 
 def check_not_forked() -> None:
-    """Raises ValueError in a process that was forked from one which has used JAX: any work would wait for ever."""
+    """Raises ValueError in a process forked from one that has used JAX: work would wait forever."""
     owner, present = _owner(), os.getpid()
     if owner == present:
         return
@@ -22,13 +22,13 @@ def check_not_forked() -> None:
 
 @cache
 def _owner() -> int:
-    """Returns the process in which this was first asked; 0 if the devices there belonged to yet another one.
+    """Returns the process of the first call; 0 if its devices came with a fork.
 
-    A forked process inherits the answer. If JAX was used before and nobody asked, the fork has
-    devices but no threads except Python's; on systems that do not list threads, that goes
-    unnoticed.
+    A forked process inherits the answer of the first call. If JAX was used before a fork, and the
+    first call comes after it, the forked process has devices but no threads except Python's. On
+    systems that do not list threads, this goes unnoticed.
     """
-    # JAX's own threads do not survive a fork: then there are only those that Python knows.
+    # JAX's own threads do not survive a fork, so that only Python's threads are left.
     with suppress(OSError):
         threads = len(os.listdir("/proc/self/task"))
         if _jax.has_devices() and threads <= threading.active_count():

@@ -1,8 +1,9 @@
-"""The memory of CPU devices: what is freed is kept for the next buffer.
+"""The memory of CPU devices: freed buffers are kept by the process for the next ones.
 
-Left alone, glibc gives large buffers back to the system as they are freed, and the pages of the
-next one come one by one as it is written: up to a quarter of a step (experiments/groups). Kept,
-they are there; a process holds what it held at its peak.
+By default, glibc returns a large buffer to the system when it is freed. The pages of the next
+buffer then come from the system one by one while it is written, which takes up to a quarter of a
+step (experiments/groups). If buffers are kept, their pages are there at once, and the process holds
+as much memory as at its peak.
 """
 
 import ctypes
@@ -10,9 +11,9 @@ import os
 import sys
 from functools import cache
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_KEPT_BYTES = 2**31 - 1  # the most that can be said
-_MAPPED_BYTES = 2**30  # larger buffers are pages of their own
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers of these options in glibc's malloc.h
+_KEPT_BYTES = 2**31 - 1  # the largest value of the option
+_MAPPED_BYTES = 2**30  # larger buffers are still mapped, and returned when they are freed
 _VARIABLES = (
     "GLIBC_TUNABLES",
     "MALLOC_MMAP_THRESHOLD_",
@@ -22,10 +23,9 @@ _VARIABLES = (
 
 @cache
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep what is freed, once for the process; returns whether it does.
+    """Tells glibc to keep freed memory, once for the process; returns whether it does.
 
-    It is not told where there is another C library, or where the user's environment has told it
-    already.
+    Does nothing if there is another C library, or the user's environment sets these options.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return False

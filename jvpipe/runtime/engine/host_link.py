@@ -1,4 +1,4 @@
-"""The link between processes: copies of two sizes that go from the first one to the second and back, timed."""
+"""Timing of the link between processes, by copies from the first process to the second and back."""
 
 import json
 import statistics
@@ -18,9 +18,9 @@ _SIZES = (2**12, 2**24)
 
 
 def link_between(hosts: Hosts) -> Link:
-    """Returns the link between two processes, taken to be that between the first two.
+    """Returns the link between two processes; that between the first two stands for all.
 
-    It is measured once, and all processes get what the first one measured.
+    It is measured once, and all processes get the result of the first one.
     """
     if hosts.link is None:
         seconds = [_seconds(hosts, size) for size in _SIZES]
@@ -30,18 +30,18 @@ def link_between(hosts: Hosts) -> Link:
 
 
 def _seconds(hosts: Hosts, size: int) -> float:
-    """Returns the median seconds of a copy from the first process to the second, as the first one measures them.
+    """Returns, in the first process, the median seconds of a copy from it to the second process.
 
-    In other processes the number means nothing. A copy goes there and back, since only one clock is
-    read.
+    The results of other processes mean nothing. Each copy goes there and back, and half of its time
+    is taken, because the clocks of two processes differ.
 
     Args:
         hosts: the processes.
-        size: bytes.
+        size: the bytes of a copy.
     """
     transport = hosts.connected
     transport.begin()
-    if hosts.process > 1:  # it takes no part, but has begun the same run of rows as the others
+    if hosts.process > 1:  # takes no part; it had to call `begin`, so that runs count alike
         return 0.0
     (device, *_) = jax.local_devices()
     other = 1 - hosts.process

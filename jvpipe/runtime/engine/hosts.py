@@ -1,4 +1,4 @@
-"""Processes that run one pipeline together: what they agree on before rows run, and how their arrays get across."""
+"""The processes that run one pipeline: their agreements, common decisions, and copies of arrays."""
 
 import json
 import socket
@@ -32,11 +32,11 @@ from jvpipe.trace.digests import digest
 
 T = TypeVar("T")
 _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
-"""How long a process that waits for an array sleeps before it checks again, at first and at most."""
+"""Seconds of the first and of the longest sleep between two checks whether an array has come."""
 
 
 class _Asked(NamedTuple):
-    """A copy that was asked for: the process, the row, and the array, as long as it lives."""
+    """A copy that was asked for: the other process, the row, and a weak reference to the array."""
 
     process: int
     row: Row
@@ -44,7 +44,7 @@ class _Asked(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A copy of an array from one process to another; `like` is its shape, type and place there."""
+    """A copy of an array between processes; `like` is its shape, type and place in `target`."""
 
     source: int
     target: int
@@ -53,46 +53,46 @@ class Carried(NamedTuple):
 
 @dataclass
 class Hosts(Channel):
-    """The process that this is among all that run a pipeline.
+    """The present process, with its connections to all others that run the pipeline.
 
-    All ask the same things in the same order.
+    All processes must make the same calls in the same order, because each call waits for the same
+    call of the others.
 
     Args:
         link: the link between two processes, once it is measured.
-        farewell: tells the others that this process ends in order.
+        farewell: tells the other processes that this one ends in order.
     """
 
     link: Link | None = None
     farewell: Callable[[], None] = lambda: None
-    # The last copies from other processes, to say which one is waited for.
+    # The last copies from other processes, so that a message can name the one that is waited for.
     _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=4096), repr=False)
     _asides: dict[str, "Hosts"] = field(default_factory=dict, repr=False)
 
     def aside(self, name: str) -> "Hosts":
-        """Returns the same processes on a channel of their own, for another thread.
+        """Returns the same processes on another channel, so that another thread can make calls.
 
-        Every call gives the same one.
+        Every call with the same name returns the same object.
 
         Args:
-            name: of the channel.
+            name: the name of the channel.
         """
         fresh = {"_said": 0, "_key": "", "_read": "", "_awaited": "", "_asides": {}}
         aside = replace(self, channel=f"{self.channel}{name}/", **fresh)
-        # Two threads may ask at once: both get the one that came first.
+        # If two threads call this at once, `setdefault` gives both the same object.
         return self._asides.setdefault(name, aside)
 
     def come(self, array: jax.Array) -> None:
-        """Waits for an array, which may have failed, as long as no process has been silent for too long.
+        """Waits until an array has come or has failed, or a process has been silent for too long.
 
         Args:
-            array: that comes from other processes, or depends on what does.
+            array: an array that comes from another process, or depends on one that does.
 
         Raises:
-            HostLost: names the process that is silent: it is stopped, or its host cannot be
-                reached.
+            HostLost: names the silent process, which is stopped or whose host cannot be reached.
         """
-        # It looks instead of blocking, since JAX itself would wait for a stopped process without an
-        # end.
+        # The array is checked again and again, because JAX itself would wait for a stopped process
+        # forever.
         pause_s = _BRIEFLY_S
         while not _jax.is_ready(array):
             if silent := self.silent(self.silent_s):
@@ -103,10 +103,11 @@ class Hosts(Channel):
             pause_s = min(2 * pause_s, _BETWEEN_S)
 
     def awaited(self) -> str:
-        """Says what of which process has not come, though it was asked for; nothing if all has."""
+        """Names what this process waits for, and from which process; empty if for nothing."""
         if self._awaited:
             return self._awaited
-        # In the order of asking: the first that has not come is what all later ones wait for.
+        # Copies are gone through in the order in which they were asked for: later ones wait for the
+        # first one that has not come.
         for process, row, array in tuple(self._asked):
             x = array()
             if x is not None and not x.is_deleted() and not _has_come(x):
@@ -115,31 +116,31 @@ class Hosts(Channel):
         return ""
 
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
-        """Checks that all processes have the same.
+        """Checks that all processes have the same texts.
 
-        Only digests are exchanged, unless a part differs: then all tell that part, to name the line
-        that does.
+        The processes exchange digests. If a part differs, they also exchange the text of the first
+        such part, so that the message can name the line that differs.
 
         Args:
-            name: of what is compared.
-            parts: what it consists of, each with its name; the first that differs is told.
+            name: says in the message what is compared.
+            parts: the name and the text of each part.
 
         Raises:
-            Disagreement: it differs between two processes; all of them raise it.
+            Disagreement: a part differs between two processes; all processes raise it.
         """
         mine = [[part, digest(text)] for part, text in parts]
         words = self.exchange(name, json.dumps(mine).encode())
         digests = [json.loads(word) for word in words]
         if all(theirs == mine for theirs in digests):
             return
-        # First the names: parts of different names cannot be compared.
+        # Names are compared first, because parts with different names cannot be compared.
         names = [[part for part, _ in theirs] for theirs in digests]
         others = [i for i, theirs in enumerate(names) if theirs != names[self.process]]
         if others:
             raise Disagreement(
                 f"{name} differ between process {self.process} and process {others[0]}"
             )
-        # All processes find the same first part, since all compare the same digests.
+        # All processes compare the same digests, so they find the same first part.
         columns = zip(*digests, strict=True)
         at = next(i for i, column in enumerate(columns) if len({d for _, d in column}) > 1)
         part, text = parts[at]
@@ -152,24 +153,24 @@ class Hosts(Channel):
         )
 
     def together(self, name: str, act: Callable[[], T]) -> T:
-        """Does what every process must succeed in; if one fails, all raise.
+        """Calls a function in every process; if it fails in one, all processes raise an error.
 
         Args:
-            name: of what is done.
-            act: does it in this process.
+            name: says in messages what is done.
+            act: the function, in this process.
 
         Raises:
-            MemoryLimitExceeded: a process cannot keep its limit; the largest that would do is told
-                to all.
-            Disagreement: what else another process failed with.
+            MemoryLimitExceeded: a process cannot keep its limit; the error of all processes has the
+                largest limit that one of them needs.
+            Disagreement: another process has failed with some other error.
         """
         value: T | None = None
         failure: Exception | None = None
         try:
             value = act()
         except (HostLost, Disagreement):
-            # Nobody should wait for a process that is lost, and all processes raise by themselves
-            # what differs.
+            # The others need not be told: they must not wait for a lost process, and they find a
+            # disagreement by themselves.
             raise
         except Exception as error:
             failure = error
@@ -181,23 +182,23 @@ class Hosts(Channel):
                 failures.append(heard_failure(self.named(other), line))
         if not failures:
             return cast(T, value)
-        # If all failures are of limits, the largest limit would do for everybody.
+        # If all failures are about limits, the largest limit is enough for all processes.
         worst = max(failures, key=limit_bytes)
         if worst is failure:
             raise worst
         raise worst from failure
 
     def first(self, name: str, act: Callable[[], T]) -> T | None:
-        """Has the first process do something; the others wait, and get None."""
+        """Calls a function in the first process; the others wait, and get None."""
         return self.together(name, (lambda: None) if self.process else act)
 
     def decided(self, name: str, act: Callable[[], str]) -> str:
-        """Returns what the first process decides, in all processes."""
+        """Calls a function in the first process, and returns its result in all processes."""
         decision = self.first(name, act)
         return self.exchange(name, (decision or "").encode())[0].decode()
 
     def offering(self, half: OfferRun) -> Callable[[jax.Array], tuple[()]]:
-        """Returns what runs the source's half of a copy to another process."""
+        """Returns a function that runs the source's half of a copy to another process."""
         transport = self.connected
 
         def offer(array: jax.Array) -> tuple[()]:
@@ -209,12 +210,12 @@ class Hosts(Channel):
     def asking(
         self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct
     ) -> Callable[[], list[jax.Array]]:
-        """Returns what runs the target's half of a copy from another process.
+        """Returns a function that runs the target's half of a copy from another process.
 
         Args:
-            half: which copy.
-            row: the whole of it.
-            like: its shape, type and place.
+            half: says which copy it is.
+            row: the row of the whole copy, for messages.
+            like: the shape, type and place of the array.
         """
         transport = self.connected
 
@@ -234,9 +235,9 @@ class Hosts(Channel):
         """Copies arrays of all processes to the host of the first one; the others get None.
 
         Args:
-            holders: the process that each array lies with.
-            likes: their shapes and types, and places of the first process over which they go.
-            arrays: those of this process, and None.
+            holders: the process that has each array.
+            likes: each array's shape and type, and a device of the first process to copy it to.
+            arrays: the arrays; None for those that this process does not have.
         """
         self.connected.begin()
         here = zip(holders, likes, arrays, strict=True)
@@ -252,18 +253,18 @@ class Hosts(Channel):
                 arrived = self.connected.ask(holder, number, like) if holder else array
                 assert arrived is not None
                 values.append(to_host(arrived))
-        # Nobody goes on before all has arrived: what was offered may be overwritten from here on.
+        # No process goes on before all arrays have arrived, because it may then overwrite its own.
         self.exchange("gathered", b"")
         return values
 
     def carry(
         self, copies: Sequence[Carried], arrays: Sequence[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Copies arrays between processes; each gets those that are for it, and None.
+        """Copies arrays between processes; returns those that come to this one, None for others.
 
         Args:
-            copies: those between all processes; every process gives the same.
-            arrays: what is copied, those of this process, and None.
+            copies: the copies between all processes; every process must give the same ones.
+            arrays: the array of each copy; None if this process does not have it.
         """
         transport = self.connected
         transport.begin()
@@ -275,28 +276,31 @@ class Hosts(Channel):
             asks = copy.target == self.process
             here.append(transport.ask(copy.source, number, copy.like) if asks else None)
         jax.block_until_ready(here)
-        # From here on, offered arrays may be overwritten.
+        # As in `gather`, no process goes on before all arrays have arrived.
         self.exchange("carried", b"")
         return here
 
     @property
     def connected(self) -> Transport:
-        """What carries arrays between the processes."""
+        """The transport of arrays between the processes."""
         assert self.transport is not None, "connect comes first"
         return self.transport
 
     def connect(self) -> None:
-        """Starts this process's transfer server and learns of the others', unless that is done, or it is alone."""
+        """Starts this process's transfer server and connects to the others, if there are others.
+
+        Later calls do nothing.
+        """
         if self.count > 1 and self.transport is None:
             address = self.address or _jax.own_address()
-            # The pulses come first: their address is told together with the server's.
+            # The pulses are made first, because their address is sent together with the server's.
             self.pulses = Pulses(address)
             self.transport = transfer_servers(address, partial(self._publish, self.pulses))
 
     def _publish(self, pulses: Pulses, server: str) -> dict[int, str]:
-        """Tells the others a server's address, this host's name and its pulse.
+        """Exchanges the addresses of servers and pulses, and the names of hosts.
 
-        Returns their servers' addresses.
+        Returns the addresses of the other processes' servers.
         """
         mine = json.dumps([server, socket.gethostname(), pulses.own])
         words = [json.loads(word) for word in self.exchange("address", mine.encode())]
@@ -307,22 +311,22 @@ class Hosts(Channel):
 
 
 def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
-    """Does something; of several processes all must succeed in it.
+    """Calls a function; if there are several processes, it must succeed in all of them.
 
     Args:
         hosts: the processes, if there are several.
-        name: of what is done.
-        act: does it here.
+        name: says in messages what is done.
+        act: the function, in this process.
     """
     return hosts.together(name, act) if hosts else act()
 
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Tells the other processes what fails in the block, or in the function that this decorates.
+    """Tells the other processes of an error inside the context, or in a function decorated with it.
 
-    They hear it where they next wait for this process, and raise it too, instead of waiting for
-    ever.
+    The others raise the error where they next wait for this process; without this they would wait
+    forever.
 
     Raises:
         ValueError: this process was forked from one that has used JAX.
@@ -330,7 +334,7 @@ def telling() -> Iterator[None]:
     check_not_forked()
     try:
         yield
-    except (HostLost, Disagreement):  # the others meet these by themselves
+    except (HostLost, Disagreement):  # the others find these by themselves
         raise
     except Exception as failure:
         if hosts := present_hosts():
@@ -349,14 +353,11 @@ def _has_come(array: jax.Array) -> bool:
 
 
 ALONE = Hosts(0, 1, None)
-"""One process alone: it has nobody to tell anything."""
+"""A process without others, for calls that need a `Hosts`."""
 
 
 @cache
 def present_hosts() -> Hosts | None:
-    """Returns the processes that `jax.distributed.initialize` has brought together.
-
-    Returns None if there is only one.
-    """
+    """Returns the processes that `jax.distributed.initialize` has connected; None if it is one."""
     process, count = _jax.process_of()
     return Hosts(process, count, _jax.coordination()) if count > 1 else None

@@ -1,9 +1,10 @@
-"""The layout of edges and residuals over the devices of a group: as the compiler finds best.
+"""The layout of tensors between layers, and of residuals, over a mesh: as the compiler chooses.
 
-Layers are compiled in order, each with its inputs laid as they were chosen before. How the compiler
-then lays what the layer makes is how its readers get it, so that a hidden layer that is cut along
-an axis is not joined for the next product. After one pass over the layers everything has a layout,
-for no layer reads what a later one makes.
+Layers are compiled in order, each with its inputs in the layouts chosen so far. The layout that the
+compiler chooses for the results of a layer is then the one in which later layers read them. So an
+activation that is cut along an axis of the mesh need not be joined before the next product. After
+one pass every tensor has a layout, because no layer reads a tensor that a later one makes. A mesh
+is called a group of devices here; residuals are the values that a forward leaves for its backward.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from jvpipe.trace.graph import Traced
 
 
 def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph:
-    """Returns the layers, with what goes between them laid over a group of devices.
+    """Returns the layers, with layouts of the tensors between them over a group of devices.
 
     Args:
-        store: where layers are compiled for that.
-        traced: the model, whose parameters and batches are laid already.
-        group: of devices; the layout is the same for all groups.
+        store: compiles the layers, to learn the layouts.
+        traced: the model, whose parameters and batches have layouts already.
+        group: a group of devices; the layouts are the same for all groups.
     """
     graph, sharding = traced.graph, traced.loss.sharding
     assert sharding is not None
@@ -36,7 +37,7 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
         arrays = [_edge(graph, ref) for ref in layer.writes]
         takes = specs(graph, layer.reads)
         laid = _laid(store, evaluation_program(body), takes, arrays, group, sharding)
-        # The layers that follow read these tensors as they are laid now.
+        # Later layers read these tensors in the layouts found here.
         written = {ref.index: array for ref, array in zip(layer.writes, laid, strict=True) if array}
         tensors = (replace(t, array=written.get(i, t.array)) for i, t in enumerate(graph.tensors))
         graph = replace(graph, tensors=tuple(tensors))
@@ -44,10 +45,7 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
 
 
 def _edge(graph: LayerGraph, ref: Ref) -> Array | None:
-    """Returns what a layer writes for another one.
-
-    Returns None for a value that is not a tensor between layers.
-    """
+    """Returns the array of a tensor between layers; None for any other value."""
     return graph.tensors[ref.index].array if ref.kind is ValueKind.TENSOR else None
 
 
@@ -58,19 +56,19 @@ def laid_programs(
     group: Device,
     sharding: Sharding,
 ) -> tuple[LayerPrograms, ...]:
-    """Returns the programs of layers, with what forwards leave for backwards laid over a group of devices.
+    """Returns the programs of layers, with layouts of their residuals over a group of devices.
 
     Args:
-        store: where forwards are compiled for that.
-        graph: whose tensors are laid already.
-        programs: of each layer.
-        group: of devices.
-        sharding: has the sizes of its axes.
+        store: compiles the forwards, to learn the layouts.
+        graph: the layers, with layouts of the tensors between them.
+        programs: the programs of each layer.
+        group: the group of devices.
+        sharding: has the sizes of the group's axes.
     """
     laid_programs = []
     for layer, of_layer in zip(graph.layers, programs, strict=True):
         takes, writes = specs(graph, layer.reads), specs(graph, layer.writes)
-        # A forward yields what it writes, then its residuals: the layout of the former is fixed.
+        # A forward yields the values that it writes, whose layout is fixed, and then its residuals.
         results = [*[None] * len(writes), *of_layer.signature.residuals]
         program = forward_program(of_layer)
         laid = _laid(store, program, takes, results, group, sharding, writes)
@@ -81,7 +79,7 @@ def laid_programs(
 
 
 def specs(graph: LayerGraph, refs: Sequence[Ref]) -> list[Spec]:
-    """Returns how what layers read or write lies."""
+    """Returns the layouts of values that layers read or write."""
     arrays = [graph_array(graph, ref.kind, ref.index) for ref in refs]
     return [array.spec if array else () for array in arrays]
 
@@ -95,18 +93,17 @@ def _laid(
     sharding: Sharding,
     fixed: Sequence[Spec] = (),
 ) -> list[Array | None]:
-    """Returns the results of a program whose layout is open, as the compiler lays them.
-
-    Returns None for the others.
+    """Returns the results of a program in the layouts that the compiler chooses for them.
 
     Args:
-        store: where it is compiled.
-        program: that makes them.
-        takes: how its inputs lie.
-        open_arrays: the results whose layout is open, None for those whose layout is fixed.
-        group: of devices.
-        sharding: has the sizes of its axes.
-        fixed: how the first results lie, if that is fixed; others are whole on each device.
+        store: compiles the program.
+        program: the program that makes the results.
+        takes: the layouts of its inputs.
+        open_arrays: the result for each layout that the compiler chooses; None, also in what is
+            returned, for a result with a fixed layout.
+        group: the group of devices.
+        sharding: has the sizes of the group's axes.
+        fixed: the layouts of the first results; other fixed results are whole on each device.
     """
     assert isinstance(group, DeviceGroup)
     specs = [*fixed, *[()] * (len(open_arrays) - len(fixed))]
@@ -115,7 +112,7 @@ def _laid(
     ]
     (executable,) = store.compile([(program.laid(takes, gives), group)])
     chosen = [_chosen(of_result) for of_result in executable.output_shardings]
-    # JAX's shardings cut arrays only into equal parts: others stay as they are.
+    # JAX's shardings divide arrays only into equal parts. Other arrays keep the layout they had.
     return [
         sharding.laid(array, spec) if array and sharding.divides(array.shape, spec) else array
         for array, spec in zip(open_arrays, chosen, strict=False)
@@ -123,7 +120,7 @@ def _laid(
 
 
 def _chosen(sharding: object) -> Spec:
-    """Returns the axes along which the compiler cuts a result; trailing dimensions that it leaves whole go unnamed."""
+    """Returns the axes along which the compiler cuts a result; omits trailing whole dimensions."""
     entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     while entries and not entries[-1]:
         entries = entries[:-1]

@@ -1,8 +1,8 @@
-"""Losses that are not finite: noticed as early as possible without holding the pipeline up.
+"""Checks that losses are finite, as early as possible without delaying the pipeline.
 
-An optimizer may keep them from the parameters (`optax.apply_if_finite`, `optax.zero_nans`). Then
-training goes on, with one warning until the loss is finite again. From parameters that are NaN it
-cannot go on.
+An optimizer may keep the parameters finite although a loss is not (`optax.apply_if_finite`,
+`optax.zero_nans`). Training then goes on, with one warning until a loss is finite again. Once a
+parameter is NaN, training cannot go on, and an error is raised.
 """
 
 import logging
@@ -26,7 +26,7 @@ _log = logging.getLogger("jvpipe")
 class Losses(NamedTuple):
     """The losses of a step under a plan.
 
-    `values` has one for each micro-batch if they are known `apart`, else one for all of them.
+    If they are `apart`, `values` has a loss for each micro-batch; otherwise it has the step's loss.
     """
 
     step: int
@@ -36,26 +36,26 @@ class Losses(NamedTuple):
 
 
 class LossWatch:
-    """Checks the losses of a run once they have come, step by step.
+    """A checker of a run's losses, in the order of the steps.
 
     Args:
-        controller: runs the steps; it knows what to raise for a loss that failed on its way.
-        microbatches: of a step.
+        controller: runs the steps; it makes the error for a loss whose computation has failed.
+        microbatches: how many a step has.
     """
 
     def __init__(self, controller: Controller, microbatches: int) -> None:
         self._controller = controller
         self._microbatches = microbatches
-        self._steps: deque[Losses] = deque()  # those that have not been checked yet
+        self._steps: deque[Losses] = deque()  # the steps that have not been checked yet
         self._has_warned = False
 
     def begin(self) -> None:
-        """Forgets the run before: another one begins."""
+        """Forgets the losses of the run before."""
         self._steps.clear()
         self._has_warned = False
 
     def add(self, losses: Losses) -> None:
-        """Adds those of a step that has been dispatched."""
+        """Adds the losses of a step that has been dispatched."""
         self._steps.append(losses)
 
     def check(self, params: Callable[[], Tree], *, wait: bool = False, last: bool = True) -> None:
@@ -63,8 +63,8 @@ class LossWatch:
 
         Args:
             params: returns the newest parameters; called only if a loss is not finite.
-            wait: for losses that have not come yet.
-            last: check those of the last step too.
+            wait: wait for losses that have not come yet.
+            last: check the losses of the last step as well.
 
         Raises:
             ValueError: a loss is not finite, and a parameter is NaN.
@@ -73,7 +73,7 @@ class LossWatch:
         while len(self._steps) > (0 if last else 1):
             losses = self._steps[0]
             have_come = all(map(_jax.is_ready, losses.values))
-            # Steps are checked in order: a later one may depend on parameters of this one.
+            # Steps are checked in order, because a bad loss may be the cause of later ones.
             if not (wait or have_come):
                 return
             self._steps.popleft()
@@ -84,7 +84,7 @@ class LossWatch:
                     self._warn(self._described(losses, i, value), nan_parameter())
 
     def _warn(self, loss: str, nan_parameter: str | None) -> None:
-        """Warns of a loss, unless the one before was like it; raises if a parameter is NaN."""
+        """Warns of a first loss that is not finite; raises an error if a parameter is NaN."""
         if nan_parameter is not None:
             raise ValueError(
                 f"{loss}, and parameter '{nan_parameter}' is NaN. States since then are not worth "

@@ -1,16 +1,21 @@
-"""Seconds of each task, seen without holding the pipeline up.
+"""Measuring the seconds of each task without delaying the pipeline.
 
-Every program yields a marker, four bytes that nothing takes; a copy to the host or back is its own
-marker. A thread per device waits on the markers in their order, another on the copies, and notes
-when each has come. JAX tells nothing of starts: a task started when its device was free, its inputs
-had come and it had been dispatched.
+The end of a task is observed. Every program yields a marker, an array of four bytes that no other
+program takes; the result of a copy to the host or back serves as a marker itself. For each device,
+one thread waits for the markers of programs in their order, another one for the copies, and both
+note when each marker comes. The start of a task is computed, because JAX does not report it: the
+task began when its device was free, its inputs had come and it had been dispatched, whichever was
+last. In the picture, time runs to the right, and each line is a queue of tasks that run in order:
 
-    device 0   [  F0  ][  F1  ]      [ B0 ]         free, inputs, dispatched: the last of the three is the start
-    link 0             [ OUT 0 ]  [IN 0]            where only IN 0 kept B0 waiting, that time is exposed
+    device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
+    link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
 
-An array that moves to another device may be overwritten there, so no thread may wait on it. The
-controller looks at it whenever it dispatches something; if the array is about to be overwritten and
-has not come, a program that only reads it yields a marker, which a third thread waits on.
+Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, this time counts as
+exposed: seconds of a copy that no work hides.
+
+An array that moves to another device may be overwritten there, so no thread may wait for it. The
+controller checks such an array whenever it dispatches a row. If the array has not come and is about
+to be overwritten, a program that only reads it yields a marker, for which a third thread waits.
 """
 
 import statistics
@@ -37,19 +42,19 @@ _BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} fo
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that are watched."""
 TICK_S = 1e-9
-"""The least seconds of what ran: the watcher may wake too late to see any."""
+"""The least seconds of a task that ran: a thread that wakes too late sees no time between marks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Spans and seconds of a step, and of the moves between the step before and it.
+    """The spans and seconds of a step, including the moves of layers just before it.
 
     Attributes:
-        spans: what ran, one for each task and copy.
-        swapped_bytes: went to the host.
-        copy_s: of the copies to the host and back.
-        exposed_s: of these, the seconds for which a device was idle.
-        recomputed_s: of forwards that ran again.
+        spans: the spans of tasks and copies, one for each.
+        swapped_bytes: how many bytes were copied to the host.
+        copy_s: the seconds of copies to the host and back.
+        exposed_s: the part of these seconds in which a device was idle.
+        recomputed_s: the seconds of forwards that ran again.
         exposed: `exposed_s` by the name of the device.
     """
 
@@ -61,16 +66,14 @@ class Measured:
     exposed: Mapping[str, float] = field(default_factory=dict)
 
     def layer_s(self, layers: int) -> list[float]:
-        """Returns the seconds of each layer for a micro-batch: forward, backward, and what runs again.
+        """Returns each layer's seconds for a micro-batch: its forward, backward and recomputing.
 
-        They are medians over micro-batches. The slowest replica counts, because the others wait for
-        it. If a backward is split only now and then, only the whole ones count.
+        They are medians over micro-batches, and 0 for a layer whose forward or backward did not
+        run. The slowest of several replicas counts, because the others wait for it. If only some of
+        a layer's backwards ran in two halves, only the whole ones count.
 
         Args:
-            layers: how many there are.
-
-        Returns:
-            0 for a layer whose forward or backward did not run.
+            layers: how many layers the model has.
 
         >>> took_s = {Kind.F: 1.0, Kind.B: 2.0}
         >>> spans = [Span("a", f"0{kind}0", 0.0, s, kind, {"layer": 0}) for kind, s in took_s.items()]
@@ -92,36 +95,35 @@ class Measured:
         kinds = {kind for of_layer, kind in median_s if of_layer == layer}
         if not (_BEGIN & kinds and _END & kinds):
             return 0.0
-        # The halves of the few micro-batches whose backward was split add nothing to the whole of
-        # the others.
+        # If some backwards were whole, the halves of the others would count the same work twice.
         counted = _PASSES - _HALVES if Kind.B in kinds else _PASSES
         return sum(median_s.get((layer, kind), 0.0) for kind in counted)
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of copies beside which the devices worked."""
+        """The seconds of copies during which the devices worked."""
         return max(0.0, self.copy_s - self.exposed_s)
 
 
 class Record:
-    """The marks of one step.
+    """The marks of one step: when its rows (programs and copies) were dispatched and ended.
 
     Args:
         lowered: the rows.
-        before: when each queue had ended what came before the step.
-        moves: the record of the copies between the step before and this one.
-        instructions: what the rows are bound to, for pictures.
-        held_bytes: in each memory before the step, for pictures.
+        before: for each queue, when its last row before the step ended.
+        moves: the record of the moves between the step before and this one.
+        instructions: the instructions that the rows are bound to, for pictures.
+        held_bytes: the bytes in each memory before the step, for pictures.
         named: a profile shows each wait by the name of its row.
 
     Attributes:
-        order: the numbers of the rows as they were dispatched.
-        times: once the record was read, the start and end of each row.
-        after: when each queue had ended what belongs to the step.
-        dispatched: by row, when that was.
+        order: the numbers of the rows in the order of dispatch.
+        times: the start and end of each row, once the record was read.
+        after: for each queue, when its last row of the step ended.
+        dispatched: by row, when it was dispatched.
         ended: by row, when its marker came.
-        passed: by queue, set once all of the step has passed through it.
-        closed: everything has been dispatched.
+        passed: by queue, an event that is set once all its rows of the step have ended.
+        closed: whether all rows have been dispatched.
     """
 
     def __init__(
@@ -152,16 +154,17 @@ Item = tuple[Record, int, jax.Array | None]
 
 
 class Monitor:
-    """Watches the steps of a run, and keeps the records of the last ones.
+    """An observer of a run's steps that keeps the records of the last ones.
 
-    It has three queues per device, each with a thread: of the device's programs, of its link to the
-    host, and of the links from other devices. What passes through one queue ends in order.
+    Each device has three queues: one for its programs, one for its link to the host, and one for
+    the links from other devices. The rows of a queue end in order, so one thread per queue can wait
+    for their markers one after another.
 
     Args:
-        devices: by place.
-        kept: so many steps can be asked for, two at least.
-        layer_s: seconds of each layer, as far as they are known, by which those of a group are
-            shared out.
+        devices: the devices, by the number of the place.
+        kept: how many of the last steps are kept, at least two.
+        layer_s: the seconds of each layer, if they are known. They say how the measured seconds of
+            a group of layers, which run as one program, are divided among its layers.
     """
 
     def __init__(
@@ -186,16 +189,16 @@ class Monitor:
         *,
         named: bool = False,
     ) -> None:
-        """Begins a record, of a step or of the copies between two steps, which are told with the step after them.
+        """Begins a record of a step, or of the moves of layers between two steps.
 
         Args:
             lowered: the rows that are about to be dispatched.
-            instructions: what they are bound to.
-            held_bytes: in each memory before them, as the ledger counts.
+            instructions: the instructions that they are bound to.
+            held_bytes: the bytes in each memory before, as the ledger counts them.
             named: a profile shows each wait by the name of its row.
         """
         before = self.close()
-        # Moves are not a step of their own: they are read with the step that follows them.
+        # Moves are not a step. They are read together with the step that follows them.
         moves = before if before and not _computes(before.lowered) else None
         ended = before.after if before else [0.0] * len(self._queues)
         self._now = Record(lowered, ended, moves, instructions, list(held_bytes), named)
@@ -203,7 +206,7 @@ class Monitor:
             self._records.append(self._now)
 
     def noting(self, order: Iterable[int]) -> Iterator[int]:
-        """Passes on the numbers of rows as they are dispatched."""
+        """Yields the numbers of rows again, and notes their order."""
         assert self._now is not None, "begun"
         for index in order:
             self._now.order.append(index)
@@ -213,10 +216,10 @@ class Monitor:
         """Notes that a row has been dispatched.
 
         Args:
-            index: its number in the step.
+            index: the number of the row in the step.
             row: the row.
-            mark: an array that comes when it has run; None if `watch` or `arrived` will report
-                that.
+            mark: an array that comes when the row has run; None if `watch` or `arrived` will be
+                called for it.
         """
         assert self._now is not None, "begun"
         self._now.dispatched[index] = time.perf_counter()
@@ -224,45 +227,45 @@ class Monitor:
             self.watch(index, row, mark)
 
     def watch(self, index: int, row: Row, mark: jax.Array) -> None:
-        """Makes a thread wait for a row.
+        """Lets the thread of a row's queue wait for the row.
 
         Args:
-            index: its number in the step.
+            index: the number of the row in the step.
             row: the row.
-            mark: an array that comes when it has run.
+            mark: an array that comes when the row has run.
         """
         assert self._now is not None, "begun"
         self._queues[self._place(row, self._now.lowered)].put((self._now, index, mark))
 
     def arrived(self, index: int) -> None:
-        """Notes that the array which a row moved has arrived."""
+        """Notes that the array that a row has moved has arrived."""
         assert self._now is not None, "begun"
         self._now.ended[index] = time.perf_counter()
 
     def close(self) -> Record | None:
-        """Closes the newest record, of which everything has been dispatched, and returns it."""
+        """Closes the newest record, whose rows have all been dispatched, and returns it."""
         record = self._now
         if record and not record.closed:
             record.closed = True
-            # An item without a mark follows all others of the record: it tells when they have
-            # passed.
+            # An item without a mark follows all others of the record. When a thread meets it, all
+            # rows of the record in its queue have ended.
             for queue in self._queues:
                 queue.put((record, -1, None))
         return record
 
     def last(self, count: int) -> list[Record]:
-        """Returns the records of the last steps, as many as are asked for or kept."""
+        """Returns the records of the last `count` steps, or of fewer if fewer are kept."""
         self.close()
         return list(self._records)[-count:]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Reads the last step, or the one `before`; waits for its end."""
+        """Waits for the last step, or the one `before` it; returns what was measured of it."""
         self.close()
         return self.read(self._records[0 if before else -1])
 
     def read(self, record: Record) -> Measured:
-        """Reads a closed record; waits for its end. Any thread may ask."""
-        # A queue is served in order, so all of the step has ended once its last item has passed.
+        """Returns what a closed record has measured, after waiting; any thread may call this."""
+        # The items of a queue are handled in order, so the last one shows that all rows have ended.
         for passed in record.passed:
             passed.wait()
         reading = _Reading(list(record.before))
@@ -280,7 +283,7 @@ class Monitor:
             kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0)
             for kind in (Kind.OUT, Kind.IN, Kind.R)
         }
-        # Layers that moved just before the step are shown in front of it.
+        # Moves of layers just before the step are shown in front of it.
         moves = self.read(record.moves).spans if record.moves else ()
         exposed: dict[str, float] = defaultdict(float)
         for place, seconds in reading.exposed_s.items():
@@ -295,7 +298,7 @@ class Monitor:
         )
 
     def _spans(self, lowered: Lowered, row: Row, start_s: float, end_s: float) -> Iterator[Span]:
-        """Yields the spans of a row: of a group one for each layer, as long as its share of what the layers take."""
+        """Yields the spans of a row; a group of layers has one for each, by the layers' shares."""
         weights = [self._weight(part) for part in row.parts]
         at_s = start_s
         for part, weight in zip(row.parts, weights, strict=True):
@@ -304,7 +307,7 @@ class Monitor:
             at_s = until_s
 
     def _weight(self, part: Row) -> float:
-        """Returns how long a part of a group is beside the others."""
+        """Returns how long a layer's part of a group takes, relative to the other parts."""
         known = 0 <= part.layer < len(self._layer_s)
         of_layer = self._layer_s[part.layer] if known else 0.0
         return (KINDS[part.kind].weight or 1.0) * (of_layer or 1.0)
@@ -317,7 +320,11 @@ class Monitor:
         return Span(self._named(row, lowered), name, start_s, end_s, row.kind, args)
 
     def _place(self, row: Row, lowered: Lowered) -> int:
-        """Returns the queue of a row: its device's, that of the link to the host, or that of links from devices."""
+        """Returns the number of a row's queue.
+
+        The queues of devices' programs come first, then those of the links to the host, then those
+        of the links from other devices.
+        """
         devices = len(self._names) // 2
         if row.kind is Kind.MOVE:
             return lowered.buffers[row.writes[0]].memory + 2 * devices
@@ -343,20 +350,20 @@ class Monitor:
             try:
                 with _annotated(record, index):
                     mark.block_until_ready()
-            except Exception:  # whoever reads the result meets it
+            except Exception:  # the error is raised again where the result is read
                 continue
             finally:
-                del mark  # else a copy would outlive its FREE here
+                del mark  # a copy to the host would otherwise stay in memory after its FREE
             record.ended[index] = self._last[place] = time.perf_counter()
 
 
 @dataclass
 class _Reading:
-    """What is known while the rows of a record are passed in the order of the lists.
+    """The times known so far, while the rows of a record are gone through in their order.
 
     Attributes:
-        free_s: when each queue had ended what came before.
-        made_s: when each buffer had come.
+        free_s: for each queue, when its last row so far ended.
+        made_s: for each buffer, when it came.
         fetched: the buffers that came back from the host.
         waiting: the devices that have waited for a FREE since their last program.
         exposed_s: by device, the seconds for which copies to the host and back kept it idle.
@@ -369,12 +376,12 @@ class _Reading:
     exposed_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def pass_row(self, record: Record, index: int, place: int) -> tuple[float, float]:
-        """Returns the start and end of a row, and notes what they mean for the rows after it.
+        """Returns the start and end of a row, and notes the times that later rows depend on.
 
         Args:
-            record: of the step.
+            record: the record of the step.
             index: the number of the row.
-            place: its queue.
+            place: the number of the row's queue.
         """
         row = record.lowered.rows[index]
         inputs_s = max((self.made_s.get(b, 0.0) for b in row.reads), default=0.0)
@@ -395,19 +402,20 @@ class _Reading:
         return start_s, end_s
 
     def _expose(self, row: Row, place: int, start_s: float, dispatched_s: float) -> None:
-        """Counts how much earlier a program would have started without copies to the host and back."""
+        """Counts by how much earlier a program could have started without copies to the host."""
         others = [self.made_s.get(b, 0.0) for b in row.reads if b not in self.fetched]
         inputs_s = max(others, default=0.0)
-        # A device that waited for a FREE was also late to dispatch: that wait is the copy's.
+        # A FREE waits for a copy to the host, and delays the dispatch of later rows. If there was
+        # one, the time of dispatch is not taken as a reason for a later start.
         asked_s = 0.0 if row.place in self.waiting else dispatched_s
         possible_s = max(self.free_s[place], inputs_s, asked_s)
-        if self.free_s[place]:  # else the first program of a run, which nothing kept waiting
+        if self.free_s[place]:  # the first program of a run has waited for no copy
             self.exposed_s[place] += max(0.0, start_s - possible_s)
         self.waiting.discard(row.place)
 
 
 def _annotated(record: Record, index: int) -> AbstractContextManager[object]:
-    """Returns the block in which a profiler sees a row's name, if the record is named."""
+    """Returns a context in which a profiler sees a row's name, if the record is named."""
     if not record.named:
         return nullcontext()
     return jax.profiler.TraceAnnotation(str(record.lowered.rows[index]))
@@ -418,5 +426,5 @@ def _computes(lowered: Lowered) -> bool:
 
 
 def _is_step(lowered: Lowered) -> bool:
-    """Tells a step from moves, and from an evaluation."""
+    """Tells whether rows are a step, and not moves of layers or an evaluation."""
     return any(KINDS[row.kind].busy for row in lowered.rows)

@@ -1,4 +1,4 @@
-"""The phases before the first step: the log says how long each took."""
+"""The phases of the work before the first step: the log says how long each phase took."""
 
 import logging
 import time
@@ -12,10 +12,10 @@ _log = logging.getLogger("jvpipe")
 def phase(name: str) -> Iterator[None]:
     """Logs at level DEBUG that a phase begins, and at level INFO how long it took.
 
-    Both records have its `phase`.
+    Both log records have the name as their attribute `phase`, by which displays recognise them.
 
     Args:
-        name: what is done, such as "tracing the loss".
+        name: the work of the phase, such as "tracing the loss".
     """
     _log.debug("%s", name, extra={"phase": name})
     start_s = time.perf_counter()

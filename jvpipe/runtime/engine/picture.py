@@ -1,4 +1,4 @@
-"""A measured step as a picture shows it: what ran when, which bytes were held meanwhile, and what was sent where."""
+"""Pictures of measured steps: the spans of tasks, the bytes held over time, and the copies."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,14 +10,14 @@ from jvpipe.runtime.engine.monitor import Monitor, Record
 
 
 def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Picture:
-    """Returns a closed record as a picture, with the moves before it; waits for its end.
+    """Returns the picture of a closed record, with the moves before it, after waiting for its end.
 
-    Bytes are those that the ledger counts, in the order of dispatch: what a row makes is there from
-    its start on, and what it frees goes with its end.
+    The bytes are those that the ledger counts. The buffers that a row makes count from the row's
+    start, and those that it frees count until the row's end.
 
     Args:
-        monitor: has watched the record.
-        record: of a step.
+        monitor: the monitor that has watched the step.
+        record: the record of the step.
         labels: the names of the layers.
     """
     spans = [_labelled(span, labels) for span in monitor.read(record).spans]
@@ -34,14 +34,14 @@ def _labelled(span: Span, labels: Sequence[str]) -> Span:
 
 
 def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
-    """Yields the bytes in each memory, the host's last, whenever they change."""
+    """Yields the bytes in a memory (of a device, or of the host) whenever they change."""
     held_bytes, names = list(record.held_bytes), monitor.memories
     starts_s = [start_s for start_s, _ in record.times.values() if start_s]
     reached_s = [min(starts_s, default=0.0)] * len(held_bytes)
 
     def level(memory: int, at_s: float, more_bytes: int = 0) -> Level:
-        # Bytes are counted in the order of dispatch, which is not that of time: a level is never
-        # drawn before another.
+        # Bytes are counted in the order of dispatch, which may differ from the order in time. So
+        # that the curve does not go back, no level is earlier than the one counted before it.
         reached_s[memory] = max(reached_s[memory], at_s)
         return Level(names[memory], reached_s[memory], held_bytes[memory] + more_bytes)
 
@@ -64,17 +64,17 @@ def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
 def _hops(monitor: Monitor, record: Record) -> Iterator[Hop]:
     """Yields both ends of each copy between devices.
 
-    It leaves just before the end of the row that made what it carries, and arrives at the start of
-    the first row that reads it: an arrow of the picture begins and ends inside a span.
+    An arrow leaves just before the end of the row that made the copied value, and arrives at the
+    start of the first row that reads the copy. So it begins and ends inside a span of the picture.
     """
     origin: dict[int, tuple[str, float]] = {}  # by buffer: the place that made it, and when
-    coming: dict[int, str] = {}  # by buffer that no row has read yet: the key of its copy
+    coming: dict[int, str] = {}  # by copied buffer that no row has read yet: the key of its copy
     for index, row in enumerate(record.lowered.rows):
         start_s, end_s = record.times[index]
         info = KINDS[row.kind]
         if info.link is Link.PEER and not info.watched:
             key = f"{monitor.memories[row.place]} {index}"
-            if isinstance(row.run, OfferRun | AskRun):  # both processes find it under this key
+            if isinstance(row.run, OfferRun | AskRun):  # the key is the same in both processes
                 key = f"copy {row.run.number}"
             yield from (Hop(key, *origin[b], arrives=False) for b in row.reads if b in origin)
             coming |= dict.fromkeys(row.writes, key)

@@ -1,8 +1,8 @@
-"""The places of a run's arrays between steps: how each gets there, and what that takes.
+"""Placing of the arrays that outlive a step: how they get to their places, and the bytes needed.
 
-Arrays come in the order of the buffer table. Each is put or made by its leaf; what the optimizer
-remembers has no leaf at first, and is made of the parameters, by the pieces that the optimizer was
-cut into, where these lie.
+Arrays are placed in the order of the buffer table. A leaf makes an array or puts a given one on its
+device. The optimizer's state has no leaves when a run begins. It is computed from the parameters by
+the pieces into which the optimizer was cut, on the devices where the layers lie.
 """
 
 from collections import Counter
@@ -28,23 +28,24 @@ from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.runtime.engine.value_shapes import value_spec
 
 Key = Spot | Slot
-"""An array while a state is made: where it lies or, of a small value, the slot that it is for."""
+"""The key of an array while a state is made: its value and place; or, for a small value that passes
+between pieces of the optimizer, its slot."""
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
 def name_of(buffer: Buffer) -> Name:
-    """Returns the name of a persistent array, wherever it lies."""
+    """Returns the name of a persistent array, which is the same at every place."""
     return buffer.value.kind, buffer.value.index
 
 
 def key_of(buffer: Buffer) -> Spot:
-    """Returns the key of a persistent array while a state is made, whether it will lie on its device or on the host."""
+    """Returns the key of a persistent array, whether it will lie on its device or on the host."""
     return Spot(buffer.value, buffer.place)
 
 
 @dataclass(frozen=True)
 class _PieceKeys:
-    """The device of an initialising piece, and the keys of what it reads and writes there."""
+    """The device of an initialising piece, and the keys of the arrays that it reads and writes."""
 
     device: int
     reads: list[Key]
@@ -53,13 +54,13 @@ class _PieceKeys:
 
 @dataclass(frozen=True)
 class Placing:
-    """Puts a run's arrays where the buffer table says, and finds them again.
+    """The buffers that outlive a step, with the means to put arrays there and to find them again.
 
     Args:
         graph: the model's layers.
-        optimizer: makes its own state, in pieces.
-        buffers: that outlive a step.
-        devices: by place.
+        optimizer: the optimizer, whose pieces make its state.
+        buffers: the buffers that outlive a step.
+        devices: the devices, by the number of the place.
     """
 
     graph: LayerGraph
@@ -68,11 +69,11 @@ class Placing:
     devices: tuple[Device, ...]
 
     def compile(self, leaves: Mapping[Name, Leaf], store: ProgramStore) -> None:
-        """Compiles what makes arrays, side by side; else each would be compiled when it is needed.
+        """Compiles the programs that make arrays, at the same time and before the first is needed.
 
         Args:
-            leaves: put or make the arrays, by name.
-            store: where programs are compiled.
+            leaves: make arrays or put them on devices, by name.
+            store: compiles programs.
         """
         programs = []
         for buffer in filter(self._is_own, self.buffers):
@@ -85,7 +86,7 @@ class Placing:
                 store.compile(programs)
 
     def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
-        """Returns the most bytes on each device, and last on the host, while the arrays are placed in their order."""
+        """Returns the devices' peaks, and last the host's, while arrays are placed in order."""
         memories = (*range(len(self.devices)), HOST)
         live, peak = [0] * len(memories), [0] * len(memories)
         for buffer in self.buffers:
@@ -95,8 +96,8 @@ class Placing:
             if leaf and self._is_own(buffer):
                 needs = leaf.needs(self.devices[d], self._spec(buffer.value))
             peak[d] = max(peak[d], live[d] + needs)
-        # Last comes what the optimizer's pieces make: one layer's at a time, before it goes to the
-        # host.
+        # Optimizer state is made last. State that will lie on the host is made on the device first,
+        # one layer's at a time.
         for d, passing in enumerate(self._passing_bytes):
             peak[d] = max(peak[d], live[d] + passing)
         peak[HOST] = live[HOST]
@@ -113,14 +114,12 @@ class Placing:
     def place(
         self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
     ) -> tuple[jax.Array, ...]:
-        """Makes every persistent array of this process.
-
-        Optimizer state without leaves is initialised.
+        """Makes every persistent array of this process; initialises optimizer state without leaves.
 
         Args:
-            ledger: counts them.
-            leaves: put or make the arrays, by name.
-            store: where programs are compiled.
+            ledger: counts the bytes of the arrays.
+            leaves: make arrays or put them on devices, by name.
+            store: compiles programs.
         """
         table: dict[Key, jax.Array] = {}
         here = list(filter(self._is_own, self.buffers))
@@ -131,15 +130,15 @@ class Placing:
                 device, spec = self.devices[buffer.place], self._spec(buffer.value)
                 ledger.hold(buffer.memory, buffer.bytes)
                 ledger.hold(buffer.place, 0, leaves[name].needs(device, spec))
-                # A parameter is made once, and copied to the other places that read it.
+                # A parameter is made once, and then copied to the other places that read it.
                 if buffer.owner is Owner.PARAMETER and name in first:
                     table[key] = self.put(table[first[name]], buffer)
                 else:
                     array = leaves[name].make(device, spec)
                     table[key] = self._resting(array, buffer)
                 first.setdefault(name, key)
-        # What is left is the optimizer's state: constants, parameters and model state always have
-        # leaves.
+        # Only optimizer state can be without leaves: constants, parameters and model state always
+        # have them.
         lacking = [buffer for buffer in here if key_of(buffer) not in table]
         for buffer in lacking:
             ledger.hold(buffer.memory, buffer.bytes)
@@ -151,7 +150,7 @@ class Placing:
 
     @cached_property
     def _passing_bytes(self) -> list[int]:
-        """By device, the most bytes of one layer that are made there before they go to the host to rest."""
+        """For each device, the most bytes of a layer that are made there for the host."""
         passing = Counter[tuple[int, int]]()
         for buffer in self.buffers:
             if buffer.copy.on_host:
@@ -162,9 +161,9 @@ class Placing:
         return largest
 
     def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
-        """Returns an array that was made on a device where it lies between steps.
+        """Returns an array, made on a device, in the memory where it lies between steps.
 
-        Waits if that is the host.
+        If this is the host, waits for the copy and deletes the array on the device.
         """
         if not buffer.copy.on_host:
             return array
@@ -177,8 +176,8 @@ class Placing:
 
         Args:
             value: the array.
-            buffer: of the table.
-            may_alias: whether the two may share memory; unless given, as JAX decides.
+            buffer: the buffer to fill.
+            may_alias: whether the result may share memory with `value`; None lets JAX decide.
         """
         sharding = _jax.sharding_on(self.devices[buffer.place], self._spec(buffer.value))
         return self._resting(jax.device_put(value, sharding, may_alias=may_alias), buffer)
@@ -190,7 +189,7 @@ class Placing:
         return _jax.is_own(self.devices[buffer.place])
 
     def values(self, arrays: Sequence[jax.Array | None]) -> dict[Name, jax.Array]:
-        """Returns one array for each name of which this process has any."""
+        """Returns, for each name of which this process has an array, one such array."""
         values: dict[Name, jax.Array] = {}
         for buffer, array in zip(self.buffers, arrays, strict=True):
             if array is not None:
@@ -198,14 +197,14 @@ class Placing:
         return values
 
     def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
-        """Makes the optimizer's state that the table lacks, each piece of it where its layer lies.
+        """Makes the optimizer's state that the table lacks, each piece on the device of its layer.
 
         Args:
-            table: has the parameters; gets the state, and small values that go between the pieces.
-            store: where the pieces are compiled.
+            table: has the parameters; gets the state, and the small values between pieces.
+            store: compiles the pieces.
         """
         pieces, lacking = self._initialising(table)
-        # What rests on the host is made on the device first, and goes there piece by piece.
+        # State that lies on the host is made on a device and goes to the host piece by piece.
         away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
         keys = [self._piece_keys(piece) for piece in pieces]
         programs = [
@@ -224,7 +223,7 @@ class Placing:
                     table[key] = self._resting(array, away[key]) if key in away else array
 
     def initial_program(self, piece: Piece) -> Program:
-        """Returns a piece of what makes the optimizer's state, as something to compile."""
+        """Returns the program of a piece that makes optimizer state."""
         keys = self._piece_keys(piece)
         takes = [self._key_spec(key) for key in keys.reads]
         gives = [self._key_spec(key) for key in keys.writes]
@@ -234,9 +233,10 @@ class Placing:
         return self._spec(key.value) if isinstance(key, Spot) else ()
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
-        """Returns, by device, the most bytes that `initialise_optimizer` makes at once of what the table has already.
+        """Returns, by device, the most bytes that a piece makes although the table has them.
 
-        A piece yields all of its state, also where only some of it is missing.
+        `initialise_optimizer` runs whole pieces: each makes all of its state, even if only a part
+        of the state is missing.
         """
         pieces, lacking = self._initialising(table)
         # Small values between pieces are not counted.
@@ -249,10 +249,10 @@ class Placing:
         return largest
 
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
-        """Returns the pieces that make what the table lacks, in order, and the keys of what they are to make.
+        """Returns the pieces that make the state missing from the table, and the keys to be made.
 
-        From the last piece back to the first: whatever a needed piece reads, an earlier one has to
-        make.
+        Goes from the last piece to the first: a value that a needed piece reads has to be made by
+        an earlier piece, which is then needed as well.
         """
         owned = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
         lacking: set[Key] = {key_of(b) for b in owned if key_of(b) not in table}
@@ -268,7 +268,7 @@ class Placing:
 
     def _piece_keys(self, piece: Piece) -> _PieceKeys:
         layer = NONE if piece.layer is None else piece.layer
-        # A piece of a layer without state makes only small values: any device will do.
+        # A piece of a layer without state makes only small values, so any device will do.
         device = self._places.get(layer, self._home)
         return _PieceKeys(
             device,
@@ -288,16 +288,16 @@ class Placing:
 
 
 def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
-    """Returns the key of what an initialising piece reads or writes.
+    """Returns the key of a value that an initialising piece reads or writes.
 
-    Small values lie nowhere in particular: their slot is their key, and they are fetched from
-    wherever they were made.
+    A small value has no fixed place. Its slot is its key, and it is copied from the device that
+    made it.
 
     Args:
-        graph: the model's.
-        slot: of the piece.
-        layer: the piece's.
-        place: where the piece runs.
+        graph: the model's layers.
+        slot: the slot of the value in the piece.
+        layer: the layer of the piece.
+        place: the place where the piece runs.
     """
     match slot.kind:
         case SlotKind.PARAMETER:

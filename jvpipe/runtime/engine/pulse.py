@@ -1,4 +1,4 @@
-"""The pulse of processes: each tells the others now and then that it is alive, whatever it is waiting for."""
+"""The pulses of processes: signs of life that each sends to the others, even while it waits."""
 
 import secrets
 import socket
@@ -9,13 +9,13 @@ from functools import partial
 from typing import NamedTuple
 
 BEAT_S = 0.25
-"""How often a process tells that it is alive."""
+"""Seconds between two pulses of a process."""
 _WORD_BYTES = 64
-"""The most bytes of a datagram that are read: more than a word and the number of a process."""
+"""The most bytes that are read of a datagram: more than a word and the number of a process have."""
 
 
 class Pulse(NamedTuple):
-    """The address at which a process hears of the others, and the word that they must say, which no stranger knows."""
+    """The address where a process receives pulses, and the secret word that they must contain."""
 
     host: str
     port: int
@@ -23,14 +23,14 @@ class Pulse(NamedTuple):
 
 
 class Pulses:
-    """The pulses of several processes, as datagrams that each sends to all others.
+    """The pulses of several processes: datagrams that each process sends to all others.
 
-    They tell a process that is stopped or cut off from one that only waits: this one still has a
-    pulse. A process that was never heard is not missed, because a network may let no datagrams
+    A process that only waits still sends pulses, while one that is stopped or cut off does not. A
+    process that was never heard does not count as silent, because some networks let no datagrams
     through.
 
     Args:
-        address: of this host on the network of the processes.
+        address: the address of this host on the network of the processes.
     """
 
     def __init__(self, address: str) -> None:
@@ -41,17 +41,17 @@ class Pulses:
         self._heard_s: dict[int, float] = {}
 
     def begin(self, process: int, others: Mapping[int, Pulse]) -> None:
-        """Tells the others from here on, and hears of them.
+        """Starts to send pulses to the others, and to receive theirs.
 
         Args:
-            process: the number of this one.
-            others: the pulses of the others, by process.
+            process: the number of this process.
+            others: the addresses and words of the others, by process.
         """
         for act in (partial(self._tell, process, others), partial(self._hear, set(others))):
             threading.Thread(target=act, name="jvpipe-pulse", daemon=True).start()
 
     def silent_s(self, process: int) -> float:
-        """Returns the seconds since a process was last heard of; 0 if it never was."""
+        """Returns the seconds since the last pulse of a process; 0 if there was none."""
         heard_s = self._heard_s.get(process)
         return 0.0 if heard_s is None else time.monotonic() - heard_s
 
@@ -60,7 +60,7 @@ class Pulses:
             for other in others.values():
                 try:
                     self._socket.sendto(f"{other.word} {process}".encode(), other[:2])
-                except OSError:  # a process that is gone is noticed elsewhere
+                except OSError:  # the transport notices that a process is gone
                     continue
             time.sleep(BEAT_S)
 
@@ -69,7 +69,7 @@ class Pulses:
         while True:
             try:
                 word = self._socket.recv(_WORD_BYTES)
-            except OSError:  # told late that an earlier datagram of ours had nowhere to go
+            except OSError:  # the system reports here that an earlier datagram could not be sent
                 continue
             if word in senders:
                 self._heard_s[senders[word]] = time.monotonic()

@@ -1,12 +1,15 @@
-"""The programs of replicated stages: each layer on the slices of its replicas, and what goes between these.
+"""The programs of stages with replicas: each layer on slices of examples, and programs between.
 
-    stage 0, two replicas    F(0:2)  F(2:4)                   each on its part of the micro-batch's examples
-    stage 1, one device              CONCAT  F  B  SLICE      whole again, and cut again on the way back
+Replicas are devices that run the same layers, each on a slice of every micro-batch. The rows of a
+micro-batch of four examples, in order from left to right; a:b are the examples of a slice:
+
+    stage 0, two replicas    F(0:2)  F(2:4)                   one forward on each replica
+    stage 1, one device              CONCAT  F  B  SLICE      joins slices, cuts cotangents
     stage 0                                         B(0:2)  B(2:4)  REDUCE  U
 
-The programs on a slice must take and leave what those on the whole micro-batch do, in other sizes:
-then all that is decided about a layer, such as the fates of its residuals, holds for each of its
-replicas.
+The programs on a slice must take and leave the same values as those on the whole micro-batch, in
+other sizes. All decisions about a layer, such as the fates of its residuals (the values that its
+forward leaves for its backward), then hold for each of its replicas.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,13 +53,14 @@ _Key = tuple[int, Examples, int]
 
 @dataclass
 class Replicas:
-    """Finds what a plan with replicated stages runs beside programs on whole micro-batches.
+    """The programs that a plan with replicas runs besides those on whole micro-batches.
 
     Args:
-        traced: the layers on a whole micro-batch.
-        plan: the replicas of each stage.
-        store: where programs are made.
-        whole: for each layout what its layers keep, and their programs on a whole micro-batch.
+        traced: the layers, traced on a whole micro-batch.
+        plan: has the replicas of each stage.
+        store: compiles programs.
+        whole: for each layout, the residuals that layers keep, and the programs of layers on a
+            whole micro-batch.
     """
 
     traced: Traced
@@ -71,12 +75,12 @@ class Replicas:
 
     @cached_property
     def where(self) -> Placement:
-        """The places of layers, and their slices."""
+        """The places of the layers, and the slices of each."""
         return Placement(self.traced.graph, self.plan)
 
     @cached_property
     def apart(self) -> Apart:
-        """The loss with its examples taken apart, and how its values lie over them."""
+        """The loss analysed by examples: how each of its values lies over the examples."""
         sizes = []
         for stage in self.plan.stages:
             slices = self.where.slices(stage.layers[0])
@@ -85,30 +89,29 @@ class Replicas:
 
     @property
     def batching(self) -> Batching:
-        """How edges, aux and the loss lie over the examples."""
+        """How the tensors between layers, aux and the loss lie over the examples."""
         return self.apart.batching
 
     def sliced(self, examples: Examples) -> Traced:
-        """Returns the layers on some of the examples."""
+        """Returns the layers, traced on a slice of the examples."""
         if examples not in self._slices:
             self._slices[examples] = sliced(self.traced, examples, self.apart)
         return self._slices[examples]
 
     def programs(self, layout: int, examples: Examples, layer: int) -> LayerPrograms:
-        """Returns a layer's programs on some of the examples, under the fates of a layout.
+        """Returns a layer's programs on a slice of the examples, under the fates of a layout.
 
         Args:
-            layout: by its number.
-            examples: of a micro-batch.
-            layer: by its number.
+            layout: the number of the layout.
+            examples: the slice of a micro-batch.
+            layer: the number of the layer.
 
         Raises:
-            ValueError: they leave other values for the backward than those of the whole
-                micro-batch.
+            ValueError: the programs leave other residuals than those on the whole micro-batch.
         """
         key = layout, examples, layer
         if key not in self._programs:
-            # The fates of a layout name candidates, which the layer on a slice has, too.
+            # Fates name candidates by their names, which are the same for a layer on a slice.
             share, whole = self.whole[layout]
             programs = programs_of(self.store, self.sliced(examples), layer, share)
             if _interface(programs.signature) != _interface(whole[layer].signature):
@@ -123,12 +126,12 @@ class Replicas:
     def layouts(
         self, layout: int, split: Mapping[int, SplitSignature]
     ) -> dict[Examples, SliceLayout]:
-        """Returns what the programs of layers take and give on each slice.
+        """Returns the signatures of layers on each slice: the values that programs take and give.
 
         Args:
-            layout: by its number.
-            split: of the layers whose backwards run in halves, what these take and give on a whole
-                micro-batch.
+            layout: the number of the layout.
+            split: for each layer whose backward runs in two halves, the halves' signatures on a
+                whole micro-batch.
         """
         layers: dict[Examples, list[int]] = {}
         for stage in self.plan.stages:
@@ -155,10 +158,10 @@ class Replicas:
         return SliceLayout(signatures, halves)
 
     def program(self, row: Row, reads: Sequence[Value]) -> Program:
-        """Returns what a row between replicas runs.
+        """Returns the program of a row between replicas.
 
         Args:
-            row: it slices, joins or adds up.
+            row: a row that slices, joins or reduces values.
             reads: the values that it reads.
         """
         shapes = [self.shape(value) for value in reads]
@@ -175,8 +178,8 @@ class Replicas:
             case Kind.REDUCE if isinstance(row.run, JoinRun) and row.run.weights:
                 return weighted_program(shapes[0], row.run.weights)
             case Kind.REDUCE:
-                # Each result is read from all replicas, one after another: one shape stands for all
-                # of them.
+                # The row reads the parts of the first result from all replicas, then those of the
+                # second, and so on. The parts of one result have one shape.
                 replicas = len(row.reads) // len(row.writes)
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(shapes[::replicas], replicas, in_place=in_place)
@@ -184,7 +187,7 @@ class Replicas:
                 raise AssertionError(f"{row} is none between replicas")
 
     def shape(self, value: Value) -> jax.ShapeDtypeStruct:
-        """Returns the shape and type of what goes between replicas, or of a replica's part of it."""
+        """Returns the shape and type of a value between replicas, or of a replica's part of it."""
         graph, batching, i = self.traced.graph, self.batching, value.index
         match value.kind:
             case ValueKind.TENSOR | ValueKind.COTANGENT:
@@ -211,9 +214,9 @@ class Replicas:
         return jax.ShapeDtypeStruct(tuple(sizes), whole.dtype)
 
     def loss_parts(self) -> list[Parts | None]:
-        """Returns the parts in which each loss and leaf of aux of a micro-batch is made.
+        """Returns the parts in which replicas make the loss, its weight and each leaf of aux.
 
-        Returns None for a whole one.
+        An entry is None if a stage with one device makes the value whole.
         """
         graph = self.traced.graph
         of_loss = self._made_in(graph.loss_layer, self.batching.loss)
@@ -225,11 +228,11 @@ class Replicas:
         return parts
 
     def _state_parts(self, layer: int, leaves: Iterable[int]) -> list[Parts]:
-        """Returns the parts of some leaves of the model state that a layer's replicas have made.
+        """Returns the parts in which a layer's replicas make some leaves of the model state.
 
         Args:
-            layer: that makes them.
-            leaves: by their numbers.
+            layer: the number of the layer.
+            leaves: the numbers of the leaves.
         """
         slices = self._slices_of(layer)
         spreads = [self.batching.state[k] for k in leaves]
@@ -240,20 +243,23 @@ class Replicas:
         slices = self._slices_of(layer)
         if not slices:
             return None
-        # What depends on no example is the same at every replica: that of the first one is taken.
+        # A value that depends on no example is the same at every replica. The first one's is taken.
         return Parts(slices[:1] if spread.over is Over.NONE else slices, spread)
 
     def _slices_of(self, layer: int) -> tuple[Examples, ...]:
         return tuple(examples for examples in self.where.slices(layer) if examples is not None)
 
     def _check_edges(self) -> None:
-        """Checks that whatever goes between stages of different widths can be cut, or shared out.
+        """Checks that tensors between stages with different numbers of replicas can be divided.
+
+        A tensor is divided along its axis of examples; a sum or mean over examples is shared out.
 
         Raises:
             ValueError: a tensor has no axis of examples, and is not a sum or mean over them.
         """
         graph, widths = self.traced.graph, self.plan.replicas
-        # A count and what is divided by it must be of the same slice: then nothing is shared out.
+        # If the loss divides a sum by a count, both must be of the same slice. A sum that is shared
+        # out is not, so no tensor is shared out in such a loss.
         divides = {Beside.DIVISOR, Beside.GUARD} & set(self.apart.amended.values())
         for tensor, spread in zip(graph.tensors, self.batching.tensors, strict=True):
             layers = (tensor.producer, *tensor.readers)
@@ -272,7 +278,7 @@ class Replicas:
 
 
 def _interface(signature: Signature) -> object:
-    """Returns a signature without the sizes of what is left for the backward."""
+    """Returns a signature without the sizes of residuals, which differ between slices."""
     return replace(signature, residuals=()), tuple(array.name for array in signature.residuals)
 
 
@@ -281,14 +287,14 @@ def _interfaces(halves: SplitSignature) -> object:
 
 
 def check_replicable(schedule: Schedule, *, has_order: bool = False) -> None:
-    """Checks that replicated stages can run under a schedule.
+    """Checks that stages with replicas can run under a schedule.
 
     Args:
-        schedule: its rule.
-        has_order: the plan brings an order of its own.
+        schedule: the schedule.
+        has_order: the plan has an order of tasks of its own.
 
     Raises:
-        ValueError: a planner chooses the order, which does not know of replicas.
+        ValueError: the order of tasks is chosen by a search, which does not consider replicas.
     """
     if has_order or schedule == AUTO or isinstance(schedule.lists, GivenLists):
         raise ValueError(
@@ -298,17 +304,17 @@ def check_replicable(schedule: Schedule, *, has_order: bool = False) -> None:
 
 
 def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatches: int) -> None:
-    """Checks that replicated stages can run under a plan.
+    """Checks that a plan with replicas can run.
 
     Args:
-        plan: that has such stages.
-        schedule: in which order they run.
-        graph: of a micro-batch.
-        microbatches: of a step.
+        plan: a plan in which some stage has replicas.
+        schedule: the order in which stages run.
+        graph: the layers, on a whole micro-batch.
+        microbatches: how many a step has.
 
     Raises:
-        ValueError: a schedule without a flush meets model state that goes from micro-batch to
-            micro-batch, or a replica has no example.
+        ValueError: an asynchronous schedule would have to carry model state between replicas, or a
+            replica would have no example.
     """
     check_replicable(schedule, has_order=bool(plan.tasks))
     if not schedule.synchronous:

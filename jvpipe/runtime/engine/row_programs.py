@@ -1,8 +1,8 @@
-"""The program that each row of a lowered step runs, and how its arrays lie over the devices of its place.
+"""The programs of the rows of a lowered step, and how their arrays lie over the devices of a place.
 
-A row names only its kind, its layer and its buffers. What it runs follows from these and from the
-layout that its micro-batch runs under, so a program can be found, and compiled, before any array
-exists.
+A row has only a kind, a layer and buffers. Its program follows from these and from the layout of
+its micro-batch, which says what the layer's programs take and leave. So a program can be found, and
+compiled, before any array exists.
 """
 
 from collections.abc import Sequence
@@ -41,23 +41,23 @@ from jvpipe.trace.graph import Traced
 R = TypeVar("R")
 
 _EDGES = (ValueKind.TENSOR, ValueKind.COTANGENT, ValueKind.AUX)
-"""Kinds of values of which a replica may have a part."""
+"""The kinds of values of which a replica may have only a part, that of its examples."""
 
 
 @dataclass(frozen=True)
 class RowPrograms:
-    """Finds the programs of rows.
+    """The programs of rows.
 
     Args:
         traced: the model.
-        graph: its layers; what they exchange lies as its arrays say.
-        optimizer: its update, in pieces.
-        microbatches: of a step.
-        has_sums: an update takes several micro-batches, so backwards add their gradients to sums.
-        decay: of PipeMare's running mean of updates; None under all other schedules.
-        anneal_updates: PipeMare's: it scales so many first updates down.
+        graph: the layers, whose arrays say how tensors between layers lie over a mesh.
+        optimizer: the optimizer's update, cut into pieces.
+        microbatches: how many a step has.
+        has_sums: an update has several micro-batches, so backwards add their gradients to sums.
+        decay: the decay of PipeMare's running mean of updates; None under all other schedules.
+        anneal_updates: how many of the first updates PipeMare scales down.
         layouts: the programs of all layers, for each layout that rows name by its number.
-        replicas: the programs on slices of a micro-batch, if a stage is replicated.
+        replicas: the programs on slices of a micro-batch, if a stage has replicas.
     """
 
     traced: Traced
@@ -71,11 +71,10 @@ class RowPrograms:
     replicas: Replicas | None
 
     def laid(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, compiled for arrays that lie over the devices of a place as theirs do."""
+        """Returns the program of a row, for arrays that lie over a mesh as those of the row do."""
         specs: dict[int, Spec] = {}  # by buffer
         for part in row.parts:
-            # An evaluation leaves nothing for a backward, so only other rows need the layer's own
-            # residuals.
+            # The rows of an evaluation have no residuals, so they do not need the layer's layout.
             is_training = isinstance(part.run, LayerRun) and part.kind is not Kind.E
             programs = self._layer(part) if is_training else None
             for b in (*part.reads, *part.writes):
@@ -84,20 +83,20 @@ class RowPrograms:
         return self.program(lowered, row).laid(takes, gives)
 
     def spec(self, value: Value, programs: LayerPrograms | None = None) -> Spec:
-        """Returns how a value lies over the devices of a group.
+        """Returns how a value lies over the devices of a mesh.
 
         Args:
-            value: of a step.
-            programs: those of its layer, if not the first layout's.
+            value: a value of a step.
+            programs: the programs of its layer; unless given, those of the first layout.
         """
-        # Residuals are laid by the compiler of the forward that leaves them, all else by the graph.
+        # The compiler of a forward decides how its residuals lie; the graph says it for all others.
         if value.kind is ValueKind.RESIDUAL:
             of_layer = programs or self.layouts[0][value.layer]
             return of_layer.signature.residuals[value.index].spec
         return value_spec(self.graph, self.optimizer, value)
 
     def program(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program that a row runs; it asserts that the row runs one."""
+        """Returns the program of a row, which must not be a row that only copies or waits."""
         if isinstance(row.run, GroupRun):
             return group_program([self.laid(lowered, part) for part in row.parts], row.wires)
         read = [lowered.buffers[b].value for b in row.reads]
@@ -125,8 +124,8 @@ class RowPrograms:
             case Kind.LOSS:
                 return self._loss_program(read)
             case Kind.REDUCE if self.replicas is None:
-                # Replicas that take turns: each value is read twice, from one of them and from the
-                # next.
+                # The devices of a stage take turns, and the row adds the sums of one and the next.
+                # So each value is read twice, with equal shapes.
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(self._shapes(read[::2]), 2, in_place=in_place)
             case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:
@@ -153,7 +152,7 @@ class RowPrograms:
                 assert_never(row.kind)
 
     def _layer(self, row: Row) -> LayerPrograms:
-        """Returns the programs of a row's layer, on the examples that the row is for."""
+        """Returns the programs of a row's layer, on the slice of examples that the row is for."""
         run = _operand(row, LayerRun)
         if run.examples is None:
             return self.layouts[run.layout][row.layer]
@@ -161,22 +160,22 @@ class RowPrograms:
         return self.replicas.programs(run.layout, run.examples, row.layer)
 
     def _examples_of(self, row: Row) -> Traced:
-        """Returns the model on the examples that a row is for."""
+        """Returns the model on the slice of examples that a row is for."""
         if not isinstance(row.run, LayerRun) or row.run.examples is None:
             return self.traced
         assert self.replicas
         return self.replicas.sliced(row.run.examples)
 
     def backward_program(self, programs: LayerPrograms) -> Program:
-        """Returns a layer's backward.
+        """Returns a layer's backward, which adds its gradients to sums.
 
-        It adds to sums unless every micro-batch is an update of its own.
+        If each micro-batch has its own update, there are no sums.
         """
         return backward_program(programs) if self.has_sums else single_backward_program(programs)
 
     def _settle_program(self, row: Row, written: Sequence[Value]) -> Program:
-        """Returns what notes an update: XPipe's last difference, or PipeMare's running mean."""
-        # A SETTLE may also write new weights and a count: their shapes follow from these.
+        """Returns the program that remembers an update: XPipe's difference or PipeMare's mean."""
+        # A SETTLE may also write new weights and a count, which the program derives from these.
         remembered = [v for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
         shapes = self._shapes(remembered)
         if self.decay is None:
@@ -185,7 +184,7 @@ class RowPrograms:
         return weights.settled(shapes, tau, self.decay, self.anneal_updates)
 
     def _loss_program(self, read: Sequence[Value]) -> Program:
-        """Returns what sums the losses and aux of a step's micro-batches, in ascending order of these."""
+        """Returns the program that sums losses and aux over micro-batches, in ascending order."""
         graph = self.traced.graph
         if self.replicas:
             of_part = self.replicas.shape
@@ -200,32 +199,29 @@ class RowPrograms:
 
         Args:
             whole: the rows of all processes.
-            b: the number of its buffer.
+            b: the number of the array's buffer.
         """
         array = self.known_shape(whole.buffers[b].value)
         if array is not None:
             return array
-        # Only its program knows: it is traced abstractly, from the row that runs it elsewhere.
+        # Only the program that makes the array has its shape, so that program is traced abstractly.
         maker = next(row for row in whole.rows if b in row.writes)
         program = self.program(whole, maker)
         results = jax.eval_shape(program.fn, *program.inputs)
         return results[maker.writes.index(b)]
 
     def known_shape(self, value: Value) -> jax.ShapeDtypeStruct | None:
-        """Returns the shape and type of a value, or of a replica's part of it.
+        """Returns the shape and type of a value, or of a replica's part of the value.
 
-        Returns:
-            None if only the program that makes it knows.
+        Returns None for residuals and other values whose shape only the program that makes them
+        has.
         """
         if self.replicas and value.kind in _EDGES:
             return self.replicas.shape(value)
         return value_shape(self.traced, self.optimizer, value)
 
     def shape(self, value: Value) -> jax.ShapeDtypeStruct:
-        """Returns the shape and type of a value.
-
-        It asserts that these are known before it is made.
-        """
+        """Returns the shape and type of a value, which must be known before the value is made."""
         array = self.known_shape(value)
         assert array is not None, f"the shape of {value} is unknown"
         return array
@@ -234,17 +230,17 @@ class RowPrograms:
         return [self.shape(value) for value in values]
 
     def placed(self, value: Value, device: Device) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and place of a value on a device, or over a group of these."""
+        """Returns the shape, type and place of a value on a device or over a mesh."""
         return _jax.placed(self.shape(value), device, self.spec(value))
 
 
 def arrival(arrays: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """Returns a program that yields a mark once arrays have come; it takes none of them."""
+    """Returns a program that yields a mark once arrays have come, and does not change them."""
     key = "arrival", *((array.shape, str(array.dtype)) for array in arrays)
     return Program(key, lambda *xs: [jax.numpy.int32(0)], tuple(arrays))
 
 
 def _operand(row: Row, kind: type[R]) -> R:
-    """Returns the operand of a row, which is of this kind."""
+    """Returns the operand of a row, which must be of the given type."""
     assert isinstance(row.run, kind), row
     return row.run

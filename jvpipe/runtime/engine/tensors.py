@@ -1,4 +1,4 @@
-"""What a run holds, and may hold: bytes per device as they are counted, and limits on them."""
+"""The bytes that a run holds on each device, as the ledger counts them, and their limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +10,12 @@ from jvpipe.ir.layers import Array
 from jvpipe.runtime.engine.versions import VersionLedger
 
 Identity = tuple[str, Array]
-"""The kind, path, shape and type of an array: what tells it from the other arrays of any model."""
+"""The kind of an array, with its path, shape and type; arrays of two models with equal identities
+are the same."""
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
-    """A memory limit that cannot be kept; `smallest_limit_bytes` is one that would do."""
+    """A memory limit that cannot be kept; `smallest_limit_bytes` is a limit that can be."""
 
     def __init__(self, message: str, smallest_limit_bytes: int) -> None:
         super().__init__(message)
@@ -23,17 +24,17 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 
 @dataclass
 class Ledger:
-    """Counts the bytes held per device, now and at most, since the pipeline was initialised.
+    """The bytes held on each device, now and at the peak since the run began.
 
-    The controller counts each row as it dispatches it, so what the ledger says follows from the
-    order of dispatch, not from when programs run. It agrees with the buffer table that planners and
-    the simulator read.
+    The controller counts each row when it dispatches the row. The counts therefore follow from the
+    order of dispatch, and not from when programs run. This is why they equal those of the buffer
+    table, which planners and the simulator read.
 
     Attributes:
-        devices: by place.
-        versions: which weights each forward and backward read.
-        live: bytes held now, by place, and last on the host.
-        peak: the most bytes held at once, of each device.
+        devices: the devices, by the number of the place.
+        versions: which versions of weights each forward and backward read.
+        live: the bytes held now at each place, and last on the host.
+        peak: the most bytes held at once at each place, and last on the host.
     """
 
     devices: tuple[Device, ...]
@@ -46,8 +47,8 @@ class Ledger:
         self.peak = [0] * (len(self.devices) + 1)
 
     def begin(self) -> None:
-        """Begins to count again for a run that has nothing of the one before."""
-        # In place: the controller keeps both lists at hand while it dispatches.
+        """Sets all counts to 0, for a new run."""
+        # The lists are changed in place, because the controller refers to them while it dispatches.
         self.live[:] = self.peak[:] = [0] * len(self.live)
         self.versions = VersionLedger()
 
@@ -55,9 +56,9 @@ class Ledger:
         """Counts bytes that a device holds from now on.
 
         Args:
-            device: its index; `HOST` for the host.
-            size: bytes.
-            temporary: bytes beside these that it holds for a moment.
+            device: the number of the device; `HOST` for the host.
+            size: the bytes.
+            temporary: further bytes that the device holds only for a moment.
         """
         self.live[device] += size
         self.peak[device] = max(self.peak[device], self.live[device] + temporary)
@@ -66,8 +67,8 @@ class Ledger:
         """Counts bytes that a device holds no longer.
 
         Args:
-            device: its index; `HOST` for the host.
-            size: bytes.
+            device: the number of the device; `HOST` for the host.
+            size: the bytes.
         """
         self.live[device] -= size
 
@@ -93,14 +94,14 @@ class Ledger:
 
 
 def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device, int]:
-    """Returns values by device; each device of a group has what its place has."""
-    by_place = zip(devices, values, strict=False)  # the host's is left out
+    """Returns values by device; each device of a mesh gets the value of its place."""
+    by_place = zip(devices, values, strict=False)  # the last value is the host's and is left out
     return {device: size for place, size in by_place for device in devices_in(place)}
 
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """Stands for an array that another `process` has parked."""
+    """A stand-in for an array that another `process` has parked on its host."""
 
     process: int
 
@@ -116,8 +117,9 @@ class Limits:
 
     Attributes:
         device_bytes: one number for all devices, or one for each; None if there is no limit.
-        host_bytes: of the host; None if there is no limit.
-        parked: arrays on the host which the present model lacks: they count beside what is swapped.
+        host_bytes: the limit of the host; None if there is no limit.
+        parked: arrays on the host that the present model lacks. Their bytes count together with
+            those of swapped values.
     """
 
     device_bytes: int | Sequence[int] | None = None
@@ -131,11 +133,11 @@ class Limits:
 
         Args:
             peaks: the most bytes of each device, and last of the host.
-            devices: for the message.
-            idle: says when a peak is that is at no task.
+            devices: the devices, for the message.
+            idle: the words of the message for a peak that is not at a task.
 
         Raises:
-            MemoryLimitExceeded: a device or the host would.
+            MemoryLimitExceeded: a device or the host would exceed its limit.
         """
         if self.device_bytes is not None:
             self._check_devices(peaks[:HOST], self.device_bytes, devices, idle)
@@ -154,8 +156,8 @@ class Limits:
         if max(over) <= 0:
             return
         d = over.index(max(over))
-        # One limit for all devices has to suffice for the fullest, which need not be the one
-        # furthest over its own.
+        # The message's limit is one for all devices, so it has to be enough for the fullest device,
+        # which need not be the one that is furthest over its own limit.
         fullest = max(peak.bytes for peak in peaks)
         raise _exceeded(str(devices[d]), peaks[d], limits[d], idle, fullest)
 
@@ -169,10 +171,7 @@ class Limits:
 
 
 def _exceeded(place: str, peak: Peak, limit: int, idle: str, fullest: int) -> MemoryLimitExceeded:
-    """Returns the error.
-
-    A limit that is one for all devices must be at least what the `fullest` holds.
-    """
+    """Returns the error; its limit for all devices is at least what the `fullest` one holds."""
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(

@@ -1,4 +1,4 @@
-"""The state of a training run, and what puts or makes each of its arrays on a device."""
+"""The state of a training run, and the leaves that make its arrays or put them on devices."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from jvpipe.util.given import is_whole
 from jvpipe.util.sizes import format_bytes
 
 Name = tuple[str, int]
-"""The name of an array that no cut changes: its kind and the index of its leaf.
+"""The name of an array: its kind and the index of its leaf.
 
-Copies share a name.
+The name does not depend on the cuts or on the array's place, so all copies of an array share it.
 """
 FEW = 64
-"""The most integers that are worth no program of their own."""
+"""The most elements of integers that are computed at once; larger arrays get a program."""
 
 
 @partial(
@@ -38,16 +38,17 @@ FEW = 64
 )
 @dataclass(frozen=True)
 class State:
-    """The arrays of a run between two steps, and how far it is.
+    """The arrays of a run between two steps, and the run's counts so far.
 
     Attributes:
-        arrays: in the order of the buffer table's persistent buffers; None for what another process
-            holds. In a stream there are also those of the micro-batches in flight.
-        words: of the run's key.
-        step: the steps so far.
-        stream_steps: the steps of an asynchronous stream so far; 0 when nothing is in flight.
-        updates: how often parameters were updated.
-        model: the same for all states of one pipeline's model.
+        arrays: the arrays, in the order of the buffer table's persistent buffers; None for one that
+            another process holds. In a stream (a run without flushes) there are also the arrays of
+            the micro-batches in flight.
+        words: the words of the run's key.
+        step: how many steps the run has had.
+        stream_steps: how many steps the stream has had; 0 if nothing is in flight.
+        updates: how many updates the parameters have had.
+        model: an object that all states of a pipeline's model share, and no others.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -60,7 +61,7 @@ class State:
     def __repr__(self) -> str:
         flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
         title = f"State(step={self.step}, updates={self.updates}{flying})"
-        # A state may hold anything where JAX maps over it: leaves that are not arrays are left out.
+        # A function that JAX maps over a state may put other things in it, which are left out here.
         here = [x for x in self.arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
         if any(x.is_deleted() for x in here):
             return f"{title}, consumed by a later step"
@@ -75,11 +76,11 @@ class State:
         """Checks that a step can begin from this state.
 
         Args:
-            count: of the arrays that the plan in use has.
+            count: how many arrays a state has under the plan in use.
 
         Raises:
-            ValueError: a later step has taken the arrays, or they are another pipeline's, or
-                copies.
+            ValueError: a later step has consumed the arrays, or they belong to another pipeline, or
+                are copies that are not JAX arrays.
         """
         if not is_whole(self.step) or self.step < 0:
             step = f"the state is of step {brief(self.step)}"
@@ -88,7 +89,7 @@ class State:
             raise ValueError(
                 "this state belongs to another pipeline or plan: use the one that init or restore gave"
             )
-        # There are few types of arrays and many arrays, and every step asks.
+        # Each step makes these checks. A state has many arrays, but few types of them.
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(
@@ -119,12 +120,13 @@ def _nothing(device: Device, spec: Spec) -> int:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A way to get one array onto a device, or over a group of devices as a spec says.
+    """A way to get an array onto a device, or over the devices of a mesh as a spec says.
 
     Attributes:
-        make: puts or makes the array.
-        needs: returns the bytes that this takes on the device beside the array.
-        program: what makes it, if a program does, so that many can be compiled side by side.
+        make: makes the array, or puts a given one there.
+        needs: returns the bytes that this takes on the device besides the array.
+        program: the program that makes the array, if one does, so that the programs of many leaves
+            can be compiled at the same time.
     """
 
     make: Callable[[Device, Spec], jax.Array]
@@ -133,9 +135,9 @@ class Leaf:
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
-    """Returns leaves that copy arrays.
+    """Returns leaves that copy given arrays, and read lazy ones one after another.
 
-    The caller's own are never taken, and lazy ones are read one by one.
+    The caller's arrays are always copied, because a step may overwrite the arrays of a state.
     """
 
     def put(value: Any, device: Device, spec: Spec) -> jax.Array:
@@ -143,24 +145,25 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
         if not isinstance(value, LazyArray):
             return jax.device_put(value, sharding, may_alias=False)
         array = jax.device_put(np.asarray(value), sharding, may_alias=False)
-        # The next one is read only when this one has left the host: it never holds two.
+        # Waiting here makes sure that the host holds no more than one array that was read.
         return array.block_until_ready()
 
     return [Leaf(partial(put, value)) for value in values]
 
 
 def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> list[Leaf]:
-    """Returns each leaf of `fn(rng)` as something to be made on its own device.
+    """Returns a leaf for each array of `fn(rng)`, which makes the array on its own device.
 
-    The function is traced as a whole and cut into a program per leaf, by dropping the equations
-    that the leaf does not need. So no device ever holds more than it owns, and leaves that are
-    alike share a program. Keys, and other few integers, are computed here and now: programs that
-    each derived their own from `rng` would seldom be alike.
+    The function is traced as a whole and cut into one program for each leaf, by dropping the
+    equations that the leaf does not need. So no device holds arrays of other devices, and equal
+    programs are compiled once. Random keys, and other small arrays of integers, are computed here
+    at once and passed to the programs. If each program derived its own key from `rng`, few programs
+    would be equal.
 
     Args:
         store: compiles the programs.
         fn: makes the whole tree from a key.
-        rng: that key.
+        rng: the key.
     """
     closed = flatten(fn, rng)
     inputs = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
@@ -168,7 +171,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     eqns: list[_jax.JaxprEqn] = []
     for eqn in closed.jaxpr.eqns:
         has_inputs = all(v in env for v in jaxprs.variables(eqn.invars))
-        # In order, so a derived key is known to the equations that derive others from it.
+        # Equations come in order, so a key is known to later equations that derive keys from it.
         if has_inputs and all(map(_is_few_integers, eqn.outvars)):
             jaxprs.run_jaxpr([eqn], env)
         else:
@@ -179,16 +182,16 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
 def _made_leaf(
     store: ProgramStore, eqns: Sequence[_jax.JaxprEqn], out: _jax.Atom, env: dict[_jax.Atom, Any]
 ) -> Leaf:
-    """Returns what makes one leaf.
+    """Returns the leaf that makes one array.
 
     Args:
-        store: compiles its program.
-        eqns: make all leaves.
-        out: the leaf.
-        env: the values that are known already.
+        store: compiles the program.
+        eqns: the equations that make all arrays.
+        out: the variable of the array.
+        env: the values that are known already, by variable.
     """
     needed = jaxprs.prune(eqns, [out])
-    # A leaf without equations is a value that is known: its program passes it on.
+    # An array without equations is a known value, which its program takes and returns.
     inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in env]
 
     def run(*values: Any) -> list[Any]:
@@ -216,6 +219,6 @@ def _made_leaf(
 
 
 def _is_few_integers(atom: _jax.Atom) -> bool:
-    """Tells whether a value is of few keys or integers, which are the same whoever computes them."""
+    """Tells whether a value has few keys or integers, which are bitwise equal on all devices."""
     aval = _jax.aval(atom)
     return (is_key(aval) or np.issubdtype(aval.dtype, np.integer)) and aval.size <= FEW

@@ -1,10 +1,13 @@
-"""Transport: how arrays get from the devices of one process to those of another.
+"""Transport of arrays from the devices of one process to those of another.
 
-    source    offer(1, 17, array)      lets the array be pulled under a number, and returns at once
-    target    ask(0, 17, like)         pulls what is offered under it; both may come first
+The source offers an array under a number, and the target asks for it under the same number. Both
+calls return at once, and either may come first. In this example process 0 sends to process 1:
 
-A number is that of the row that copies, together with the run of rows that it belongs to: all
-processes count alike.
+    process 0    offer(1, 17, array)     lets process 1 pull the array under number 17
+    process 1    ask(0, 17, like)        pulls the array that process 0 offers under number 17
+
+The number of a copy is that of its row, together with the number of the run of rows. All processes
+lower the same rows and run them in the same order, so they count alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,57 +20,60 @@ from jvpipe import _jax
 from jvpipe.trace.keys import implementation_of, is_key
 
 _RUN_BITS = 24
-"""The low half of a copy's number, which is the row's; above them is the number of the run."""
+"""How many of the low bits in the number of a copy are for its row; the rest counts the runs."""
 _NEVER = (1 << 62) - 1
 """A number that no copy has."""
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Offers arrays to other processes and asks for theirs.
+    """A way to offer arrays to other processes and to ask for theirs.
 
-    Both return at once, with futures like any array.
+    Both calls return at once. An array that was asked for comes later, like results of programs.
     """
 
     def begin(self) -> None:
-        """Begins another run of rows: numbers of rows mean other copies from here on."""
+        """Begins another run of rows; the same number of a row means another copy from now on."""
         ...
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Lets a process have an array, which may be dropped but not be overwritten until it has arrived.
+        """Offers an array to a process.
+
+        Until the array has arrived there, this process may drop its reference, but must not
+        overwrite the array.
 
         Args:
-            process: that may have it.
-            number: of the row that copies it.
-            array: of this process.
+            process: the process that may ask for the array.
+            number: the number of the row that copies it.
+            array: an array of this process.
         """
         ...
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Asks for the array that a process offers, on a device of this one.
+        """Asks for the array that a process offers; it will lie on a device of this process.
 
         Args:
-            process: that offers it.
-            number: of the row that copies it.
-            like: its shape and type, and where it is to lie: over a group of devices as it does at
-                its source.
+            process: the process that offers the array.
+            number: the number of the row that copies it.
+            like: the shape and type of the array, and where it will lie; over a mesh it must lie as
+                it does at its source.
         """
         ...
 
     def lost(self) -> list[int]:
-        """Lists the processes that are gone; asking does not wait."""
+        """Returns the processes that are gone, without waiting."""
         ...
 
 
 class TransferServers:
     """Copies through the transfer servers of all processes, which match offers and asks by number.
 
-    To notice when a process is gone, it asks every other one for something that is never offered:
-    that ask fails when the connection ends.
+    To notice when a process is gone, this asks every other process for an array that is never
+    offered. The ask fails when the connection to the process ends.
 
     Args:
-        server: this process's.
-        links: the connections to the others' servers, by process.
+        server: the transfer server of this process.
+        links: the connections to the servers of the others, by process.
     """
 
     def __init__(self, server: Any, links: Mapping[int, Any]) -> None:
@@ -83,26 +89,26 @@ class TransferServers:
         self._run += 1
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Lets a process pull an array; nobody pulls one without elements.
+        """Lets a process pull an array; does nothing for one without elements, as `ask` makes it.
 
         Args:
-            process: that may have it.
-            number: of the row that copies it.
-            array: of this process.
+            process: the process that may pull the array.
+            number: the number of the row that copies it.
+            array: an array of this process.
         """
         if array.size:
-            # Keys go as their words, which is all that the server knows to carry.
+            # The server cannot carry random keys, so their words are sent.
             words = jax.random.key_data(array) if is_key(array) else array
             self._server.await_pull(self._run << _RUN_BITS | number, [words])
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Pulls an array; one without elements is made here.
+        """Pulls an array from a process; makes it here if it has no elements.
 
         Args:
-            process: that offers it.
-            number: of the row that copies it.
-            like: its shape and type, and where it is to lie: over a group of devices as it does at
-                its source.
+            process: the process that offers the array.
+            number: the number of the row that copies it.
+            like: the shape and type of the array, and where it will lie; over a mesh it must lie as
+                it does at its source.
         """
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
@@ -114,16 +120,16 @@ class TransferServers:
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype))
 
     def lost(self) -> list[int]:
-        """Lists the processes whose connection has ended."""
+        """Returns the processes whose connections have ended."""
         return [process for process, end in self._ends.items() if _jax.is_ready(end)]
 
 
 def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) -> TransferServers:
-    """Starts this process's transfer server, and returns the transport over it.
+    """Starts this process's transfer server, and returns the transport that uses it.
 
     Args:
-        address: of this host on the cluster's network; the server takes any free port.
-        publish: tells all processes this one's address, and returns those of the others.
+        address: the address of this host on the network; the server takes any free port.
+        publish: sends the server's address to all processes, and returns those of the others.
     """
     server = _jax.transfer_server(address)
     addresses = publish(server.address())
@@ -132,9 +138,9 @@ def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) 
 
 
 def to_host(array: jax.Array) -> Any:
-    """Returns a copy on the host that no later step can overwrite."""
+    """Returns a copy of an array on the host, which no later step can overwrite."""
     if is_key(array):
-        # NumPy holds no typed keys: their words are copied, and wrapped again.
+        # NumPy has no random keys, so the words are copied and made a key again.
         words = jax.numpy.asarray(np.array(jax.random.key_data(array)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     return np.array(array)

@@ -18,18 +18,18 @@ def shape(array: Array) -> jax.ShapeDtypeStruct:
 
 
 def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
-    """Returns the array of the graph that a value is like.
+    """Returns the array of the graph that has the shape, type and layout of a value.
 
-    What is computed of a parameter has its shape: a gradient, a predicted weight. So has a
-    cotangent that of its edge.
+    Values computed for a parameter, such as its gradient or predicted weights, are like the
+    parameter. A cotangent is like its tensor.
 
     Args:
-        graph: the model's.
-        kind: of the value.
-        index: its number among those of its kind.
+        graph: the model's layers.
+        kind: the kind of the value.
+        index: the number of the value among those of its kind.
 
     Returns:
-        None for what only the optimizer or a program knows.
+        None for a value whose shape only the optimizer or a program has.
     """
     match kind:
         case (
@@ -69,14 +69,14 @@ def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
 
 
 def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Array | None:
-    """Returns the array of the graph or of the optimizer that a value is like.
+    """Returns the array of the graph or the optimizer that has the shape and type of a value.
 
-    Returns None for what only a program knows.
+    Returns None for a value whose shape only a program has.
 
     Args:
-        graph: the model's.
-        optimizer: its update, in pieces.
-        value: of one of its runs.
+        graph: the model's layers.
+        optimizer: the optimizer's update, cut into pieces.
+        value: a value of a run of the model.
     """
     if value.kind is ValueKind.OPTIMIZER:
         return optimizer.state[value.index].array
@@ -84,15 +84,14 @@ def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Arr
 
 
 def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
-    """Returns how a value lies over the devices of its place.
+    """Returns how a value lies over the devices of its place; empty if it is whole on each.
 
-    An array without a layout is whole on each. The layout of residuals is not among these: only the
-    programs that leave them know it.
+    Not for residuals, whose layouts only the programs that leave them have.
 
     Args:
-        graph: the model's.
-        optimizer: its update, in pieces.
-        value: of one of its runs.
+        graph: the model's layers.
+        optimizer: the optimizer's update, cut into pieces.
+        value: a value of a run of the model.
     """
     array = value_array(graph, optimizer, value)
     return array.spec if array else ()
@@ -101,12 +100,12 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
 def value_shape(
     traced: Traced, optimizer: OptimizerCut, value: Value
 ) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of a value; None if only the program that makes it knows.
+    """Returns the shape and type of a value; None if only the program that makes it has them.
 
     Args:
         traced: the model.
-        optimizer: its update, in pieces.
-        value: of one of its runs.
+        optimizer: the optimizer's update, cut into pieces.
+        value: a value of a run of the model.
     """
     array = value_array(traced.graph, optimizer, value)
     if array:

@@ -1,8 +1,10 @@
-"""The ledger of versions: which weights every forward and backward of every layer read, and what each update made.
+"""The ledger of versions: which weights each forward and backward read, and each update made.
 
-A run that follows it, on one device and in any order that it allows, is bitwise identical:
-`jvpipe.replay`. A steady stream repeats one step, so the ledger keeps that step's uses once, and
-for each repetition only the numbers of the micro-batch and the version from which they count.
+The version of a layer's weights is the number of updates that they have had. `jvpipe.replay` runs a
+run again from this ledger, on one device and in another order, with bitwise identical results. A
+stream (a run without flushes) repeats one step from some time on. The ledger keeps the uses of that
+step once, and for each repetition only the numbers of the micro-batch and the version from which
+the uses count.
 """
 
 from bisect import bisect_left
@@ -16,12 +18,13 @@ from jvpipe.ir.use import Use
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """The versions of a layer's weights that a micro-batch met; None if that has not happened yet.
+    """The versions of a layer's weights that a micro-batch read and made.
 
     Attributes:
-        forward: read by the forward.
-        backward: read by the backward.
-        update: made when the micro-batch's gradients were applied.
+        forward: the version that the forward read.
+        backward: the version that the backward read; None if it has not run yet.
+        update: the version that was made when the micro-batch's gradients were applied; None if
+            this has not happened yet.
     """
 
     forward: int
@@ -30,12 +33,12 @@ class Reads:
 
     @property
     def staleness(self) -> int | None:
-        """The updates between what the forward read and what was updated."""
+        """The updates between the version that the forward read and the one that was updated."""
         return None if self.update is None else self.update - 1 - self.forward
 
 
 _Run = tuple[Sequence[Use], int, int]
-"""The uses of a step, and the micro-batch and the version from which they count."""
+"""The uses of a step; the micro-batch and the version from which their numbers count."""
 
 
 @dataclass
@@ -43,8 +46,9 @@ class VersionLedger:
     """The reads and updates of a run, in the order in which they were dispatched.
 
     Attributes:
-        complete: it goes back to the start of the run. The record of a run that was resumed in
-            flight has only the micro-batches that were in flight, and later ones.
+        complete: whether the ledger goes back to the start of the run. After a run was resumed from
+            a checkpoint in flight, it has only the micro-batches from then on and those that were
+            needed for them.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -54,23 +58,23 @@ class VersionLedger:
         """Adds the uses of a step.
 
         Args:
-            uses: numbered from the step's own start.
-            microbatch: the number of the run's micro-batch from which they count.
-            version: the version from which they count.
+            uses: the uses, with numbers that count from the start of the step.
+            microbatch: the micro-batch of the run that these numbers count from.
+            version: the version that these numbers count from.
         """
         self._runs.append((uses, microbatch, version))
 
     def drained(self) -> None:
-        """Notes that nothing is in flight any more: staleness begins again."""
+        """Notes that the pipeline was drained: nothing is in flight any more."""
         self._runs.append(None)
 
     def uses(self) -> Iterator[Use]:
-        """Yields everything that happened, numbered from the start of the run."""
+        """Yields all uses, with numbers that count from the start of the run."""
         for run in self._runs:
             yield from _numbered(run)
 
     def microbatches(self) -> Iterator[tuple[list[Use], bool]]:
-        """Yields the uses of each micro-batch, in their order; and whether nothing was in flight after it."""
+        """Yields the uses of each micro-batch, in order, and whether a drain followed it."""
         uses_of: dict[int, list[Use]] = {}
         drained = set()
         for run in self._runs:
@@ -81,10 +85,7 @@ class VersionLedger:
         yield from ((uses_of[m], m in drained) for m in sorted(uses_of))
 
     def __getitem__(self, at: tuple[int, int]) -> Reads:
-        """Returns the reads of a layer and a micro-batch.
-
-        Raises KeyError if it has not passed there.
-        """
+        """Returns the reads of a layer and a micro-batch; KeyError if its forward has not run."""
         table = self.table()
         if at not in table:
             raise KeyError(f"micro-batch {at[1]} has not passed layer {at[0]}")
@@ -93,7 +94,7 @@ class VersionLedger:
     def table(self) -> dict[tuple[int, int], Reads]:
         """Returns the reads by layer and micro-batch."""
         read: dict[Kind, dict[tuple[int, int], int]] = {Kind.F: {}, Kind.B: {}}
-        # By layer, its updates: after which micro-batch, and which version each made.
+        # By layer, its updates: the micro-batch after which each came, and the version it made.
         updates: dict[int, list[tuple[int, int]]] = {}
         for use in self.uses():
             if use.kind is Kind.U:
@@ -103,21 +104,21 @@ class VersionLedger:
         reads = {}
         for (layer, m), version in read[Kind.F].items():
             of_layer = updates.get(layer, [])
-            # A micro-batch's gradients are applied by the first update after it or at it.
+            # A micro-batch's gradients are applied by the first update at or after the micro-batch.
             at = bisect_left(of_layer, (m, 0))
             update = of_layer[at][1] if at < len(of_layer) else None
             reads[layer, m] = Reads(version, read[Kind.B].get((layer, m)), update)
         return reads
 
     def staleness(self, layers: int) -> tuple[int, ...]:
-        """Returns the staleness of each layer's last update; 0 before there was one.
+        """Returns the staleness of each layer's last update; 0 before its first update.
 
-        It is asked for at every step, so it goes back no further than it must.
+        Every step calls this, so it goes back in the ledger only as far as it must.
         """
         # By layer, the last update: its micro-batch, and the version that it began from.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
-        # Backwards, so that an update comes before the forward whose gradients it has applied.
+        # Going backwards, an update comes before the forward whose gradients it has applied.
         for run in reversed(self._runs):
             uses, microbatch, version = run or ((), 0, 0)
             for use in reversed(uses):
@@ -133,7 +134,10 @@ class VersionLedger:
         return tuple(stale.get(layer, 0) for layer in range(layers))
 
     def to_json(self) -> Any:
-        """Returns for a checkpoint what happened to the micro-batches in flight, and to those of the last updates."""
+        """Returns, for a checkpoint, the uses since the oldest micro-batch of the last updates.
+
+        This includes the micro-batches in flight, and suffices for the staleness of later steps.
+        """
         since = self._since()
         runs: list[list[Any] | None] = []
         for run in self._runs[since:]:
@@ -146,15 +150,15 @@ class VersionLedger:
         return {"complete": self.complete and since == 0, "runs": runs}
 
     def _since(self) -> int:
-        """Returns the run that has the oldest forward of the micro-batches of the last updates.
+        """Returns the index of the step with the oldest forward that the last updates depend on.
 
-        All that is in flight is newer, for micro-batches pass in order.
+        Micro-batches pass in order, so those in flight have later forwards.
         """
-        # Few steps are different from each other, however many there were.
+        # Many steps have the very same uses, and each of these is gone through once.
         different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()
         updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
-        last: dict[int, int] = {}  # by layer, the micro-batch of its last update
-        passed: set[int] = set()  # the layers whose forward of that micro-batch was met
+        last: dict[int, int] = {}  # by layer: the micro-batch of its last update
+        passed: set[int] = set()  # the layers whose forward of that micro-batch was found
         for i, run in reversed(list(enumerate(self._runs))):
             uses, microbatch, _ = run or ((), 0, 0)
             for use in reversed(uses):
@@ -169,7 +173,7 @@ class VersionLedger:
 
     @staticmethod
     def from_json(saved: Any) -> "VersionLedger":
-        """Returns the ledger that a checkpoint has; the checkpoints of old list all runs."""
+        """Returns the ledger of a checkpoint; older checkpoints have a list of all steps."""
         if isinstance(saved, list):
             saved = {"complete": True, "runs": saved}
         runs: list[_Run | None] = []
@@ -183,7 +187,7 @@ class VersionLedger:
 
 
 def _numbered(run: _Run | None) -> Iterator[Use]:
-    """Yields the uses of a step, numbered from the start of the run."""
+    """Yields the uses of a step, with numbers that count from the start of the run."""
     uses, microbatch, version = run or ((), 0, 0)
     return (use.moved(microbatch, version) for use in uses)
 

@@ -1,1 +1,1 @@
-"""What happens to a state between steps: it is moved to other devices or models, saved, and restored."""
+"""States between steps: moved to other devices or models, saved, restored, and computed again."""

@@ -1,21 +1,22 @@
-"""Moving layers between devices while training runs.
+"""Migration: moving layers between devices while training runs.
 
-A micro-batch runs whole under one plan: its forwards, its backwards, in a stream its updates. From
-a given micro-batch on that is the new plan. So residuals never move, and no micro-batch computes
-anything else than without the move.
+A micro-batch runs entirely under one plan: its forwards, its backwards and, in a stream, its
+updates. From a given micro-batch on, micro-batches run under the new plan. So residuals (the values
+that a forward leaves for its backward) never move, and each micro-batch computes the same as
+without the migration. In this picture, time runs to the right, and layer 3 moves from device 0 to
+device 1 at micro-batch 2:
 
-    layer 3 goes from device 0 to device 1 at micro-batch 2:
-    device 0   F0 F1 B0    B1 SUM                   its tasks of the old plan, then what it has summed leaves
-    link             WEIGHTS      SUM               weights and optimizer state go ahead, beside the work
-    device 1                          F2 B2 ...     its tasks of the new plan
+    device 0   F0 F1 B0    B1 SUM                   tasks of micro-batches 0 and 1: the old plan
+    link             WEIGHTS      SUM               weights and optimizer state; summed gradients
+    device 1                          F2 B2 ...     tasks from micro-batch 2 on: the new plan
 
-What was left behind is freed once all copies have come. If anything fails before, the old state is
-whole. If a move between two steps fails later, when some values are only on the host, it brings
-them back. Inside a step what comes later is the update, which consumes the state as it does in
-every step.
+The memory at the old place is freed once all copies have come. If something fails before that, the
+old state is whole. A move between two steps may also fail later, when some values are only on the
+host; they are then brought back. Inside a step only the update comes later, which consumes the old
+state in every step.
 
-Over several processes nothing is freed between two steps before every process says that all copies
-have come: what fails in one of them leaves all with the old state.
+If there are several processes, a move between two steps frees nothing before every process has all
+its copies. An error in one process then leaves all of them with the old state.
 """
 
 from collections.abc import Sequence
@@ -44,23 +45,24 @@ from jvpipe.runtime.engine.transport import to_host
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 
 UNFORESEEN = -1
-"""Stands for a stream's steps where a migration is prepared again once it is due."""
+"""A number of stream steps that no stream has: the migration is prepared again once it is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """A plan that took another one's place.
+    """A change from one plan to another.
 
     Attributes:
-        step: at which it did.
-        microbatch: of that step, from which on it holds.
-        why: for the records.
+        step: the step at which the plan changed.
+        microbatch: the first micro-batch of that step under the new plan.
+        why: the reason, for the history.
         old: the plan before.
-        new: the plan since.
-        layers: that moved: (layer, device before, device after).
-        moved_bytes: carried by the copies.
-        how: "inside" a step, "between" two steps, or "by host": between two steps, through the
-            host's memory, since a device cannot hold what leaves and what arrives at once.
+        new: the plan after.
+        layers: the layers that moved: (layer, device before, device after).
+        moved_bytes: how many bytes the copies carried.
+        how: "inside" a step; "between" two steps; or "by host", which is between two steps and
+            through the host's memory, because a device could not hold the layers that leave and
+            those that arrive at once.
     """
 
     step: int
@@ -89,11 +91,11 @@ class Migration:
         change: the entry of the history.
         old: the plan in use.
         new: the plan to come.
-        bound: a whole step if the change is made inside one, else only the moves.
-        stream_steps: in a stream, how far the old plan's has come, or a number of steps after which
-            it is the same.
-        steps: where that is in the stream of the new plan.
-        leaving: over several processes, the rows that end what the moves have left behind.
+        bound: the rows of a whole step if the change is made inside one; else those of the moves.
+        stream_steps: in a stream, how many steps it has had under the old plan, or a smaller number
+            after which the same arrays are in flight.
+        steps: the number of steps after which the new plan's stream is in that state.
+        leaving: the rows that free the memory at the old places, if there are several processes.
     """
 
     change: PlanChange
@@ -108,9 +110,9 @@ class Migration:
 class _Way(NamedTuple):
     """A way to make a change of plan.
 
-    `after` runs what follows; `lowered` is what all processes run together, and `bound` what this
-    one does; `peaks` are the most bytes meanwhile. The other fields are those of `PlanChange` and
-    `Migration`.
+    `after` is the compiled plan of the steps that follow. `lowered` has the rows of all processes,
+    `bound` those of this one, and `peaks` the most bytes during the change. The other fields are
+    those of `PlanChange` and `Migration`.
     """
 
     after: CompiledPlan
@@ -131,23 +133,23 @@ def prepare_migration(
     stream_steps: int = 0,
     hosts: Hosts | None = None,
 ) -> Migration:
-    """Lowers and compiles a change of plan at a step and a micro-batch, the first way for which there is room.
+    """Lowers and compiles a change of plan, in the first way that keeps the memory limits.
 
-    Inside a step nothing stops, but both plans are in memory; between two steps the pipeline is
-    drained first; by host a device never holds what leaves and what arrives at once.
+    The ways are: inside a step, where the pipeline goes on, but both plans are in memory; between
+    two steps, after the pipeline was drained; and by host, where a device never holds the layers
+    that leave and those that arrive at once.
 
     Args:
         old: the plan in use.
         new: the plan to come.
-        at: (step, micro-batch) from which it holds.
-        why: for the records.
-        limits: kept while layers move.
-        stream_steps: those of the stream of `old` then; 0 if nothing is in flight.
-        hosts: the processes that all take the same way, if they are to agree on it here.
+        at: (step, micro-batch) from which the new plan holds.
+        why: the reason, for the history.
+        limits: in bytes, kept while layers move.
+        stream_steps: how many steps the stream of `old` will have had; 0 if nothing is in flight.
+        hosts: the processes, if they have to agree here on the same way.
 
     Raises:
-        MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within
-            it.
+        MemoryLimitExceeded: the new plan, or every way to it, exceeds a limit.
     """
     together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
     step, microbatch = at
@@ -171,13 +173,13 @@ def prepare_migration(
 
 
 def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[str]:
-    """Returns the ways in which a change of plan may be made, the one that was asked for first."""
+    """Returns the ways in which a change of plan may be made, in the order of preference."""
     ways = ["between"]
-    # Whole micro-batches and slices of them cannot be mixed in one step.
+    # A step cannot mix whole micro-batches with slices of micro-batches, which replicas have.
     if starts_inside and not (old.plan.replicated or new.plan.replicated):
         ways.insert(0, "inside")
-    # By host, arrays are freed before all has come: what failed in one process could not be undone
-    # in the others.
+    # The way by host frees arrays before all others have arrived, so an error in one process could
+    # not be undone in the others.
     if not new.hosts:
         ways.append("by host")
     return ways
@@ -186,13 +188,14 @@ def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[
 def _way(
     how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream_steps: int
 ) -> _Way:
-    """Lowers and compiles one of the ways."""
+    """Lowers and compiles a change of plan in one of the ways."""
     if how != "inside":
         return _between_steps(old, new, by_host=how == "by host")
     if old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
         return _Way(new, lowered, bound, new.peaks_of(bound), microbatch)
-    # The new plan's stream goes on from the old one's, which forgets where it came from if it can.
+    # The new plan's stream continues that of the old plan, whose own earlier plans are dropped if
+    # nothing of them is in flight.
     alone, steps = old.without_previous(stream_steps)
     after = replace(new, previous=(alone, steps * new.microbatches + microbatch))
     step, bound = after.stream_step(steps)
@@ -204,7 +207,7 @@ def _between_steps(old: CompiledPlan, new: CompiledPlan, *, by_host: bool) -> _W
     if new.hosts is None:
         bound = new.bound(move)
         return _Way(new, move, bound, new.peaks_of(bound))
-    # All processes copy first, and free what was left behind only when all have copied.
+    # All processes first copy, and free the memory at the old places only when all have copied.
     copies, leaving = divided_move(move)
     bound = new.bound(copies)
     return _Way(new, move, bound, new.peaks_of(bound), leaving=new.bound(leaving))
@@ -213,16 +216,16 @@ def _between_steps(old: CompiledPlan, new: CompiledPlan, *, by_host: bool) -> _W
 def moved_between_steps(
     migration: Migration, state: State, controller: Controller
 ) -> tuple[jax.Array, ...]:
-    """Runs a migration that is made between two steps; returns the arrays under the new plan.
+    """Runs a migration between two steps; returns the arrays under the new plan.
 
     Args:
-        migration: the one.
-        state: consumed.
-        controller: runs it.
+        migration: the migration.
+        state: the newest state, which is consumed.
+        controller: runs the copies.
 
     Raises:
-        StageError: a copy failed; its `state` is whole under the old plan, unless it is a
-            `HostLost`.
+        StageError: a copy failed. Unless the error is a `HostLost`, `state_after_failed_move` can
+            restore the state under the old plan.
     """
     at, hosts = Moment(state.step), migration.new.hosts
     if hosts is None or migration.leaving is None:
@@ -238,7 +241,7 @@ def moved_between_steps(
 
     live = controller.ledger.live
     before = list(live)
-    # If a copy fails anywhere, every process keeps its old arrays: nothing has been freed yet.
+    # Nothing has been freed yet, so if a copy fails anywhere, all processes keep their old arrays.
     try:
         arrays = hosts.together("copies of layers that move", copy)
     except Exception as error:
@@ -251,25 +254,24 @@ def moved_between_steps(
 
 
 def state_after_failed_move(migration: Migration, state: State, table: Sequence[Any]) -> State:
-    """Returns the state that a failed move has left, whole under the old plan: lost arrays are brought back.
+    """Returns the state before a failed migration, with deleted arrays restored from copies.
 
     Args:
-        migration: the move.
-        state: what it consumed.
-        table: the arrays that there were, by their numbers in the buffer table.
+        migration: the migration that failed.
+        state: the state that it consumed.
+        table: the arrays at the failure, by their numbers in the buffer table.
     """
     if not any(x is not None and x.is_deleted() for x in state.arrays):
         return state
     buffers, placing = migration.bound.lowered.buffers, migration.old.placing
-    # Some copy of each array is alive, at the old place or at the new one, on a device or on the
-    # host.
+    # Each array still has a copy, at the old or at the new place, on a device or on the host.
     alive: dict[Name, Any] = {}
     for buffer, x in zip(buffers, table, strict=True):
         if x is not None and not x.is_deleted():
             alive.setdefault(name_of(buffer), x)
     values = {name: to_host(x) for name, x in alive.items()}
-    # The table begins with the state; what follows was made by the move, and takes the room of what
-    # comes back.
+    # The table begins with the state's arrays. Those after them were made by the migration, and
+    # take memory that the restored arrays need.
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
@@ -281,10 +283,10 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
 
 
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
-    """Returns the layers that change devices: (layer, before, after).
+    """Returns the layers that change devices: (layer, device before, device after).
 
-    For replicas, the event names the first device that a layer leaves and the first to which it
-    comes.
+    If stages have replicas, these are the first device that the layer leaves, and the first one to
+    which it comes.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)
@@ -304,7 +306,7 @@ def _devices_of(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 
 def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowered, Bound]:
-    """Returns a step whose micro-batches run under the old plan up to one, and under the new plan from it on."""
+    """Returns a step whose micro-batches run under the new plan from `microbatch` on."""
     layouts = [*old.layouts()[:microbatch], *new.layouts(len(old.programs))[microbatch:]]
     lists = spliced(_plain(old), _plain(new), microbatch)
     lowered = lower_step(new.graph, layouts, lists, new.optimizer)
@@ -312,10 +314,10 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
 
 
 def _plain(compiled: CompiledPlan) -> TaskLists:
-    """Returns the tasks of each stage in a step inside which layers move, with whole backwards.
+    """Returns the tasks of each stage for a step inside which layers move, with whole backwards.
 
-    Lists of several stages per device, or of halves, give way to 1F1B's for this step: the order
-    changes no value.
+    A schedule with several stages per device, or with split backwards, is replaced by 1F1B for this
+    step. Values do not depend on the order of tasks.
     """
     stages = len(compiled.plan.stages)
     are_whole = all(task.kind in (Kind.F, Kind.B) for tasks in compiled.lists for task in tasks)

@@ -1,11 +1,13 @@
-"""A model that changes while it is trained: what both models have stays, what leaves is parked, the rest is made.
+"""Changing the model during training: shared arrays stay, others are parked on the host or made.
 
-Where each array comes from is decided before anything happens (`origins.py`). On the way either
-both models lie beside each other, or what leaves goes to the host first; until all has come, the
-old model can be restored.
+Where each array of the new model comes from is decided before anything moves (`origins.py`). During
+the change, the arrays of both models may lie on the devices beside each other. If there is no room
+for both, the arrays that leave a device are first copied to the host. In both cases the old model
+can be restored until all arrays of the new one have arrived.
 
-Each of several processes parks what leaves its own devices. What another process needs goes there
-from device to device, and nothing leaves before all of it has come everywhere.
+If there are several processes, each parks the arrays that leave its own devices. Arrays that
+another process needs are copied there from device to device. No array leaves a device before all
+arrays have arrived in all processes, so an error in one leaves all of them with the old model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,17 +39,17 @@ from jvpipe.runtime.state.origins import Arrival, Origins, Parked
 
 @dataclass(frozen=True, slots=True)
 class ModelChange:
-    """A model that took another one's place before a step: the paths of its parameters by where they came from.
+    """A change of the model before a step, with the paths of parameters by where they came from.
 
     Attributes:
-        step: before which it did.
-        kept: of the model before.
-        returned: from the host, where they had been parked.
-        new: made.
-        parked: of the model before, which this one lacks.
-        moved_bytes: of arrays that changed devices.
-        how: "beside" each other, or "by host": what leaves or moves goes to the host before
-            anything arrives, since a device cannot hold both at once.
+        step: the step before which the model changed.
+        kept: the parameters that both models have.
+        returned: the parameters that came back from the host, where they had been parked.
+        new: the parameters that were made.
+        parked: the parameters that only the old model has, which are now parked on the host.
+        moved_bytes: the bytes of arrays that moved to other devices.
+        how: "beside" if both models lay on the devices beside each other; "by host" if arrays that
+            leave or move went to the host first, because there was no room for both models.
     """
 
     step: int
@@ -71,20 +73,19 @@ def plan_model_switch(
     parked: Parked,
     limits: Limits,
 ) -> "ModelSwitch":
-    """Checks that one model can take over from another, and how; nothing moves yet.
+    """Checks that a model can replace another one, and decides how; nothing moves yet.
 
     Args:
-        old: the compiled plan that a state belongs to.
-        new: the one that takes it over.
-        values: leaves of the "parameter" and "state" of the new model, for those that are new.
-        parked: what lies on the host.
-        limits: kept at every instant.
+        old: the compiled plan of the old model.
+        new: the compiled plan of the new model.
+        values: the leaves of the new model's "parameter" and "state", used for new arrays.
+        parked: the arrays on the host that the old model lacks.
+        limits: in bytes, kept during the change and after it.
 
     Raises:
-        ValueError: an array has the path of one of the old model and another shape or type, or
-            lacks its values.
-        MemoryLimitExceeded: the new model does not keep the limit, or nothing can be moved within
-            it.
+        ValueError: an array has the same path in both models and another shape or type; or a new
+            array has no values.
+        MemoryLimitExceeded: the new model, or the change to it, does not keep the limits.
     """
     origins = Origins(old, new, values, parked)
     switch = ModelSwitch(origins, by_host=False)
@@ -97,8 +98,8 @@ def plan_model_switch(
     hosts.together("new model", origins.check)
     hosts.together("limits", check_after)
     if new.hosts is not None:
-        # By host, arrays are freed before all has come: what failed in one process could not be
-        # undone in the others.
+        # The way by host frees arrays before all others have arrived, so an error in one process
+        # could not be undone in the others. Several processes therefore do not use it.
         hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
         return switch
     try:
@@ -111,12 +112,11 @@ def plan_model_switch(
 
 @dataclass(frozen=True)
 class ModelSwitch:
-    """Turns one compiled plan's arrays into another's.
+    """The change of the arrays of one compiled plan into those of another.
 
     Args:
-        origins: where each array comes from; what is `parked` changes once the new model has taken
-            over.
-        by_host: what leaves has to go before anything arrives.
+        origins: says where each array comes from; its `parked` changes once the change is made.
+        by_host: arrays that leave or move go to the host before others arrive.
     """
 
     origins: Origins
@@ -132,8 +132,7 @@ class ModelSwitch:
 
     def change(self, step: int) -> ModelChange:
         """Returns the entry of the history for this switch, made before a step."""
-        # A parameter may be read at several places: each path is told once, in the order of the
-        # model.
+        # A parameter that is read at several places has several arrivals, and is named once.
         paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
         for arrival in self.origins.arrivals:
             kind, array = arrival.identity
@@ -149,14 +148,17 @@ class ModelSwitch:
 
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
-        """The most bytes on each device, and last on the host beside what is parked, on the way."""
+        """The most bytes on each device during the change, and last on the host.
+
+        The host's bytes do not include what was parked before.
+        """
         devices = range(len(self._new.devices))
-        before, gone, arriving = ([0] * (len(devices) + 1) for _ in range(3))  # last the host's
+        before, gone, arriving = ([0] * (len(devices) + 1) for _ in range(3))  # the host is last
         for i, buffer in enumerate(self._old.persistent):
             before[buffer.memory] += buffer.bytes
             if self.by_host and i in self.origins.leaving:
                 gone[buffer.memory] += buffer.bytes
-        ready: set[Any] = set()  # what need not be initialised
+        ready: set[Any] = set()  # the keys of arrays that the optimizer need not make
         for arrival in self.origins.arrivals:
             buffer, how = arrival.buffer, arrival.source.how
             if how != "stay":
@@ -166,7 +168,7 @@ class ModelSwitch:
                 arriving[passed] += buffer.bytes
             if how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 ready.add(key_of(buffer))
-        # Pieces of the optimizer may make more than what is missing.
+        # A piece of the optimizer may also make state that is not missing.
         spare = self._new.placing.spare_bytes(ready)
         staying = [before[d] - gone[d] for d in devices]
         peak_bytes = [max(before[d], staying[d] + arriving[d] + spare[d]) for d in devices]
@@ -177,7 +179,7 @@ class ModelSwitch:
 
     @property
     def _host_peak(self) -> Peak:
-        """The bytes on the host beside what is parked already."""
+        """The bytes on the host during the change, without what was parked before."""
         origins = self.origins
         waiting = 0
         if self.by_host:
@@ -186,14 +188,17 @@ class ModelSwitch:
         return _peak(parks + waiting, (("what is to be parked", parks), ("what moves", waiting)))
 
     def run(self, arrays: Sequence[jax.Array], ledger: Ledger) -> tuple[jax.Array, ...]:
-        """Returns the new model's arrays; what has left is added to `parked`, what has come back is taken from it.
+        """Makes the change; returns the new model's arrays.
+
+        Arrays that have left are added to `parked`; those that have come back are removed from it.
 
         Args:
-            arrays: the old model's; they are consumed.
-            ledger: counts.
+            arrays: the old model's arrays, which are consumed.
+            ledger: counts the bytes.
 
         Raises:
-            StageError: something failed; its `table` are the old model's arrays, whole.
+            StageError: a copy or program failed; the error's `table` has the old model's arrays,
+                whole.
         """
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
@@ -201,7 +206,7 @@ class ModelSwitch:
             identity: to_host(arrays[i]) if origins.had(i) else Away(origins.process_of(i))
             for identity, i in origins.parks.items()
         }
-        # By host, what moves is copied away before its place on the device is needed.
+        # By host, arrays that move are copied to the host first, because their memory is needed.
         on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
         try:
@@ -226,7 +231,7 @@ class ModelSwitch:
             failure = StageError(f"the model could not be changed: {error}")
             failure.table = arrays
             raise failure from error
-        # All has come: from here on nothing can fail.
+        # All arrays have arrived, and nothing after this can fail.
         for place, array in sent:
             ledger.drop(place, array.nbytes)
         if not self.by_host:
@@ -235,7 +240,7 @@ class ModelSwitch:
         return tuple(placed.get(key_of(buffer)) for buffer in self._new.persistent)  # pyright: ignore[reportReturnType]
 
     def _park(self, leaves: Parked, ledger: Ledger) -> None:
-        """Adds what has left to what is parked, and takes away what has come back."""
+        """Adds the arrays that have left to `parked`, and removes those that have come back."""
         now_parked = parked_bytes(self.origins.parked_after) - parked_bytes(self.origins.parked)
         ledger.drop(HOST, self.peaks[HOST].bytes - now_parked)
         for identity in self.origins.parked.keys() - self.origins.parked_after.keys():
@@ -248,12 +253,13 @@ class ModelSwitch:
         """Puts every array of the new model in its place.
 
         Args:
-            before: the old model's values, by buffer.
-            placed: gets the arrays, by their spots.
-            ledger: counts them.
+            before: the old model's arrays, by buffer.
+            placed: gets the new model's arrays, by their spots (value and place).
+            ledger: counts the bytes.
 
         Returns:
-            What has been held meanwhile at places of this process, for others.
+            Arrays that devices of this process have held only to send them to other processes, with
+            their places.
         """
         hosts, sent = self.origins.hosts, list[tuple[int, jax.Array]]()
         put = partial(self._put, before, placed, sent, ledger)
@@ -278,17 +284,17 @@ class ModelSwitch:
         sent: list[tuple[int, jax.Array]],
         ledger: Ledger,
     ) -> list["_Crossing"]:
-        """Puts every array that this process has, and is to have, in its place.
+        """Puts the arrays in their places that both come from this process and stay in it.
 
         Args:
-            before: the old model's values, by buffer.
+            before: the old model's arrays, by buffer.
             placed: gets the arrays, by their spots.
-            sent: gets those that are put on a device only to go to another process, and their
-                places.
-            ledger: counts them.
+            sent: gets the arrays that are put on a device only to be sent to another process, with
+                their places.
+            ledger: counts the bytes.
 
         Returns:
-            What goes between processes; all processes list the same copies.
+            The copies between processes; all processes return the same ones.
         """
         crossing = []
         for arrival in self.origins.arrivals:
@@ -316,11 +322,11 @@ class ModelSwitch:
     def _value(self, arrival: Arrival, before: Mapping[int, Any]) -> tuple[int, Any]:
         """Returns the process that has an array of the new model, and the array.
 
-        None stands for an array of another process, and for one that the optimizer has yet to make.
+        The array is None if another process has it, or the optimizer will make it.
 
         Args:
-            arrival: of the array.
-            before: the old model's values, by buffer.
+            arrival: the arrival of the array.
+            before: the old model's arrays, by buffer.
         """
         identity, source = arrival.identity, arrival.source
         here, kind = self._new.devices[arrival.buffer.place].process_index, identity[0]
@@ -342,14 +348,14 @@ class ModelSwitch:
     def _restored(
         self, arrays: Sequence[jax.Array], placed: Iterable[jax.Array], left: Mapping[Identity, Any]
     ) -> tuple[jax.Array, ...]:
-        """Returns the old model's arrays again, once what was made for the new one is gone.
+        """Deletes the new model's arrays, and returns the old model's, restored from the host.
 
         Args:
-            arrays: the old model's; some have been deleted.
-            placed: the new model's, as far as it came; those that stay are among them.
-            left: the values on the host of those that were deleted.
+            arrays: the old model's arrays, some of which have been deleted.
+            placed: the new model's arrays so far; arrays that stay are among them.
+            left: the values on the host of arrays that were deleted.
         """
-        # What stays is the same array in both models: it must not be deleted with the new one's.
+        # An array that stays is the same object in both models, and must not be deleted.
         staying = {id(x) for x in arrays}
         for x in placed:
             if id(x) not in staying:
@@ -378,7 +384,7 @@ class ModelSwitch:
 
 
 class _Crossing(NamedTuple):
-    """An array that goes between processes; None for it where another process has it."""
+    """A copy of an array between processes; `array` is None if another process has it."""
 
     spot: Spot
     copy: Carried

@@ -1,12 +1,13 @@
-"""The origins of a new model's arrays, where one model takes another one's place while it is trained.
+"""The origins of a new model's arrays, when one model replaces another during training.
 
-An array is the same in both models if its kind, path, shape and type are. The optimizer's state of
-a parameter goes where the parameter goes; state that belongs to no parameter (a step count) always
-stays.
+Two arrays of the models are the same if their kind, path, shape and type are equal. The optimizer's
+state of a parameter goes where the parameter goes; state that belongs to no parameter, such as a
+step count, always stays. In this picture, each letter is a parameter, and a line joins the same one
+in both models:
 
-    old model    A  B  C         A stays where it is; B is copied, since its device changes
-                 |  |  |         C is parked on the host, with its optimizer's state
-    new model    A  B     D      D returns from the host if it was parked once, else it is made
+    old model    A  B  C         A stays where it is; B is copied, because its device changes;
+                 |  |            C is parked on the host, with its optimizer state
+    new model    A  B     D      D returns from the host if it was parked earlier, else it is made
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,19 +27,22 @@ from jvpipe.runtime.engine.placing import name_of
 from jvpipe.runtime.engine.tensors import Away, Identity
 
 Parked = dict[Identity, Any]
-"""Arrays on the host that the present model lacks; for those of other processes, which process has them."""
+"""Arrays on the host that the present model lacks, or `Away` for those of other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of an array of the new model; `index` is the old model's buffer if that stays or is copied."""
+    """The origin of an array of the new model.
+
+    If the array stays or is copied, `index` is its buffer in the old model.
+    """
 
     how: Literal["stay", "copy", "return", "make"]
     index: int = -1
 
 
 class Arrival(NamedTuple):
-    """A persistent buffer of the new model: what it is, where it lies, and where it comes from."""
+    """A persistent buffer of the new model, with the identity and the origin of its array."""
 
     identity: Identity
     buffer: Buffer
@@ -47,13 +51,13 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Origins:
-    """Decides where each array of a new model comes from, and what happens to those of the old model.
+    """The origins of all arrays of a new model, and what happens to those of the old model.
 
     Args:
-        old: the compiled plan before.
-        new: the compiled plan after.
-        values: leaves of the "parameter" and "state" of the new model, for those that are new.
-        parked: what lies on the host.
+        old: the compiled plan of the old model.
+        new: the compiled plan of the new model.
+        values: the leaves of the new model's "parameter" and "state", used for new arrays.
+        parked: the arrays on the host that the old model lacks.
     """
 
     old: CompiledPlan
@@ -65,10 +69,11 @@ class Origins:
         """Checks that the arrays of both models fit together.
 
         Raises:
-            ValueError: an array has another shape or type than before, or one that is new has no
-                value.
+            ValueError: an array has another shape or type than before, or a new array has no
+                values.
         """
-        # By path: an array of the same path must be the same, or it would silently begin again.
+        # Arrays with equal paths must be equal in shape and type. Otherwise training would silently
+        # begin again with new values.
         before = {(kind, array.name): array for kind, array in self.before}
         for kind, array in dict.fromkeys(self.after):
             old = before.get((kind, array.name), array)
@@ -95,19 +100,19 @@ class Origins:
 
     @cached_property
     def before(self) -> tuple[Identity, ...]:
-        """What each persistent buffer of the old model is."""
+        """The identity of each persistent buffer's array in the old model."""
         return _identities(self.old)
 
     @cached_property
     def after(self) -> tuple[Identity, ...]:
-        """What each persistent buffer of the new model is."""
+        """The identity of each persistent buffer's array in the new model."""
         return _identities(self.new)
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The origin of each persistent buffer of the new model."""
         owners, before = _parameters_of_state(self.new), frozenset(self.before)
-        # The old buffers of each array that may stay, by place and memory: each can stay only once.
+        # The old buffers of each array at each place and memory. A buffer can stay only once.
         staying: dict[tuple[Identity, int, int], list[int]] = {}
         anywhere: dict[Identity, int] = {}
         for i, (identity, buffer) in enumerate(zip(self.before, self.old.persistent, strict=True)):
@@ -117,11 +122,11 @@ class Origins:
         def source(identity: Identity, buffer: Buffer) -> Source:
             if identity[0] == "constant":
                 return Source("make")
-            # What the optimizer remembers of a parameter is of use only beside the values of that
-            # parameter.
+            # Optimizer state of a parameter is useful only together with the parameter's values.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
-            # At its place and in its memory an array stays, even if it has copies elsewhere.
+            # An array stays if the old model has it at this place and in this memory. Otherwise it
+            # is copied from any place where the old model has it.
             if identity in before and (owner is None or owner in before):
                 here = staying.get((identity, buffer.place, buffer.memory))
                 return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])
@@ -132,18 +137,18 @@ class Origins:
 
     @cached_property
     def arrivals(self) -> tuple[Arrival, ...]:
-        """The new model's buffers, with what each is and where it comes from."""
+        """The new model's buffers, with the identities and origins of their arrays."""
         return tuple(map(Arrival, self.after, self.new.persistent, self.sources))
 
     @cached_property
     def leaving(self) -> tuple[int, ...]:
-        """The old model's buffers that are not the new one's."""
+        """The old model's buffers whose arrays do not stay where they are."""
         stays = {source.index for source in self.sources if source.how == "stay"}
         return tuple(i for i in range(len(self.old.persistent)) if i not in stays)
 
     @cached_property
     def parks(self) -> dict[Identity, int]:
-        """The arrays that are kept on the host from here on, and the buffer that holds each."""
+        """The arrays that will be parked on the host, and the old buffer that holds each."""
         after, parks = frozenset(self.after), dict[Identity, int]()
         for i in self.leaving:
             identity = self.before[i]
@@ -153,7 +158,7 @@ class Origins:
 
     @cached_property
     def parked_after(self) -> Parked:
-        """The arrays on the host once the new model has taken over; for those that leave now, only their buffers."""
+        """The arrays that are parked after the change; for those that leave now, their buffers."""
         returned = {one.identity for one in self.arrivals if one.source.how == "return"}
         parks: Parked = {
             identity: i if self.had(i) else Away(self.process_of(i))
@@ -163,7 +168,7 @@ class Origins:
         return {identity: value for identity, value in parked if identity not in returned}
 
     def had(self, index: int) -> bool:
-        """Tells whether a buffer of the old model lies with this process."""
+        """Tells whether a buffer of the old model is on a device of this process."""
         return _jax.is_own(self.old.devices[self.old.persistent[index].place])
 
     def process_of(self, index: int) -> int:
@@ -172,13 +177,14 @@ class Origins:
 
     @cached_property
     def copied(self) -> frozenset[int]:
-        """The old model's buffers that the new one has elsewhere."""
+        """The old model's buffers whose arrays the new model has at other places."""
         return frozenset(source.index for source in self.sources if source.how == "copy")
 
     def home(self, arrival: Arrival) -> int | None:
-        """Returns the place over which what a process has parked goes to another one: the first there.
+        """Returns the place from which a parked array is sent to another process, if it is.
 
-        None for what takes no such way.
+        The process that has parked the array puts it on its first device and sends it from there.
+        Returns None for an array that does not go to another process in this way.
         """
         parked, devices = self.parked.get(arrival.identity), self.new.devices
         process = parked.process if isinstance(parked, Away) else self.hosts.process
@@ -189,7 +195,7 @@ class Origins:
 
 
 def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
-    """Returns what each persistent buffer is."""
+    """Returns the identity of each persistent buffer's array."""
     graph, optimizer = compiled.traced.graph, compiled.optimizer
     arrays: dict[str, Callable[[int], Array]] = {
         "parameter": lambda i: graph.parameters[i].array,
@@ -202,7 +208,7 @@ def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
 
 
 def _parameters_of_state(compiled: CompiledPlan) -> dict[Any, Identity]:
-    """Returns the parameter that a leaf of the optimizer's state belongs to, by the leaf's index."""
+    """Returns the parameter to which each leaf of the optimizer's state belongs, by index."""
     parameters = [parameter.array for parameter in compiled.traced.graph.parameters]
     owners: dict[Any, Identity] = {}
     for j, leaf in enumerate(compiled.optimizer.state):

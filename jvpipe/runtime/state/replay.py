@@ -1,9 +1,10 @@
-"""A run again on one device, one micro-batch after the other, by nothing but what the ledger of versions says.
+"""Replaying a run on one device, one micro-batch after another, from the ledger of versions.
 
-It calls the layers' own programs, since only these compute bitwise identical results, and shares
-nothing with the controller: no lists, no lowering, no buffers. A forward reads the version that the
-ledger names, so does a backward, and an update makes the next version. Each micro-batch is run
-whole before the next one begins: all versions that it may read are kept.
+The ledger says which version of the weights each forward and backward read, and which version each
+update made. A replay calls the layers' own programs, since only these give bitwise identical
+results. It shares nothing else with the controller: no task lists, no lowering, no buffers. Each
+micro-batch is run entirely before the next one begins. This is possible because all versions that a
+later task may read are kept.
 """
 
 import operator
@@ -33,12 +34,12 @@ class Replay:
     """A sequential run of a model: parameters by version, everything else by micro-batch.
 
     Args:
-        compiled: the plan whose layers and fates it follows.
-        parameters: the leaves at the start, as the layers see them.
+        compiled: the plan whose layers and fates the replay uses.
+        parameters: the leaves at the start, as the layers read them.
         state: the leaves of the optimizer's state at the start, by index and layer.
         model_state: the leaves of the model state at the start.
-        constants: what the trace closed over.
-        version: what the first updates start from.
+        constants: the arrays that the loss closes over.
+        version: the version of the parameters at the start.
     """
 
     def __init__(
@@ -57,33 +58,32 @@ class Replay:
         self._optimizer = dict(state)
         self._model_state = list(model_state)
         self._constants = constants
-        # By parameter and version, what is remembered of updates: PipeMare's mean, or XPipe's last
-        # update.
+        # By parameter and version: PipeMare's running mean of updates, or XPipe's last update.
         self._memory: dict[tuple[int, int], Any] = {}
-        self._count: dict[int, Any] = {}  # by layer, the updates that its mean has seen
-        self._weights: list[Any] = []  # of the micro-batches since the last update
-        # Gradients of the update to come, by parameter and reader; where devices take turns, those
-        # of each.
+        self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
+        self._weights: list[Any] = []  # the losses' weights since the last update
+        # By parameter and reading layer: the gradients for the next update, one sum for each of the
+        # devices that take turns.
         self._sums: dict[tuple[int, int], list[Any]] = {}
-        self._done: dict[int, int] = {}  # by layer, the backwards since the last update
+        self._done: dict[int, int] = {}  # by layer: the backwards since the last update
 
     @property
     def parameters(self) -> list[Any]:
-        """The newest version of each."""
+        """The newest version of each parameter."""
         newest = dict(sorted(self._versions))
         return [self._versions[p, newest[p]] for p in range(len(self._graph.parameters))]
 
     def microbatch(
         self, compiled: CompiledPlan, uses: Iterable[Use], batch: Sequence[Any], seed: Any
     ) -> float:
-        """Runs forward, backward and updates of one micro-batch; returns its loss.
+        """Runs the forward, backward and updates of a micro-batch; returns its loss.
 
         Args:
-            compiled: has the backwards and the optimizer; those of a stream's synchronous beginning
-                are others.
-            uses: which versions were read and made.
+            compiled: the plan under which the micro-batch ran. The synchronous steps at the start
+                of an asynchronous run have another optimizer than the steps after them.
+            uses: the versions that the micro-batch's tasks read and made.
             batch: the leaves of the micro-batch.
-            seed: the words of its key.
+            seed: the words of the micro-batch's random key.
         """
         self._enter(compiled)
         self._at = {(use.kind, use.layer): use for use in uses}
@@ -98,21 +98,21 @@ class Replay:
             self._weights.append(self._values[Ref(ValueKind.LOSS, 1)])
         cotangents: dict[int, Any] = {}
         for layer in reversed(self._graph.layers):
-            if (Kind.B, layer.id) in self._at:  # else it was still in flight when the run ended
+            if (Kind.B, layer.id) in self._at:  # no backward if in flight at the end of the run
                 self._backward(layer, inputs[layer.id], cotangents)
         if any(kind is Kind.U for kind, _ in self._at):
             self._update()
         return float(self._values[Ref(ValueKind.LOSS, 0)])
 
     def _enter(self, compiled: CompiledPlan) -> None:
-        """Follows a plan from here on: a run's plan may change at any micro-batch."""
+        """Uses a plan from now on; the plan of a run may change at any micro-batch."""
         self._compiled = compiled
         self._fates = Fates.of(self._graph, compiled.plan)
         stages = enumerate(compiled.plan.stages)
         self._stage = {layer: s for s, stage in stages for layer in stage.layers}
 
     def forget(self) -> None:
-        """Forgets what is remembered of updates: the run was drained."""
+        """Forgets PipeMare's mean and XPipe's last update, as a run does when it is drained."""
         self._memory, self._count = {}, {}
 
     def _programs(self, layer: Layer) -> LayerPrograms:
@@ -122,13 +122,13 @@ class Replay:
         device = first_of(self._compiled.devices[0])
         (executable,) = self._compiled.store.compile([(program, device)])
         arrays = [jax.device_put(x, device) for x in arguments]
-        # A donated array would be overwritten, and all versions are kept.
+        # A program may overwrite its donated arguments, and all versions must stay.
         for i in program.donated:
             arrays[i] = jnp.copy(arrays[i])
         return list(executable(*arrays))
 
     def _forward(self, layer: Layer) -> list[Any]:
-        """Runs a layer's forward; returns what it read."""
+        """Runs a layer's forward; returns the values that it read."""
         reads = [self._read(layer, ref, Kind.F) for ref in layer.reads]
         out = self._run(forward_program(self._programs(layer)), reads)
         self._values |= dict(zip(layer.writes, out, strict=False))
@@ -138,7 +138,7 @@ class Replay:
         return reads
 
     def _read(self, layer: Layer, ref: Ref, kind: Kind) -> Any:
-        """Returns what a layer's forward or backward reads, of parameters the version that the ledger names."""
+        """Returns a value that a layer reads; a parameter in the version that the ledger has."""
         if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
         use, p = self._at[kind, layer.id], ref.index
@@ -150,8 +150,8 @@ class Replay:
         plain = self._versions[p, use.version]
         if not use.shift:
             return plain
-        # A forward's weights are predicted some updates ahead, a backward's are corrected some
-        # updates back.
+        # XPipe predicts the weights of a forward some updates ahead. PipeMare corrects the weights
+        # of a backward some updates back.
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
         remembered = self._memory[p, use.version]
@@ -159,9 +159,9 @@ class Replay:
         return shifted
 
     def _run_again(self, layer: Layer) -> list[Any]:
-        """Runs a layer's forward again, with the backward's weights.
+        """Runs a layer's forward again with the backward's weights, at most once per micro-batch.
 
-        Returns what it wrote, and new residuals.
+        Returns the values that it wrote and its residuals, which replace the earlier ones.
         """
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
@@ -171,7 +171,7 @@ class Replay:
         return self._again[layer.id]
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
-        """Returns for a backward what its forward read: recomputed, if the stage has dropped it."""
+        """Returns a value that a forward read, for its backward; recomputes dropped values."""
         edge = self._stage[layer.id], ref.index
         if ref.kind == ValueKind.TENSOR and edge in self._fates.dropped:
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
@@ -179,18 +179,17 @@ class Replay:
         return self._read(layer, ref, Kind.B)
 
     def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
-        """Runs a layer's backward: adds its gradients to the sums, and its cotangents to those of its inputs.
+        """Runs a layer's backward; adds its gradients to the sums, and sets its inputs' cotangents.
 
         Args:
-            layer: whose.
-            inputs: what its forward read.
-            cotangents: by tensor, the sums of later readers.
+            layer: the layer.
+            inputs: the values that its forward read.
+            cotangents: by tensor, the sum of the cotangents from layers that read it later.
         """
         signature = self._programs(layer).signature
         if signature.is_idle:
             return
-        # What runs again comes first, in the order of a run: it renews residuals that the sources
-        # below name.
+        # Recomputing comes first, as in a run, because it replaces residuals that are read below.
         for kind, i in signature.sources:
             if kind == "input":
                 self._back(layer, layer.reads[i])
@@ -205,7 +204,7 @@ class Replay:
         program = self._compiled.row_programs.backward_program(self._programs(layer))
         if len(program.inputs) > len(
             arguments
-        ):  # else every micro-batch is an update, without sums
+        ):  # without sums, each micro-batch is an update of its own
             arguments += [of_turns[turn] for of_turns in sums]
         out = self._run(program, arguments)
         for of_turns, x in zip(sums, out, strict=False):
@@ -214,7 +213,7 @@ class Replay:
         cotangents |= {layer.reads[i].index: x for i, x in returned}
 
     def _source(self, layer: Layer, source: Source, inputs: Sequence[Any]) -> Any:
-        """Returns a value that a backward takes from where its signature says."""
+        """Returns a value that a backward takes, from the source in the backward's signature."""
         kind, i = source
         if kind == "residual":
             return self._residuals[layer.id][i]
@@ -227,7 +226,7 @@ class Replay:
     def _turn(self, layer: Layer) -> tuple[int, int]:
         """Counts a backward of a layer.
 
-        Returns which of its stage's devices ran it, and how many take turns.
+        Returns the number of the device that ran it, and how many devices take turns.
         """
         turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
         done = self._done.get(layer.id, 0)
@@ -244,7 +243,7 @@ class Replay:
         if self._graph.weighted:
             program = weights.total(self._compiled.traced.loss_shapes[1], len(self._weights))
             total = self._run(program, self._weights)
-        before: dict[int, dict[int, int]] = {}  # by layer, the versions that the update starts from
+        before: dict[int, dict[int, int]] = {}  # by layer: the versions at the start of the update
         values: dict[Slot, Any] = {}
         for piece in self._compiled.optimizer.update:
             layer = piece.layer
@@ -277,14 +276,14 @@ class Replay:
         total: list[Any],
         values: dict[Slot, Any],
     ) -> Any:
-        """Returns what a piece of the optimizer reads.
+        """Returns the value that a piece of the optimizer reads in a slot.
 
         Args:
-            slot: of the piece.
-            layer: that runs it.
-            before: by parameter, the version that the update starts from.
+            slot: the slot.
+            layer: the layer of the piece.
+            before: by parameter, its version at the start of the update.
             total: the sum of weights, if the loss is weighted.
-            values: what earlier pieces have passed on.
+            values: the values that earlier pieces have written.
         """
         match slot.kind:
             case SlotKind.GRADIENT:
@@ -303,11 +302,11 @@ class Replay:
                 assert_never(slot.kind)
 
     def _remember(self, layer: int, before: dict[int, int]) -> None:
-        """Notes an update as its schedule does: PipeMare's mean of updates and its scaling, XPipe's last update.
+        """Remembers an update for later shifts: in PipeMare's running mean, or as XPipe's last one.
 
         Args:
-            layer: whose.
-            before: by parameter, the version that the update started from.
+            layer: the layer.
+            before: by parameter, its version at the start of the update.
         """
         schedule = self._compiled.schedule
         tau = len(self._compiled.plan.stages) - 1 - self._stage[layer]
@@ -326,7 +325,7 @@ class Replay:
             program = weights.settled(shapes, tau, schedule.decay, schedule.anneal_updates)
             count = self._count.get(layer, np.int32(0))
             out = self._run(program, [*old, *new, *memory, count])
-            # PipeMare also scales the update itself, so the new version is another one.
+            # PipeMare also scales the update itself, so the new version is replaced.
             self._versions |= {(p, now): x for p, x in zip(before, out, strict=False)}
             memory = out[len(before) :]
             self._count[layer] = out[2 * len(before)]

@@ -1,1 +1,1 @@
-"""States as files: written whole, and checked when they are read."""
+"""Checkpoints: states as files, which are written as a whole and checked when they are read."""

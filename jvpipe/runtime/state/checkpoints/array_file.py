@@ -1,7 +1,7 @@
-"""Arrays by kind and path as a safetensors file, whose names are KIND/PATH.
+"""Arrays by kind and path in a safetensors file, under the names KIND/PATH.
 
-The format holds neither typed keys, which are written as their words, nor some types of numbers,
-which are written as bytes: what they were is kept beside the arrays.
+The format has no random keys and lacks some types of numbers. Keys are written as their words, and
+arrays of other types as bytes. Their own types are kept in `meta.json`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,17 +19,17 @@ from jvpipe.trace.keys import is_key
 from jvpipe.util.brief import brief
 
 Arrays = dict[str, dict[str, Any]]
-"""Arrays of numbers or of typed keys, by kind and path; None for one that is not read."""
+"""Arrays of numbers or of random keys, by kind and path; None for one that was not read."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Arrays as the format holds them.
+    """Arrays in types that the format has.
 
     Attributes:
-        arrays: by KIND/PATH.
-        keys: those that were typed keys: (kind, path, implementation).
-        raw: those that are written as bytes: (kind, path, type, shape).
+        arrays: the arrays by KIND/PATH.
+        keys: (kind, path, implementation) of each array that was one of random keys.
+        raw: (kind, path, type, shape) of each array that is written as bytes.
     """
 
     arrays: dict[str, np.ndarray]
@@ -38,14 +38,14 @@ class Packed:
 
 
 def pack(arrays: Arrays) -> Packed:
-    """Returns arrays as the format holds them."""
+    """Returns arrays in types that the format has."""
     packed = Packed({}, [], [])
     for kind, named in arrays.items():
         for name, array in named.items():
             words = np.asarray(jax.random.key_data(array) if is_key(array) else array, order="C")
             if is_key(array):
                 packed.keys.append([kind, name, str(jax.random.key_impl(array))])
-            # As bytes of one axis: the type and the shape are kept beside.
+            # Other types become bytes with one axis; `raw` keeps the type and the shape.
             if not _is_native(words):
                 packed.raw.append([kind, name, str(words.dtype), words.shape])
                 words = words.reshape(-1).view(np.uint8)
@@ -54,20 +54,21 @@ def pack(arrays: Arrays) -> Packed:
 
 
 def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence[Any]]) -> None:
-    """Gives arrays their types and shapes again, after they were read.
+    """Converts arrays that were read to their own types and shapes.
 
     Args:
-        arrays: as they were read; changed.
-        keys: as in `Packed`.
-        raw: as in `Packed`.
+        arrays: the arrays as they were read; this function changes the mapping.
+        keys: the entries of `Packed.keys`.
+        raw: the entries of `Packed.raw`.
 
     Raises:
-        ValueError: there is no such array, or it is none of that type and shape.
+        ValueError: an entry names an array that does not exist, or that does not have this type
+            and shape.
     """
     for kind, name, *_ in (*raw, *keys):
         if name not in arrays.get(kind, {}):
             raise ValueError(f"there is no {kind} {brief(name)} to be of another type")
-    # Bytes come first: keys may be made of words that were written as such.
+    # Bytes are converted before keys, because the words of a key may have been written as bytes.
     for kind, name, dtype, shape in raw:
         array = arrays[kind][name]
         if array is not None:
@@ -83,7 +84,7 @@ def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence
 
 @contextmanager
 def _converting(kind: str, name: str, array: np.ndarray, goal: str) -> Iterator[None]:
-    """Wraps what makes another array of one; raises ValueError if that fails."""
+    """Makes an error in converting an array, inside the context, a ValueError that names it."""
     try:
         yield
     except (TypeError, ValueError) as problem:
@@ -94,12 +95,12 @@ def write(file: Path, packed: Packed, checkpoint: Path) -> None:
     """Writes the arrays of a checkpoint.
 
     Args:
-        file: a new one.
+        file: the path of a new file.
         packed: the arrays.
-        checkpoint: the folder, for the message.
+        checkpoint: the folder of the checkpoint, for the message.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the file cannot be written.
     """
     try:
         save(file, packed.arrays)
@@ -111,14 +112,14 @@ def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays by name, with the permissions of any other file that this process writes.
 
     Args:
-        file: a new one.
-        arrays: that the format can hold.
+        file: the path of a new file.
+        arrays: arrays in types that the format has.
 
     Raises:
-        SafetensorError: they cannot be written.
+        SafetensorError: an array cannot be written.
         OSError: the file cannot be written.
     """
-    # safetensors itself writes files that only their owner may read.
+    # safetensors itself makes files that only their owner may read.
     file.touch()
     mode = file.stat().st_mode
     save_file(dict(arrays), file)
@@ -126,16 +127,13 @@ def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def names_in(file: Path) -> list[str]:
-    """Returns the names of the arrays in a file; raises ValueError if it is not one of arrays."""
+    """Returns the names of the arrays in a file; ValueError if it is not a safetensors file."""
     with _opened(file) as opened:
         return list(opened.keys())
 
 
 def read(file: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads the arrays of these names, and nothing else.
-
-    Raises ValueError if they are not there.
-    """
+    """Reads only the arrays with these names; ValueError if one is not in the file."""
     with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in names}
 
@@ -150,7 +148,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _is_native(array: np.ndarray) -> bool:
-    """Tells whether the format knows the type of an array."""
+    """Tells whether the format has the type of an array."""
     dtype = array.dtype
     is_plain = dtype.isbuiltin == 1 and dtype.itemsize <= 8
     return is_plain or str(dtype) == "bfloat16"

@@ -1,13 +1,13 @@
-"""Checkpoints written beside the training: one at a time, in a thread of its own.
+"""Writing of checkpoints beside the training: one at a time, in another thread.
 
-What is written was copied to the host before, so no step waits for the disk, and none changes what
-is written.
+The state was copied to the host before. So no step waits for the disk, and no step changes the
+arrays that are written.
 
-Orbax's CheckpointManager has a thread and a retention too, but a format of its own: without a
-digest of every file, without parts per process (its arrays are global ones that all processes hold
-together; ours lie with one process each, whatever the cut) and without states in flight. It also
-names and deletes the folders by rules of its own. With a handler that writes generations, all that
-would remain of it is the thread, which is this file.
+Orbax's CheckpointManager also has a thread, and rules for which checkpoints are kept. Its format,
+however, has no digest for each file, no states in flight, and no parts for each process: its arrays
+are global ones that all processes hold together, while each array of ours lies with one process. It
+also names and deletes folders by its own rules. With a handler that writes generations, only its
+thread would be left, and this file is such a thread.
 """
 
 import threading
@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 
 class Writer:
-    """Runs one write at a time; what a write fails with is raised by the next call.
+    """A context manager that runs one write at a time in another thread.
 
-    A context manager: at its end it waits for the write under way, and raises its failure unless
-    the block has failed.
+    If a write fails, the next call raises its error. At its end, the context waits for the last
+    write, and raises the write's error unless the code inside has raised one.
 
     >>> with Writer() as writer:
     ...     writer.begin(lambda: print("written"))
@@ -30,7 +30,7 @@ class Writer:
         self._failure: BaseException | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Begins a write once the one before is done; raises what that one failed with."""
+        """Waits for the write before, raises its error if it failed, and begins another write."""
         self.wait()
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="jvpipe-checkpoint", daemon=True
@@ -38,16 +38,16 @@ class Writer:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what the last write failed with, if it is known by now."""
+        """Raises the error of the last write, if the write has failed by now."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the write under way; raises what it failed with."""
+        """Waits until the last write has ended; raises its error if it failed."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
-        # A failure is raised once: after it the writer can be used again.
+        # An error is raised only once, so that the writer can be used again afterwards.
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -1,7 +1,8 @@
-"""Checkpoints: arrays by parameter path, so that a run saved under one cut can be restored under any other.
+"""Checkpoints: arrays by parameter path, so that any cuts can restore what other cuts have saved.
 
-A checkpoint is a generation of its folder: `meta.json`, and `arrays.safetensors`, whose names are
-KIND/PATH. Several processes write a part each instead, and `meta.json` says which part has what.
+A checkpoint is a folder with a generation, whose files are `meta.json` and `arrays.safetensors`.
+The names of the arrays are KIND/PATH. If there are several processes, each of them writes a part in
+place of `arrays.safetensors`, and `meta.json` lists the arrays of each part.
 """
 
 import json
@@ -24,16 +25,16 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Writes a checkpoint.
 
-    Whenever the process dies, the folder holds either the one before or this one, whole.
+    Whenever the process dies, the folder holds either the older checkpoint or the new one, whole.
 
     Args:
-        path: a folder, which may hold an older checkpoint that this one replaces.
-        arrays: host arrays by kind (parameters, optimizer, state) and path.
-        meta: what JSON can hold.
+        path: a folder, which may hold an older checkpoint; the new one replaces it.
+        arrays: arrays on the host, by kind (parameter, optimizer, state) and path.
+        meta: further entries of `meta.json`, which JSON can hold.
 
     Raises:
         ValueError: the path is that of a file.
-        OSError: it cannot be written there; the older checkpoint is as it was.
+        OSError: nothing can be written there; the older checkpoint is as it was.
     """
     folder = checkpoint_folder(path)
     packed = array_file.pack(arrays)
@@ -56,10 +57,10 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk; its arrays are read when they are asked for.
+    """A checkpoint on disk, whose arrays are read when they are asked for.
 
     Attributes:
-        folder: the checkpoint's.
+        folder: the folder of the checkpoint.
         generation: the folder of its newest generation.
         meta: the content of `meta.json`.
     """
@@ -69,28 +70,28 @@ class Saved:
     meta: dict[str, Any]
 
     def check(self, process: int = 0, count: int = 1) -> None:
-        """Compares the files of arrays with their digests; several processes share the files out.
+        """Compares the files of arrays with their digests; each process checks some of the files.
 
         Args:
-            process: this one.
-            count: of processes.
+            process: the number of this process.
+            count: the number of processes.
 
         Raises:
-            DamageError: a file is not what was saved.
+            DamageError: a file has changed since it was saved.
         """
         files = sorted(self.meta.get("parts", [ARRAYS]))
         generations.check_generation(self.generation, files[process::count])
 
     def read(self, names: Collection[tuple[str, str]] | None = None) -> Arrays:
-        """Reads arrays, and no more of any file than these.
+        """Reads some arrays, without reading the rest of their files.
 
-        All others are in the result too, as None.
+        The result has an entry for each array of the checkpoint; it is None for one not read.
 
         Args:
-            names: kind and path of each; all unless given.
+            names: the kind and path of each array to read; all arrays unless given.
 
         Raises:
-            DamageError: the files do not have what `meta.json` says.
+            DamageError: the files do not agree with `meta.json`.
         """
         with damage_of(self.folder):
             arrays = self._read(names)
@@ -98,7 +99,7 @@ class Saved:
         return arrays
 
     def check_state(self) -> None:
-        """Raises DamageError unless this is the checkpoint of a state, with all that a state is made of."""
+        """Raises DamageError unless `meta.json` has the entries of a state's checkpoint."""
         with damage_of(self.folder):
             check_state(self.meta)
 
@@ -106,7 +107,7 @@ class Saved:
         arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
         for file, in_file in self._contents().items():
             keys = {name: _kind_and_path(name) for name in in_file}
-            # A process opens only the files that have something it asks for.
+            # Only files with some of the wanted arrays are opened.
             needed = [name for name, key in keys.items() if names is None or key in names]
             values = array_file.read(self.generation / file, needed) if needed else {}
             for name, (kind, path) in keys.items():
@@ -123,7 +124,7 @@ class Saved:
 
 
 def _kind_and_path(name: str) -> tuple[str, str]:
-    """Splits the name of an array in a file; a path may have slashes, a kind has none."""
+    """Splits the name of an array in a file at the first slash; paths may have further slashes."""
     kind, _, path = name.partition("/")
     return kind, path
 
@@ -133,14 +134,14 @@ def open_checkpoint(path: str | Path) -> Saved:
 
     Raises:
         ValueError: there is no checkpoint.
-        DamageError: its `meta.json` is not as it was saved.
+        DamageError: its `meta.json` has changed since it was saved.
     """
     folder = checked_path(path).absolute()
     generation = generations.newest(folder)
     if generation is None:
         raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
     generations.check_generation(generation, [META])
-    # The arrays' own digests are compared later, where several processes can share the work.
+    # `Saved.check` compares the digests of the arrays' files later, shared among all processes.
     with damage_of(folder):
         meta = read_json(generation, META)
         compare(f"{META}:", meta, {str: anything})
@@ -153,7 +154,7 @@ def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
 
     Raises:
         ValueError: there is no checkpoint.
-        DamageError: it is not as it was saved.
+        DamageError: the checkpoint has changed since it was saved.
     """
     saved = open_checkpoint(path)
     saved.check()
@@ -161,7 +162,7 @@ def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
 
 
 def checkpoint_extra(path: str | Path) -> dict[str, Any]:
-    """Reads what `Pipeline.save` was given as `extra`."""
+    """Returns the `extra` with which `Pipeline.save` was called."""
     saved = open_checkpoint(path)
     with damage_of(saved.folder):
         compare(META, saved.meta.get("extra"), {str: anything})
@@ -169,21 +170,18 @@ def checkpoint_extra(path: str | Path) -> dict[str, Any]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tells whether a folder holds a checkpoint that was written to its end."""
+    """Tells whether a folder holds a checkpoint that was written completely."""
     return generations.newest(path) is not None
 
 
 def check_checkpoint(path: Path) -> None:
-    """Compares the files of a checkpoint with their digests, if there is one.
-
-    Raises DamageError if they differ.
-    """
+    """Raises DamageError if there is a checkpoint with files that differ from their digests."""
     if generation := generations.newest(path):
         generations.check_generation(generation)
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a checkpoint, whole or not, or warns that it cannot; what else lies in its folder stays."""
+    """Deletes a checkpoint, whole or not, and no other files; only warns if that fails."""
     generations.delete(path)
 
 
@@ -192,7 +190,7 @@ WORDS = {
     "optimizer": ("optimizer", "array of the optimizer's state"),
     "state": ("model", "leaf of the model state"),
 }
-"""For each kind of arrays: what differs if they do not fit, a model or an optimizer, and what one of them is."""
+"""Words for messages, by the kind of arrays: what they belong to, and what one array is."""
 
 
 def check_paths(
@@ -201,16 +199,16 @@ def check_paths(
     expected: Mapping[str, tuple[tuple[int, ...], str]],
     where: str,
 ) -> None:
-    """Checks that saved arrays have the expected names, and those that were read the expected shapes and types.
+    """Checks the names of saved arrays, and the shapes and types of those that were read.
 
     Args:
-        kind: of the arrays, as in `WORDS`.
-        saved: arrays by path, None for one that was not read.
+        kind: the kind of the arrays, as in `WORDS`.
+        saved: arrays by path; None for one that was not read.
         expected: shapes and types by path.
-        where: the checkpoint, for the message.
+        where: the path of the checkpoint, for the message.
 
     Raises:
-        ValueError: they differ; the message names the first.
+        ValueError: an array differs; the message names the first one.
     """
     whole, part = WORDS[kind]
     other = f"{where} is of another {whole}: "

@@ -1,9 +1,10 @@
-"""States in flight between the steps of an asynchronous stream: their names, and the plain state in them.
+"""States in flight between two steps of a stream: the names of their arrays, and plain states.
 
-A plain state has the arrays that lie on the devices when nothing is in flight; a state in flight
-has those of `Step.after`: every live version of the weights, residuals, edges, sums of gradients.
-The newest version of what a plain state has is always among these, so whoever asks for parameters,
-or evaluates, need not drain the stream.
+A stream is an asynchronous run, whose pipeline is not flushed between steps. A plain state has the
+arrays that lie on the devices when nothing is in flight. A state in flight has the arrays of
+`Step.after`: all live versions of the weights, residuals, tensors between layers, and sums of
+gradients. The newest version of each array of a plain state is always among them. So the stream
+need not be drained to read the parameters or to evaluate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,34 +25,36 @@ from jvpipe.util.brief import brief
 
 
 def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
-    """Returns the names of a state's arrays after so many steps of a stream; 0 at rest."""
+    """Returns the names of a state's arrays after a number of steps of a stream; 0 at rest."""
     if not stream_steps:
         return tuple(buffer.spot for buffer in compiled.persistent)
     return compiled.stream.step(stream_steps - 1).after
 
 
 def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
-    """Returns where the newest of everything that a plain state has is among a state's arrays, by name.
+    """Returns the positions, in a state's arrays, of the newest version of each plain array.
 
     Args:
-        compiled: what the state belongs to.
-        stream_steps: the steps of its stream, 0 at rest.
+        compiled: the compiled plan of the state.
+        stream_steps: how many steps the stream has had; 0 at rest.
+
+    Returns:
+        The position by the array's name.
     """
     newest = _newest(names_of(compiled, stream_steps))
-    # If an array has several copies, the first one counts: from last to first, it comes to stand in
-    # the result.
+    # Going from last to first, the first of several copies of an array overwrites the others.
     backwards = reversed(compiled.persistent)
     return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in backwards}
 
 
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """Returns the newest of everything that a plain state has; what is in flight is left out.
+    """Returns the newest version of each array of a plain state.
 
-    An array that is still on its way to another process is returned where it lies.
+    While a layer moves to another process, its arrays are returned where they still lie.
 
     Args:
-        compiled: what the state belongs to.
-        state: at rest, or in flight.
+        compiled: the compiled plan of the state.
+        state: a state at rest or in flight.
     """
     if not state.stream_steps:
         return state.arrays
@@ -68,14 +71,14 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
 def brought_arrays(
     compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Returns the arrays of a plain state, each where the plan has it.
+    """Returns the arrays of a plain state, each at the place where the plan has it.
 
-    All processes call it together. What still lies with another process is brought over.
+    All processes must call this together. Arrays that still lie with another process are copied.
 
     Args:
-        compiled: what the state belongs to.
-        state: at rest, or in flight.
-        plain: the plain state in it.
+        compiled: the compiled plan of the state.
+        state: a state at rest or in flight.
+        plain: its arrays as `plain_arrays` returns them.
     """
     arrays: list[Any] = list(plain)
     names, devices = names_of(compiled, state.stream_steps), compiled.devices
@@ -99,10 +102,10 @@ def brought_arrays(
 
 
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
-    """Returns for each array of a plain state where its newest version is among a state's arrays.
+    """Returns, for each array of a plain state, the position of its newest version in a state.
 
-    If that version has several copies, it is the one at the array's own place, if there is one;
-    else a layer is moving.
+    If this version has several copies, the one at the array's own place is taken. There is none at
+    that place while a layer moves.
     """
     spots = names_of(compiled, stream_steps)
     at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
@@ -122,14 +125,14 @@ def with_leaves(
     *,
     consume: bool,
 ) -> tuple[jax.Array, ...]:
-    """Returns the arrays of a state, with those of a kind replaced in their places.
+    """Returns the arrays of a state, with all arrays of a kind replaced where they lie.
 
     Args:
-        names: of the arrays.
-        arrays: the state's.
-        kind: of those to replace: parameters, or the optimizer's state.
-        leaves: what replaces them, on the host.
-        consume: free each array before another takes its place.
+        names: the names of the arrays.
+        arrays: the arrays of the state.
+        kind: the kind to replace: parameters, or the optimizer's state.
+        leaves: the new values, on the host.
+        consume: delete each array before its new value is put there.
     """
     replaced = []
     for spot, array in zip(names, arrays, strict=True):
@@ -143,12 +146,12 @@ def with_leaves(
 
 
 _Holder = tuple[ValueKind, int, int, int]
-"""What all versions of a value share: kind, index and layer, and for some kinds the place."""
+"""The key that all versions of a value share: kind, index, layer, and for some kinds the place."""
 
 
 def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
-    """Returns where among the names the newest version is of everything that lies on the devices between steps."""
-    # What counts up is the version of a parameter, or the micro-batch of model state.
+    """Returns the positions of the newest versions of all values that outlive a step."""
+    # Versions of parameters and optimizer state count updates, those of model state micro-batches.
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):
@@ -161,8 +164,8 @@ def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
 def _holder(spot: Spot) -> _Holder:
     """Returns the key of all versions of a value.
 
-    Layers may be moving, so parameters and optimizer state are found wherever they lie. Model state
-    and constants are looked up at their own place.
+    It has no place for parameters and optimizer state, which may lie at another place while their
+    layer moves. Model state and constants are looked up at their own place.
     """
     value = spot.value
     is_of_place = value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
@@ -172,23 +175,22 @@ def _holder(spot: Spot) -> _Holder:
 def restore_in_flight(
     compiled: CompiledPlan, stream_steps: int, values: Mapping[str, Any], ledger: Ledger
 ) -> tuple[jax.Array, ...]:
-    """Puts the arrays of a state in flight where each lay.
-
-    Returns None for those of other processes.
+    """Puts each array of a state in flight where it lay; returns None for other processes' arrays.
 
     Args:
-        compiled: what the state belongs to.
-        stream_steps: the steps of its stream.
-        values: host arrays by their names; None for those of other processes.
-        ledger: counts them.
+        compiled: the compiled plan of the state.
+        stream_steps: how many steps the stream has had.
+        values: arrays on the host by their names; None for those of other processes.
+        ledger: counts the bytes of the arrays.
 
     Raises:
-        ValueError: the names are not those of this plan's stream, or an array is another one.
+        ValueError: the names are not those of this plan's stream, or an array has another shape or
+            type than expected.
     """
     step = compiled.stream.step(stream_steps - 1)
     names = [str(spot) for spot in step.after]
-    # Names are those of the stream's buffers, so a lowering that names them differently cannot go
-    # on.
+    # Arrays are saved under the names of the stream's buffers. If a version of jvpipe names buffers
+    # differently, it cannot restore them.
     if unknown := sorted(values.keys() ^ set(names)):
         raise ValueError(
             f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): another version wrote it. "
@@ -216,10 +218,7 @@ def restore_in_flight(
 
 
 def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of an array in flight.
-
-    Returns None if only programs of an earlier plan know.
-    """
+    """Returns the shape and type of an array in flight; None if only an earlier plan has them."""
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
         return compiled.row_programs.known_shape(value)

@@ -1,11 +1,12 @@
-"""Generations: the content of a folder, replaced whole, with a digest of every file.
+"""Generations: the content of a folder, which is replaced as a whole, with a digest of each file.
 
-    generation-000004/         the newest: whole, with digests.json
-    generation-000005.draft/   being written, and forced to the disk; renaming it makes it the newest
+    generation-000004/         the newest generation: whole, with digests.json
+    generation-000005.draft/   the next one, while it is written and forced to the disk
 
-Only then is the older one deleted. A rename is atomic, so whenever a process dies, the newest
-generation is whole. What cannot be deleted gives a warning, and is tried again with the next one.
-Anything else in the folder is somebody else's, and left alone.
+A draft becomes the newest generation when it is renamed, and then the older one is deleted. A
+rename is atomic, so whenever a process dies, the newest generation is whole. If something cannot be
+deleted, a warning is logged, and the next generation tries again. Anything else in the folder does
+not belong to jvpipe and is left alone.
 """
 
 import hashlib
@@ -27,11 +28,11 @@ _log = logging.getLogger("jvpipe")
 _DIGESTS = "digests.json"
 _PREFIX, _DRAFT = "generation-", ".draft"
 _NAME = re.compile(_PREFIX + r"\d{6,}")
-_OURS = re.compile(_PREFIX + r"\d{6,}(\..*)?")  # also drafts and what is being deleted
+_OURS = re.compile(_PREFIX + r"\d{6,}(\..*)?")  # drafts and half deleted generations as well
 
 
 class DamageError(ValueError):
-    """A file is not what was saved."""
+    """A file is gone, or has changed since it was saved."""
 
 
 def newest(folder: Path) -> Path | None:
@@ -42,7 +43,7 @@ def newest(folder: Path) -> Path | None:
 
 @contextmanager
 def draft(folder: Path) -> Iterator[Path]:
-    """Yields a path that becomes the next generation of a folder when the block ends without an error."""
+    """Yields a path for a draft, which becomes the next generation if there is no error inside."""
     drafted = begin_draft(folder)
     try:
         yield drafted
@@ -53,13 +54,10 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def begin_draft(folder: Path) -> Path:
-    """Returns a path for the next generation of a folder.
-
-    Deletes the drafts of processes that were killed.
-    """
+    """Returns a path for a draft in a folder, after deleting the drafts of killed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder, newest(folder))
-    # What could not be deleted keeps its number: no two folders ever have the same name.
+    # Folders that could not be deleted still count, so that no two folders get the same number.
     numbers = map(_number, filter(_is_ours, folder.iterdir()))
     return folder / f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_DRAFT}"
 
@@ -68,12 +66,12 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
     """Makes a draft the newest generation.
 
     Args:
-        drafted: all files are written.
-        digests: of some of them, by name, if these were taken before.
+        drafted: the draft, with all its files.
+        digests: the digests of some files, by name, if they were computed before.
     """
     generation = drafted.with_name(drafted.name.removesuffix(_DRAFT))
-    # Contents, then the name, each forced to the disk: after a crash the name never stands for
-    # less.
+    # The contents are forced to the disk before the rename, and the new name after it. So a
+    # generation that is found after a crash has all its contents.
     _seal(drafted, digests or {})
     drafted.rename(generation)
     sync(generation.parent)
@@ -81,15 +79,15 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
 
 
 def drop_draft(drafted: Path) -> None:
-    """Deletes a draft that has not become a generation."""
+    """Deletes a draft that will not become a generation."""
     _sweep(drafted.parent, newest(drafted.parent))
 
 
 def check_generation(generation: Path, names: Collection[str] | None = None) -> None:
-    """Compares files of a generation with their digests: those named, or all.
+    """Compares files of a generation with their digests: the named files, or all.
 
     Raises:
-        DamageError: a file is gone or another one.
+        DamageError: a file is gone, or has changed since it was saved.
     """
     with damage_of(generation.parent):
         digests = read_json(generation, _DIGESTS)
@@ -104,16 +102,16 @@ def check_generation(generation: Path, names: Collection[str] | None = None) -> 
 
 
 def delete(folder: Path) -> None:
-    """Deletes all generations of a folder, and the folder if nothing else was in it.
+    """Deletes all generations of a folder, and the folder if nothing else is in it.
 
-    What lies behind a link was put there by somebody else, and stays.
+    If the folder is a link, nothing is deleted, because the user has put the folder elsewhere.
     """
     with adding_path(folder):
         if folder.is_symlink():
             raise OSError("it is a link")
         if not any(map(_is_ours, folder.iterdir())):
             return
-        # A generation that is half deleted must not be taken for one.
+        # They are renamed first, so that a half deleted one does not pass for a generation.
         for generation in _all(folder):
             generation.rename(generation.with_name(generation.name + ".deleted"))
         _sweep(folder, None)
@@ -123,7 +121,7 @@ def delete(folder: Path) -> None:
 
 @contextmanager
 def adding_path(path: Path) -> Iterator[None]:
-    """Wraps the deletion of a path: a failure is only a warning, the first time."""
+    """Makes a failure to delete a path, inside the context, a warning; it is logged only once."""
     try:
         yield
     except OSError as problem:
@@ -141,7 +139,7 @@ def _warn(path: Path, reason: str) -> None:
 
 @contextmanager
 def damage_of(folder: Path) -> Iterator[None]:
-    """Wraps the reading of a folder's files: raises a DamageError that names it for what is wrong with them."""
+    """Makes an error in reading files, inside the context, a DamageError that names the folder."""
     try:
         yield
     except DamageError:
@@ -151,10 +149,7 @@ def damage_of(folder: Path) -> Iterator[None]:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """Reads a JSON file of a folder.
-
-    Raises ValueError if it is gone, is not JSON, or is nested too deeply.
-    """
+    """Reads a JSON file of a folder; ValueError if it is gone, no JSON, or nested too deeply."""
     try:
         return json.loads((folder / name).read_bytes())
     except (OSError, ValueError, RecursionError) as problem:
@@ -182,7 +177,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _sweep(folder: Path, kept: Path | None) -> None:
-    """Deletes the older generations, and what killed processes left of others."""
+    """Deletes all generations and drafts of a folder except one."""
     for path in sorted(folder.iterdir()):
         if path != kept and _is_ours(path):
             with adding_path(path):
@@ -190,11 +185,11 @@ def _sweep(folder: Path, kept: Path | None) -> None:
 
 
 def _seal(folder: Path, digests: Mapping[str, str]) -> None:
-    """Adds the digests of all files, and forces everything to the disk.
+    """Writes the digests of all files, and forces all files to the disk.
 
     Args:
-        folder: a draft.
-        digests: of some of its files, by name.
+        folder: the folder of a draft.
+        digests: the digests of some files, by name, if they were computed before.
     """
     paths = sorted(folder.rglob("*"))
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}

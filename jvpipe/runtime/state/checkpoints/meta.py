@@ -1,8 +1,8 @@
-"""The entries of a checkpoint's `meta.json`, and what each of them must be.
+"""Patterns of the entries of a checkpoint's `meta.json`, and checks against these.
 
-A checkpoint is data from outside: before anything is made of it, everything is checked against
-these patterns (`jvpipe.util.pattern`), so that an error names the entry instead of failing
-somewhere below.
+A checkpoint comes from outside the program. All entries are therefore checked against patterns
+(`jvpipe.util.pattern`) before they are used, so that an error names the bad entry. The patterns are
+also the description of the format: older checkpoints must keep matching them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_o
 _WHERE = "meta.json"
 _COUNT = whole_in(0, 2**31 - 1)
 _ANY = whole_in(-LARGEST)
-"""Numbers of a use are counted from where its step begins: they may be below 0."""
+"""A number of a use. Such numbers count from the start of the step, so they may be below 0."""
 _USE = (one_of_texts((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
 _ARRAYS = {
@@ -63,10 +63,7 @@ _STATE = {
 
 
 def check_array_table(meta: Mapping[str, Any]) -> None:
-    """Checks the entries that say which arrays there are.
-
-    Raises ValueError for what is wrong with them.
-    """
+    """Raises ValueError if an entry that lists the arrays of the checkpoint is wrong."""
     if "kinds" not in meta:
         raise ValueError(f"{_WHERE} lacks kinds")
     for name in _ARRAYS.keys() & meta.keys():
@@ -77,10 +74,10 @@ def check_array_table(meta: Mapping[str, Any]) -> None:
 
 
 def check_state(meta: Mapping[str, Any]) -> None:
-    """Checks the entries of a state; raises ValueError unless they are all there, and no others."""
+    """Raises ValueError unless `meta.json` has exactly the entries of a state, all valid."""
     compare(_WHERE, dict(meta), _STATE)
     words, key = meta["words"], meta["key"]
-    # A run without a key has neither; else the words fill the shape of the key.
+    # A run without a key has neither words nor a key. Otherwise the words fill the key's shape.
     if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
         raise ValueError(f"{_WHERE}: the words {words} are none of a key of {key}")
     flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())
@@ -91,11 +88,11 @@ def check_state(meta: Mapping[str, Any]) -> None:
 
 
 def _check_flight(flight: Mapping[str, Any], step: int) -> None:
-    """Checks that what a state says of its micro-batches in flight agrees with itself.
+    """Raises ValueError if the entries about micro-batches in flight contradict each other.
 
     Args:
-        flight: that entry.
-        step: of the state.
+        flight: the entry about the micro-batches in flight.
+        step: the step of the state.
     """
     steps, legs = flight["steps"], flight["legs"]
     if steps > step or not legs:

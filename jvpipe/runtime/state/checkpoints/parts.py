@@ -1,10 +1,12 @@
 """Checkpoints of several processes: each writes a part, and the first one makes them a generation.
 
+Each line shows what a process writes, from left to right. At each bar, all processes wait until all
+have come to it:
+
     process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
     process 1          |  part-0001.safetensors  |                                                  |
 
-No process passes a bar before all have come to it. If one fails, all raise, and the older
-generation stays.
+If one process fails, all raise an error, and the older generation stays.
 """
 
 import json
@@ -30,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Part:
-    """A part, as the process that wrote it describes it to the others."""
+    """The description of a part that the process that wrote it sends to the others."""
 
     file: str
     bytes: int
@@ -40,16 +42,16 @@ class _Part:
 
 
 def save_parts(hosts: Hosts, path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
-    """Writes a checkpoint together with all other processes, whole or not at all.
+    """Writes a checkpoint together with all other processes; if one fails, nothing changes.
 
     Args:
-        hosts: the processes, which all call it.
-        path: a folder that all see.
-        arrays: host arrays of this process alone, by kind and path.
-        meta: what JSON can hold; that of the first process is written.
+        hosts: the processes, all of which must call this.
+        path: a folder that all processes see.
+        arrays: the arrays on the host that this process saves, by kind and path.
+        meta: further entries of `meta.json`; those of the first process are written.
 
     Raises:
-        ValueError: the path is that of a file, or of another folder in some process.
+        ValueError: the path is that of a file, or some process sees another folder there.
         OSError: this process cannot write there.
         Disagreement: another process has failed.
     """
@@ -85,8 +87,8 @@ def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
 
 
 def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> None:
-    """Makes the parts of all processes the newest generation."""
-    # The first process sees all parts only if the folder is the same one everywhere.
+    """Makes the draft with the parts of all processes the newest generation."""
+    # The first process finds all parts only if the path is the same folder in all processes.
     for process, part in enumerate(parts):
         file = draft / part.file
         if not file.is_file() or file.stat().st_size != part.bytes:
@@ -98,7 +100,8 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
         "parts": {part.file: array_file.names_in(draft / part.file) for part in parts},
     }
     (draft / META).write_text(json.dumps(content))
-    # Each process has taken the digest of its part while it was in the cache: none is read again.
+    # Each process has computed the digest of its own part while the part was in the system's cache,
+    # so the first process need not read the parts.
     generations.finish_draft(draft, {part.file: part.digest for part in parts})
 
 
@@ -110,15 +113,15 @@ def _elsewhere(folder: Path, process: int) -> str:
 
 
 def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
-    """Opens a checkpoint in all processes, and checks its files, each of them in one process.
+    """Opens a checkpoint in all processes, and checks its files, each file in one process.
 
     Args:
         hosts: the processes, if there are several.
-        path: a folder that all see.
+        path: a folder that all processes see.
 
     Raises:
-        ValueError: there is no checkpoint, or another one in another process.
-        DamageError: it is not as it was saved.
+        ValueError: there is no checkpoint, or another process has another one there.
+        DamageError: the checkpoint has changed since it was saved.
     """
     saved = read_together(hosts, partial(open_checkpoint, path))
     if hosts is not None:
@@ -130,20 +133,21 @@ def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
 
 
 def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
-    """Reads something of a checkpoint; if it is damaged in one process, all raise the same error.
+    """Calls a function that reads a checkpoint; if one process finds damage, all raise its error.
 
     Args:
         hosts: the processes, if there are several.
-        act: reads it.
+        act: reads the checkpoint.
 
     Raises:
-        DamageError: it is damaged.
-        Disagreement: another process has failed otherwise.
+        DamageError: some process has found damage.
+        Disagreement: another process has failed with some other error.
     """
     if hosts is None:
         return act()
 
-    # As a value, not as a failure: those would be told to the others as a Disagreement.
+    # The damage is returned as a value. If it were raised, `together` would make it a Disagreement
+    # in the other processes.
     def read() -> T | DamageError:
         try:
             return act()

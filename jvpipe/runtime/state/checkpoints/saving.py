@@ -1,4 +1,7 @@
-"""States as checkpoints: a plain one fits any cut, one in flight only the same schedule, cuts and fates."""
+"""Saving of states: one at rest fits any cuts, one in flight only the same schedule and plan.
+
+A state at rest has no micro-batches in flight (forwards that ran without their backwards).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +28,12 @@ from jvpipe.trace.loss import KeyKind
 
 @dataclass(frozen=True)
 class Saving:
-    """Translates between the states of a compiled plan and what is in a checkpoint.
+    """The translation between the states of a compiled plan and the contents of a checkpoint.
 
     Args:
-        compiled: that the states belong to.
-        schedule: as the user chose it.
-        microbatches: of a step.
+        compiled: the compiled plan of the states.
+        schedule: the schedule that the user chose.
+        microbatches: how many a step has.
     """
 
     compiled: CompiledPlan
@@ -48,33 +51,33 @@ class Saving:
         }
 
     def arrays(self, of_state: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
-        """Returns the arrays of a state on the host, as far as this process holds them.
+        """Returns copies on the host of the arrays that this process has to save.
 
-        An array that lies at several places is saved by the process with the first copy.
+        An array that lies at several places is saved by the process that holds the first copy.
 
         Args:
-            of_state: its arrays, None for what another process holds.
-            stream_steps: the steps of its stream, 0 at rest.
+            of_state: the arrays of the state; None for those that another process holds.
+            stream_steps: how many steps the stream has had; 0 at rest.
         """
         newest = newest_of(self.compiled, stream_steps)
         arrays: Arrays = {}
         for kind, names in self.names.items():
             named = ((name, of_state[newest[kind, i]]) for i, name in enumerate(names))
             arrays[kind] = {name: to_host(x) for name, x in named if x is not None}
-        # What is in flight is saved beside the plain state.
+        # All arrays of a state in flight are saved in addition to the parameters and so on.
         if stream_steps:
             spots = zip(names_of(self.compiled, stream_steps), of_state, strict=True)
             arrays["flight"] = {str(spot): to_host(x) for spot, x in spots if x is not None}
         return arrays
 
     def own(self, stream_steps: int) -> set[tuple[str, str]]:
-        """Returns the arrays of a checkpoint that this process has to hold, by kind and name.
+        """Returns the kinds and names of a checkpoint's arrays that this process has to hold.
 
         Args:
-            stream_steps: the steps of the stream that was saved, 0 at rest.
+            stream_steps: how many steps the saved stream has had; 0 at rest.
         """
-        # In flight every buffer is saved by its own name; at rest copies share the name of their
-        # leaf.
+        # In flight, each buffer is saved under its own name. At rest, all copies of an array have
+        # the name of its leaf.
         devices, spots = self.compiled.devices, names_of(self.compiled, stream_steps)
         here = [spot for spot in spots if is_own(devices[spot.place])]
         if stream_steps:
@@ -91,14 +94,14 @@ class Saving:
         versions: VersionLedger,
         extra: dict[str, Any],
     ) -> dict[str, Any]:
-        """Returns what a checkpoint says of a state beside its arrays.
+        """Returns the entries of a checkpoint's `meta.json` for a state.
 
         Args:
-            state: at rest, or in flight.
+            state: a state at rest or in flight.
             rng: the key of the run.
-            shapes: the trees that the model was traced with.
-            versions: the ledger of the run, of which a state in flight needs the end.
-            extra: from the caller; what JSON can hold.
+            shapes: the shapes of the trees with which the model was traced.
+            versions: the ledger of the run; its end is saved with a state in flight.
+            extra: the caller's values, which JSON can hold.
         """
         key = None if rng is None else KeyKind.of(rng)
         meta = {
@@ -120,14 +123,14 @@ class Saving:
         return meta
 
     def leaves(self, path: str | Path, arrays: Arrays) -> dict[Name, Leaf]:
-        """Returns the saved arrays by name, those that were read.
+        """Returns leaves, by name, for the saved arrays that were read.
 
         Args:
-            path: the checkpoint's, for the message.
-            arrays: by kind and path; None for what another process reads.
+            path: the path of the checkpoint, for the message.
+            arrays: the arrays by kind and path; None for those that another process reads.
 
         Raises:
-            ValueError: they are of another model.
+            ValueError: the arrays are of another model.
         """
         leaves: dict[Name, Leaf] = {}
         for kind, names in self.names.items():
@@ -140,14 +143,14 @@ class Saving:
         return leaves
 
     def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
-        """Checks that what was in flight can go on under this plan.
+        """Checks that micro-batches saved in flight can go on under this plan.
 
         Args:
-            path: the checkpoint's, for the message.
-            in_flight: what it says of that.
+            path: the path of the checkpoint, for the message.
+            in_flight: the entry of `meta.json` about the micro-batches in flight.
 
         Raises:
-            ValueError: it belongs to another schedule, other cuts, fates or devices.
+            ValueError: they ran under another schedule, or other cuts, fates or devices.
         """
         plan = Plan.from_json(in_flight["legs"][-1][1])
         then = [stage.devices for stage in plan.stages]
@@ -162,12 +165,16 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        """What a state in flight is bound to, as JSON: it can go on only under the same."""
+        """The choices to which a state in flight is bound, as JSON.
+
+        The state can go on only under equal choices. Checkpoints contain this list, so its order is
+        part of their format.
+        """
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
         options, cuts, splits = self.schedule.options, list(plan.cuts), list(plan.splits)
         binding = [options, cuts, splits, fates, self.microbatches]
-        # What is told only where it applies leaves the checkpoints of all other plans as they were.
+        # Entries that are added only for some plans do not change the checkpoints of other plans.
         if plan.replicated:
             binding.append(list(plan.replicas))
         states = [dict(stage.state_fates) for stage in plan.stages]
@@ -186,9 +193,9 @@ class Saving:
 
 
 def checkpoint_plan(path: str | Path) -> Plan | None:
-    """Returns the plan under which a state saved in flight goes on, as `Pipeline(stages=plan)`.
+    """Returns the plan that a state saved in flight needs, for `Pipeline(stages=plan)`.
 
-    Returns None if any will do.
+    Returns None for a state at rest, which any plan can use.
     """
     saved = open_checkpoint(path)
     saved.check_state()
@@ -204,14 +211,14 @@ def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
 def saved_inputs(
     path: str | Path, meta: Mapping[str, Any]
 ) -> tuple[Any, Any, jax.Array | None, Any]:
-    """Returns the shapes of parameters and batch, the key, and the shapes of the model state that were saved.
+    """Returns the saved shapes of parameters and batch, the key, and the shapes of the model state.
 
     Args:
-        path: the checkpoint's, for the message.
-        meta: its `meta.json`.
+        path: the path of the checkpoint, for the message.
+        meta: the content of its `meta.json`.
 
     Raises:
-        ValueError: it does not know the containers of one of them.
+        ValueError: the checkpoint does not have the containers of one of the trees.
     """
     shapes = meta["shapes"]
     unknown = [name for name, shape in shapes.items() if shape is None]
@@ -230,7 +237,7 @@ def saved_inputs(
 def _saved_key(path: str | Path, meta: Mapping[str, Any]) -> jax.Array:
     (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
     key = jax.numpy.asarray(words.reshape(shape))
-    if impl is None:  # a raw key, which is its words
+    if impl is None:  # a key of `PRNGKey`, which is an array of words
         return key
     try:
         return jax.random.wrap_key_data(key, impl=impl)

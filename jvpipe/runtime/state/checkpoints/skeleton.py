@@ -1,9 +1,9 @@
-"""The shape of a pytree as JSON, so that a checkpoint alone says what model it is of.
+"""Pytrees of shapes as JSON, so that a checkpoint has the shapes and containers of its model.
 
-Dicts of strings, lists and tuples are written as such. Any other container is written as the name
-of its class and its node data: what JAX keeps of it beside the children, such as keys and static
-fields. Node data must be plain, or the tree is not written. Reading imports nothing, so that no
-checkpoint can run code: the class must have been imported before.
+Dicts with string keys, lists and tuples are written as such. Any other container is written as the
+name of its class with its node data: what JAX keeps of a container besides its children, such as
+keys and static fields. If node data are not plain values, the tree is not written. Reading does not
+import modules, so that no checkpoint can run code: the class must have been imported before.
 """
 
 import sys
@@ -21,9 +21,7 @@ Tree = Any
 
 
 def dump(tree: Tree) -> Any:
-    """Returns a tree as JSON, its leaves as shapes and types.
-
-    Returns None if a container or a leaf of it cannot be written.
+    """Returns a tree as JSON, with shapes and types as leaves; None if it cannot be written.
 
     >>> import numpy as np
     >>> dump({"a": (np.zeros(2, "float32"),)})
@@ -36,7 +34,10 @@ def dump(tree: Tree) -> Any:
 
 
 def tree(where: str, dumped: Any) -> None:
-    """Raises ValueError unless data are what `dump` writes; a pattern for `jvpipe.util.pattern`."""
+    """Raises ValueError unless data have the form that `dump` writes.
+
+    It is used as a pattern of `jvpipe.util.pattern`.
+    """
     compare(where, dumped, {str: anything})
     if len(dumped) != 1 or (kind := next(iter(dumped))) not in _INSIDE:
         raise ValueError(f"{where} must be one of {', '.join(_INSIDE)}, not {brief(dumped)}")
@@ -47,7 +48,7 @@ def tree(where: str, dumped: Any) -> None:
 
 
 def dtype(where: str, name: Any) -> None:
-    """Raises ValueError unless a name is that of a type; it is used as a pattern."""
+    """Raises ValueError unless a text names a type of numbers; also used as a pattern."""
     compare(where, name, str)
     try:
         dtype_of(name)
@@ -63,17 +64,18 @@ _INSIDE = {
     "node": (str, anything, [tree]),
     "leaf": ([whole_in()], dtype),
 }
-"""The pattern of what may be in each kind of container."""
+"""For each kind of node, the pattern of its content."""
 
 
 def load_container(dumped: Any) -> Tree:
-    """Returns the tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
+    """Returns the tree that `dump` wrote, with `ShapeDtypeStruct`s as leaves.
 
     Args:
-        dumped: a `tree`, as a pattern says.
+        dumped: the tree as JSON, checked with the pattern `tree`.
 
     Raises:
-        ValueError: the class of a container is not there, or does not take what is in it.
+        ValueError: the class of a container has not been imported, or cannot be made of the
+            content.
     """
     ((kind, inside),) = dumped.items()
     match kind:
@@ -96,9 +98,9 @@ def _container(name: str, kept: Any, children: list[Any]) -> Tree:
     """Returns a container of a user's class.
 
     Args:
-        name: of the class.
-        kept: what its flattening keeps beside the children.
-        children: as `dump` writes them.
+        name: the name of the class.
+        kept: the node data of the container.
+        children: the children, as `dump` writes them.
     """
     container, trees = _class(name), list(map(load_container, children))
     try:
@@ -106,7 +108,7 @@ def _container(name: str, kept: Any, children: list[Any]) -> Tree:
         node_data = container, _plain(kept)
         node = PyTreeDef.from_node_data_and_children(default_registry, node_data, leaves)
         return jax.tree.unflatten(node, trees)
-    except Exception as problem:  # of any kind: the class is a user's
+    except Exception as problem:  # a user's class may raise any kind of error
         parts = f"{brief(kept)} and {len(children)} parts"
         raise ValueError(f"the container {name} cannot be made of {parts}") from problem
 
@@ -119,7 +121,7 @@ def _dump(tree: Tree) -> Any:
         return {"dict": {k: _dump(v) for k, v in tree.items()}}
     if kind in (list, tuple):
         return {kind.__name__: [_dump(v) for v in tree]}
-    # One level: the children of a container are leaves to it, and a leaf has no node data.
+    # Only the top level is flattened: `is_leaf` stops at the children. A leaf has no node data.
     children, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
     node_data = structure.node_data()
     if node_data is not None:
@@ -132,9 +134,9 @@ def _dump(tree: Tree) -> Any:
 
 
 def _as_json(kept: Any) -> Any:
-    """Returns the data that flattening kept as JSON, which has no tuples.
+    """Returns node data as JSON, in which a tuple becomes `{"tuple": [...]}`.
 
-    Raises TypeError for what is not plain.
+    Raises TypeError for data that are not plain.
     """
     if isinstance(kept, tuple):
         return {"tuple": [_as_json(x) for x in kept]}
@@ -146,7 +148,7 @@ def _as_json(kept: Any) -> Any:
 
 
 def _plain(dumped: Any) -> Any:
-    """Returns the data that `_as_json` wrote."""
+    """Returns the node data that `_as_json` wrote."""
     match dumped:
         case {"tuple": inside}:
             return tuple(map(_plain, inside))
@@ -157,7 +159,7 @@ def _plain(dumped: Any) -> Any:
 
 
 def _class(name: str) -> type:
-    """Returns the class of a name, which must have been imported: a checkpoint makes nothing be imported."""
+    """Returns the class with a name; it must have been imported, since nothing is imported here."""
     module, _, inside = name.partition(":")
     try:
         container = attrgetter(inside)(sys.modules[module])

@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from jvpipe.session.adapt import ADAPTING, beside_training
+from jvpipe.runtime.engine.beside_training import TURN_S, beside_training
 
 
 def _now() -> tuple[float, bool]:
@@ -30,7 +30,7 @@ def test_all_is_as_before_when_the_last_has_left_whoever_that_is() -> None:
         with beside_training():
             for _ in range(3):
                 met.wait()
-        assert found.result() == (pytest.approx(ADAPTING.turn_s), False)
+        assert found.result() == (pytest.approx(TURN_S), False)
     assert _now() == before
 
 
