@@ -22,7 +22,7 @@ class Judged:
 
 
 def judged(problem: Problem, plan: Plan) -> Judged:
-    """Simulates a step of a plan, whatever its cuts, devices and fates.
+    """Simulates a step of a plan, which need not be one that jvpipe's planners would make.
 
     Args:
         problem: the costs of layers and links, and the number of micro-batches.
@@ -70,10 +70,11 @@ def _choice(
     before = [edge for edge in edges if edge.producer == layer - 1]
     inputs = [edge.name for edge in before if layer in edge.readers]
     outputs = [edge.name for edge in edges if edge.producer == layer]
-    # A layer whose input is not kept repeats its forward from the input of the layer before it.
+    # If the layer's input is recomputed, the layer before runs again and makes that input, from
+    # which this layer's forward then runs again.
     if any(dropped.get(name) == Fate.RECOMPUTE for name in inputs):
         return RECOMPUTE_CHAIN
-    # A layer whose output is not kept repeats its forward for the layers that read it.
+    # If only the layer's output is recomputed, its forward runs again from the kept input.
     if any(dropped.get(name) == Fate.RECOMPUTE for name in outputs):
         return RECOMPUTE
     options = costs.layers[layer].options

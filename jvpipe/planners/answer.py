@@ -15,7 +15,7 @@ from jvpipe.planners.model.stage_cost import Evaluation
 
 @dataclass(frozen=True)
 class Answer:
-    """A planner's answer: a decision with its evaluation, or the error that there is none.
+    """A planner's answer: a decision with its evaluation, or the reason why there is none.
 
     `kinds` are the best rough plans of each kind of shape, if the planner also decided the shape
     (how many devices each stage has). `compiled` is what the hardware's compiler reports about each

@@ -56,8 +56,8 @@ def _reason(
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
-    # A layer with RECOMPUTE_CHAIN (-2) needs the layer before it in the same run. The layer moves
-    # to another stage, where that layer may keep its values: then it keeps its own values too.
+    # A layer that is recomputed (its choice is negative) counts as keeping its values on the other
+    # stage, because the run of recomputed layers that it belongs to does not reach there.
     choices = list(decision.choices)
     choices[j] = max(choices[j], 0)
     before = stage_cost(problem, s - 1, i, j + 1, choices)

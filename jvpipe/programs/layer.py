@@ -1,18 +1,19 @@
 """A layer as two programs: a forward that yields residuals, and a backward that reads them.
 
-    program     takes                         yields
-    forward     inputs                        outputs, residuals
-    backward    sources, cotangents, sums     sums, cotangents
+    program     takes                                             yields
+    forward     inputs                                            outputs, residuals
+    backward    sources, cotangents, partial sums, accumulators   accumulators, cotangents
 
 A candidate is a value inside a layer whose fate can be chosen, such as the result of a product. The
 residuals are the candidates that are kept, and a few values that are not candidates. The sources
-are the inputs, outputs and residuals that the backward reads.
+are the inputs, outputs and residuals that the backward reads. A partial sum is what later layers
+have added up of an input's cotangent, and an accumulator is the sum of a parameter's gradients.
 
-The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept, each
-behind a barrier. The backward recomputes everything else. Results are bitwise identical for any
-choice of candidates: candidates and outputs are made by calls that are compiled alike in all
-programs (see `outline`), so what is computed from a candidate is the same whether the candidate was
-kept or recomputed.
+The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. Every
+candidate passes an optimization barrier, across which the compiler merges nothing. The backward
+recomputes everything else. Results are bitwise identical for any choice of candidates: candidates
+and outputs are made by calls that are compiled alike in all programs (see `outline`), so what is
+computed from a candidate is the same whether the candidate was kept or recomputed.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -45,8 +46,8 @@ class LayerPrograms:
         forward: `(inputs) -> (outputs, residuals)`.
         backward: `(sources, cotangents, partial sums, accumulators) -> (accumulators, cotangents of
             inputs)`.
-        signature: which inputs and outputs of the layer the backward's arguments and results belong
-            to, by their numbers in the layer.
+        signature: for each argument and result of the backward, the number of the layer's input or
+            output that it belongs to.
     """
 
     forward: ClosedJaxpr
@@ -123,7 +124,8 @@ def differentiate(
         summed,
         calls,
     )
-    # The forward keeps only the residuals that the traced backward reads, which are numbered again.
+    # The forward keeps only the residuals that the traced backward reads. The kept residuals are
+    # numbered anew, from 0.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {}
@@ -162,7 +164,7 @@ def inference(body: Body) -> ClosedJaxpr:
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a layer, so that candidates and outputs have the values that calls compute for them.
+    """Runs a layer; separately compiled calls compute the values of its candidates and outputs.
 
     Everything is computed twice: by the layer's equations, through which gradients flow, and by
     calls (see `outline`), which no gradient enters. A candidate or output takes its value from the
@@ -219,9 +221,10 @@ def _trace_forward(
 ) -> tuple[ClosedJaxpr, Any]:
     """Traces the forward, with every leaf that the backward closes over as an output.
 
-    The `summed` inputs are passed on as outputs, too. Their cotangents are partial sums from later
-    layers, and the layer's own cotangents are added to these, as if the later layers were part of
-    this one. So the order of summation does not depend on where layers are cut.
+    The `summed` inputs are passed on as outputs, too. The cotangent of such an output is a partial
+    sum from later layers, and the derivative adds this layer's cotangents to it, as it would if the
+    later layers were part of this one. So the order of summation does not depend on where layers
+    are cut.
 
     Args:
         body: the layer's equations.
@@ -326,17 +329,18 @@ def _trace_backward(
 ) -> tuple[ClosedJaxpr, Signature]:
     """Traces the backward, with all gradients and cotangents that it could yield.
 
-    It is traced as if no parameter were frozen: a partial sum that does not exist comes in as
-    zeros, and results that nobody needs are cut off in the end. They are cut off only after every
-    step that decides how the compiler rounds, so that freezing a parameter does not change how the
-    other gradients are rounded.
+    The backward is traced as if no parameter were frozen. If later layers yield no partial sum for
+    an input, because its cotangent is not needed, zeros take the place of that sum. Results that
+    nobody needs are cut off only after every step that decides how the compiler rounds, so that
+    freezing a parameter does not change how the other gradients are rounded.
 
     Args:
         body: the layer's equations.
         tree: rebuilds the backward from the leaves.
         leaves: the values that the forward has left, each with where it is found.
         summed: inputs whose cotangents come in as partial sums.
-        printed: the prints of derivative rules that the forward has run; they are not repeated.
+        printed: the `jax.debug` calls of the forward, which has run those of derivative rules too;
+            the backward leaves them out.
     """
     parts = _Differentiated.of(body)
     gradients, returned = parts.gradients, parts.returned

@@ -1,11 +1,14 @@
-"""Departures: values that layers leave at their old places when they move while a stream flows.
+"""Departures: the buffers that layers leave at their old places when layers move in a stream.
 
 A stream is training without a flush, so tasks go on while layers change places (devices). The
 example has two stages. Task 7 has moved weights to the place where it reads them. Their old buffer
 may not be freed before the copy has arrived: FREE waits for the copy and then ends the old buffer.
-It is written only after `_WINDOW` (two) more tasks of each stage, here before task 12, when the copy
-has normally arrived. If it has not, the wait costs time and nothing else. A buffer ends at the last
-row that touches it: DROP touches the new buffer, so it ends there unless a later row reads it.
+FREE is written only after `_WINDOW` (two) more tasks of each stage, here before task 12, because by
+then the copy has normally arrived. If the copy is late, FREE costs time and nothing else.
+
+A buffer ends at the last row that touches it. FREE also touches the new buffer, but is a row of the
+old place. DROP, a row of the new place, touches the new buffer once more: the new buffer ends there
+if no later row reads it.
 
     tasks    ... 7    8    9    10   11                      12 ...
     rows         MOVE                    FREE old, DROP new
@@ -67,8 +70,8 @@ class Departures:
     def note(self, task: int) -> None:
         """Takes over the pairs of buffers that a task has moved, to free the old ones later.
 
-        A move from or to the host is not delayed: its FREE is written now, although it may wait for
-        the copy, because the next update moves the same state again.
+        The FREE of a move from or to the host is written at once, because the next update moves the
+        same state again. The price is that FREE may have to wait for the copy.
         """
         placer = self._placer
         for old, new in placer.moved:
@@ -82,7 +85,7 @@ class Departures:
     def free(self, task: int) -> None:
         """Frees the old buffer of each move that lies far enough before a task.
 
-        That is more than `_WINDOW` tasks for each stage, of all stages together.
+        Far enough is more than `_WINDOW` * S tasks, whichever stages they are of, for S stages.
         """
         window = _WINDOW * len(self._placer.where.plan.stages)
         while self._waiting and self._waiting[0].task + window < task:
@@ -189,7 +192,7 @@ class LastReads:
         Args:
             p: the parameter.
             v: the version.
-            m: the micro-batch that reads the version; places that were left before it count.
+            m: the micro-batch that reads the version; only moves before this micro-batch count.
         """
         timeline = self._timeline
         if len(timeline.spans) == 1:

@@ -37,8 +37,11 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
-"""What orders plans, the best first: simulated seconds (`OVER` if the plan does not fit), bytes on
-the fullest device, bytes on the host, and the number of layers that do not keep everything."""
+"""A tuple that orders plans, the best first; the order of its entries decides between plans.
+
+Simulated seconds (`OVER` if the plan does not fit), the problem's limit that the plan needs, bytes
+on the host, and the number of layers that do not keep everything.
+"""
 OVER = float("inf")
 
 

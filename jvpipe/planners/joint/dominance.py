@@ -288,7 +288,7 @@ class Growth:
         """Ends a stage in these states: records its need in MOST, and resets rows for the next."""
         needed = states[BEYOND]
         # The schedule's moments count the bytes held before the first half of a backward, and those
-        # held after. A need counts beyond the larger of the two, so that it is the smaller need.
+        # held after. The need beyond the larger of these two is the smaller of HALVES and ENDS.
         if self.lot.halves:
             halves = np.minimum(states[HALVES], states[ENDS])
             needed = np.maximum(needed, halves)

@@ -61,7 +61,7 @@ class FateEffort:
         overrun_price: the multiple of a byte's price that is charged for each byte by which a state
             will probably exceed the limit.
         near_best: how near to a layer's best choice another choice must be to count in estimates,
-            as a share of an even part of the bound for a layer.
+            as a share of the bound divided by the number of layers.
     """
 
     states: int = 16

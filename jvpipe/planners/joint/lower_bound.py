@@ -27,11 +27,11 @@ def lower_bound(problem: Problem) -> float:
     """Bounds the simulated seconds per step of any plan; infinite if nothing fits.
 
     A stage is busy for M micro-batches of t seconds each, on its device or on its link to the host.
-    In a synchronous step that comes after the earlier stages have passed on the first micro-batch,
-    and before they take back the last: F + B of their layers, and the transfers between them. Their
-    recomputation may run while they wait, and is left out. All forwards of GPipe come before its
-    backwards. In a stream, round trips (`trips.py`) count too. If devices run several stages or
-    halves of backwards, all work is divided among them, from when each can begin.
+    A synchronous step adds the F + B of all earlier layers and their transfers: the first
+    micro-batch passes them before the stage begins, and the last returns through them at the end.
+    Their recomputation may run while they wait, so it is not added. All forwards of GPipe come
+    before its backwards, so each phase is bounded alone. In a stream, round trips (`trips.py`)
+    count too. Devices of several stages, or halves of backwards, are left to `_of_any_order`.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -65,9 +65,9 @@ def lower_bound(problem: Problem) -> float:
         longest_s = float(np.diff(segments.least_compute_s).max())
         every_s = work_s + (m - 1) * max(segments.share_s, longest_s)
         return max(every_s, min(_of_two_phases(problem, stages), above_cap_s))
-    # However the work is divided, a step of T seconds has M t_s + t_0 + ... + t_(s-1) <= T for all
-    # stages s. T is least if equality holds for all of them at once. Then t_s = (1 - 1 / M) t_(s-1)
-    # is a geometric series, whose sum is the work.
+    # Let P_s = t_0 + ... + t_s and q = 1 - 1 / M. A step of T seconds has M t_s + P_(s-1) <= T for
+    # each stage s, so P_s <= T / M + q P_(s-1), and by induction P_s <= T (1 - q^(s+1)). P of the
+    # last stage is all the work, however it is divided among the stages.
     every_s = work_s / (1 - (1 - 1 / m) ** problem.stages)
     if problem.groups:
         every_s = m * segments.share_s
@@ -77,7 +77,7 @@ def lower_bound(problem: Problem) -> float:
 def _hidden_transfers(problem: Problem) -> Solution:
     """Solves the problem as a stream without transfers, whose seconds the caller adds.
 
-    The table of the solution bounds all cells that may be on a plan.
+    A stream's search removes no cuts, so its table still bounds every stage between its cuts.
     """
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
     schedule = problem.schedule
@@ -87,10 +87,10 @@ def _hidden_transfers(problem: Problem) -> Solution:
 
 
 def _of_any_order(problem: Problem) -> float:
-    """Bounds any order of tasks: all work divided evenly among devices, from when each can begin.
+    """Bounds any order of tasks, as if devices shared all work evenly from when each can begin.
 
-    A backward counts whole or in halves, whichever takes less. If devices are alike, each one
-    begins at least one layer's forward after the device before it.
+    A backward counts whole or in halves, whichever takes less. If devices are alike, the
+    d-th to begin (d = 0, 1, ...) waits for at least d forwards: d devices have earlier stages.
     """
     layers = problem.costs.layers
     layers_s = []
@@ -107,7 +107,7 @@ def _of_any_order(problem: Problem) -> float:
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
-    """Bounds a stream by the least cap on round trips, for trips that end while it is timed."""
+    """Bounds a stream by the least cap of `trips.py`, for micro-batches timed in whole cycles."""
     m = problem.microbatches
     own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for t, x in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
@@ -131,7 +131,7 @@ def _of_1f1b(
     stages: Stages,
     segments: Segments,
 ) -> float:
-    """Bounds 1F1B by its slowest stage: M micro-batches, and what comes before or once per step."""
+    """Bounds 1F1B by its slowest stage: M t, plus its updates or, if longer, `before_s`."""
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut
@@ -141,7 +141,7 @@ def _of_1f1b(
             crossed_s[:, None] + x.comm_s,
             np.inf,
         )
-        # The first micro-batch comes through the earlier layers and links, the last goes back.
+        # Earlier layers and links run before the stage's first forward and after its last backward.
         before_s = segments.least_compute_s[x.starts][:, None] + there_s
         busy_s = m * t + np.maximum(x.once_s, before_s)
         every.append(np.maximum(busy_s, m * x.traffic_s))

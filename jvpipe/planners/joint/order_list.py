@@ -148,7 +148,8 @@ class Listing:
     ) -> tuple[tuple[int, int] | None, float]:
         """Picks the ready backward of the lowest micro-batch, and of equals the last stage's.
 
-        Also returns when the first backward of this device is ready, for the case of None.
+        Also returns the earliest time at which a backward of this device is ready; `NEVER` if none
+        is known.
         """
         first = None
         following = NEVER
@@ -168,7 +169,8 @@ class Listing:
     ) -> tuple[tuple[int, int] | None, float]:
         """Picks the ready forward of the last stage that has room.
 
-        Also returns when the first forward that has room is ready, for the case of None.
+        Also returns the earliest time at which a forward that has room is ready; `NEVER` if none is
+        known.
         """
         following = NEVER
         way = self.forward

@@ -231,7 +231,7 @@ class Rounds:
             self._take(s, Kind.W)
 
     def _arrives_s(self, s: int, kind: Kind) -> float:
-        """Returns when the input of a device's next task of a kind arrives, less `early_s`."""
+        """Returns when a device's next task of a kind may begin because of its input."""
         loads = self._loads
         m = self._devices[s].done[kind]
         if kind is Kind.F and s:

@@ -13,7 +13,7 @@ and W are the first and the second half of a split backward. The search has thes
     simulating  the best are simulated, and the simulator's seconds decide; swaps, which only the
                 simulator can time, are tried for the best orders
 
-The plans of 1F1B, called rivals, are simulated too, so that the answer is never slower than any of
+The plans of 1F1B, called rivals, are simulated too, so that the answer is never worse than any of
 them. Under a limit the rivals include 1F1B with fewer micro-batches in flight, down to one. One in
 flight holds the least of all: if that fits, the search has an answer.
 """

@@ -109,8 +109,8 @@ def _surrogate_best(problem: Problem) -> Decision:
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
     """Tells whether swaps may make a faster plan than the best one without swaps.
 
-    For models of few layers they may if any choice swaps. For larger models the slowest stage must
-    also take clearly more than its share of the work.
+    They may if any choice swaps. For models of many layers, it must also be that no plan without
+    swaps was found, or that its slowest stage takes clearly more than its share of the work.
     """
     if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
         return False

@@ -1,12 +1,16 @@
 """Searches cuts and fates for schedules with several chunks per device, or with split backwards.
 
 The rule is the problem's schedule: it fixes the order of tasks. Fates say whether a residual is
-kept, swapped or recomputed. The search begins at several cuts, because a climb ends at the first
-cuts that none beside them betters: at cuts that give devices equal work; at those that are best by
-the surrogate, a closed formula in place of the simulator, which takes the time of links into
-account; and, under a memory limit, at those that this search finds without the limit. From these it
-climbs as long as the simulated step gets faster (`climb.py`): a bound moves, and fates are chosen
-again. How long it climbs is set by `RULE` and `PLAN` (`effort.py`), which may be changed.
+kept, swapped or recomputed. The search climbs as long as the simulated step gets faster
+(`climb.py`): a bound moves, and fates are chosen again. A climb ends where no single move helps,
+although cuts farther away may be better. So the search climbs from several cuts:
+
+    always                  cuts that give devices equal work
+    if sends take time      the best cuts by the surrogate, a closed formula that counts links
+    under a memory limit    the cuts that this search finds without the limit
+    without a limit         the cuts of jvpipe's plan as if each stage had a device of its own
+
+How long it climbs is set by `RULE` and `PLAN` (`effort.py`), which may be changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +39,9 @@ from jvpipe.planners.model.unfolded import on_devices
 class RuledPlan:
     """A plan with an order of tasks, the family that the order comes from, and its seconds.
 
-    The seconds are those of `order_course.py`, which leave out swaps and shared links. `fates` is
-    the chooser to use if other cuts are tried with the same placement, and None if none are.
+    The seconds are those of `order_course.py`, which leave out swaps and shared links. `fates`
+    chooses fates again if other cuts are tried with the same placement (the device of each stage).
+    If it is None, other cuts are tried only without a memory limit, where everything is kept.
     """
 
     problem: Problem
@@ -53,8 +58,9 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
 
     Args:
         problem: that is planned.
-        begin: plans of this problem that keep the limits, from which the search may also begin;
-            only of one chunk per device and whole backwards, where jvpipe's own search is asked.
+        begin: further plans to begin from, which keep the problem's limits. They are ignored if the
+            schedule has several chunks per device or splits backwards; otherwise they are passed on
+            to the planner `jvpipe`, which answers in place of this search.
 
     Raises:
         Infeasible: nothing fits; the error names a limit that suffices.
@@ -146,12 +152,12 @@ def fitting(
     Where the backward of a stage cannot be split, the two halves in the order become one backward.
 
     Args:
-        one: the candidate, whose plan is kept.
+        one: the candidate; its cuts and fates stay the same.
         order: the order of the tasks.
         family: the family that the order comes from; if empty, that of the candidate.
     """
     loads = one.loads
-    # A rule splits the backwards of all stages.
+    # A rule's order has halves for all stages, even those whose backwards cannot be split.
     if not all(loads.splits):
         order = [_whole_where_not_split(steps, loads.splits) for steps in order]
     if loads.fits(order):

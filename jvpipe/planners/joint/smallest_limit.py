@@ -186,7 +186,7 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
         rounds += 1
         # `highest` is the least, over paths, of the highest bound on the path: no plan holds less.
         # It rises as segments are settled. The search ends at a plan that holds no more. Each round
-        # settles a segment, so that there is an end.
+        # settles a segment, so that the loop ends.
         highest = least_max(peaks.bytes)
         if highest == np.inf:
             return None
