@@ -277,7 +277,7 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds to a DamageError of the last checkpoint the newest older one that is whole, if any."""
+        """Adds to a DamageError of the last checkpoint the newest whole one before it, if any."""
         try:
             yield
         except DamageError as damage:
