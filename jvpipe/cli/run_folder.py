@@ -127,7 +127,7 @@ class RunDir:
 
     @property
     def holder(self) -> Path:
-        """The file that names the process at work in the folder; it exists only meanwhile."""
+        """The file that names the process at work in the folder; `held` makes and deletes it."""
         return self.path / ".held-by"
 
     def checkpoint(self, step: int) -> Path:
@@ -243,8 +243,9 @@ class RunDir:
                 ) from None
             holder, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
             replace_bytes(self.holder, f"{holder}, on {gethostname()}".encode())
-            # Other hosts may see an old time of change for a while. `identity` compares this time,
-            # so it is set back to what it was before the holder's file was written.
+            # Writing the holder's file has changed the folder's time of change. Other hosts may see
+            # the old time for a while, so their `identity` would differ from that of this host.
+            # Therefore the old time is set again.
             with suppress(OSError):
                 os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
             place = self.place()
@@ -267,7 +268,7 @@ class RunDir:
         return ""
 
     def place(self) -> tuple[int, int] | None:
-        """Returns numbers that change if another folder takes this path; None if there is none."""
+        """Returns numbers that change if another folder takes this path; None without a folder."""
         try:
             seen = self.path.stat()
         except OSError:
@@ -276,7 +277,7 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds to a DamageError of the newest checkpoint which older checkpoint is whole."""
+        """Adds to a DamageError of the last checkpoint the newest whole one before it, if any."""
         try:
             yield
         except DamageError as damage:
@@ -305,12 +306,12 @@ class RunDir:
 
         Args:
             expected: the entries.
-            usual: for entries that are mappings, the values of fields that an older version of
-                jvpipe did not write.
+            usual: defaults by entry, for entries that are mappings. A default counts for a field
+                that this folder's config.json lacks because an older jvpipe did not write it.
 
         Raises:
-            ValueError: some entries differ; the message names them, and of an entry that is a
-                mapping the first field that differs.
+            ValueError: some entries differ. The message names each of these entries; for an entry
+                that is a mapping, it also names the first field that differs.
         """
         # JSON makes lists of tuples, so the expected values are passed through JSON as well.
         there, here = dict(self.read_config()), json.loads(json.dumps(expected))
@@ -358,7 +359,10 @@ def _short(value: Any) -> str:
 def _differences(
     there: Mapping[str, Any], here: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, value there, value here) of entries that differ, one for each inner mapping."""
+    """Yields (name, value there, value here) of entries that differ.
+
+    An entry that is itself a mapping yields only the first of its fields that differ.
+    """
     for key in dict.fromkeys([*here, *there]):
         old, new = there.get(key, "missing"), here.get(key, "missing")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -373,7 +377,7 @@ def _differences(
 
 
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """Returns the plan of --plan; None if none is given, or the resumed run began with it.
+    """Returns the plan that --plan names; None without --plan, or if the resumed run used it too.
 
     Args:
         options: the options of this run.

@@ -41,10 +41,12 @@ def estimate(
 
     Args:
         traced: the model, whose arrays may be shapes without values.
-        cluster: the cluster, of whose devices the first counts.
-        optimizer: the optimizer whose state and updates count; None if neither counts.
+        cluster: the cluster; costs are estimated for its first device.
+        optimizer: the optimizer, whose state and updates are added to the costs; None to leave
+            them out.
         microbatches: micro-batches of a step.
-        fates: whether layers have options other than keeping everything.
+        fates: whether layers get options that swap or recompute some values that a forward leaves
+            for its backward; if not, each layer's only option keeps all of these values.
         split: whether backwards in halves are estimated, too.
         store: the store that keeps programs; None for the store that all of this process shares.
         said: the answers of the device's compiler, by the keys of programs.
@@ -68,7 +70,8 @@ def estimate(
     programs = layer_programs(store, traced)
     signatures = tuple(of_layer.signature for of_layer in programs)
     if device.platform == "tpu":
-        # From here on, the bytes of arrays are those in tiles. Programs stay as they are.
+        # TPUs store arrays in tiles, so from here on the bytes of arrays include the fill of tiles.
+        # `programs` keeps the plain shapes: `temporary_bytes` counts tiles by itself.
         traced = replace(traced, graph=in_tiles(traced.graph))
         signatures = in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
@@ -117,8 +120,9 @@ def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, floa
 def _update_s(piece: Piece, device: Accelerator) -> float:
     """Estimates the seconds of a piece of the optimizer.
 
-    The compiler makes one kernel of a piece without products, which reads each input once and
-    writes the results. The roofline would count several kernels, so only this kernel's bytes count.
+    A piece without products is compiled to one kernel that reads each input once and writes each
+    result once. Its seconds are a launch and these bytes, because the roofline would count several
+    kernels. A piece with products gets the roofline's seconds.
     """
     if product_flops(piece.program.eqns):
         return roofline.seconds(piece.program, device)

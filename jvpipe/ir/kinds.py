@@ -1,8 +1,9 @@
 """The kinds of tasks and rows, with one table of their properties.
 
-A task is one action of a stage on a micro-batch; a row is one program or one copy. The table
-`KINDS` says what all parts of jvpipe must know of each kind, so a new kind is a new line of it
-(docs/adding_a_kind.md).
+A task is one action of a stage on a micro-batch. Tasks are lowered to rows, each of which is one
+program, one copy, a wait for a copy, or the end of buffers. The table `KINDS` has one line per kind
+with what several parts of jvpipe need to know about the kind; docs/adding_a_kind.md lists the
+other code that a new kind changes.
 """
 
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ class Kind(StrEnum):
     IN = "IN"  # copy back from the host
     FREE = "FREE"  # wait until a copy has arrived, then end the buffer that was copied
     DROP = "DROP"  # end buffers that nobody will read
-    ARRIVE = "ARRIVE"  # make a mark from copies that have come from another process
+    ARRIVE = "ARRIVE"  # make a mark, a small array that tells another process that its copies came
     RECEIPT = "RECEIPT"  # wait until a buffer that was offered to another process has arrived there
     ZERO = "ZERO"  # make accumulators
     LOSS = "LOSS"  # sum the losses of a step's micro-batches
-    WEIGHT = "WEIGHT"  # sum the losses' weights of an update's micro-batches
-    SHIFT = "SHIFT"  # predict or correct parameters
-    SETTLE = "SETTLE"  # note what an update did
+    WEIGHT = "WEIGHT"  # for a weighted loss: sum its weights over the micro-batches of an update
+    SHIFT = "SHIFT"  # move parameters ahead for a forward (XPipe) or back for a backward (PipeMare)
+    SETTLE = "SETTLE"  # record what an update changed, for later SHIFTs
     SLICE = "SLICE"  # take the part of a value that a replica works on
     CONCAT = "CONCAT"  # join the parts that replicas of another stage have made
     REDUCE = "REDUCE"  # add up the sums of gradients that the replicas of a stage have made
@@ -64,7 +65,7 @@ class Link(Enum):
 class Grouped(Enum):
     """The roles of rows where consecutive layers of a task run as one program (a group).
 
-    A row without a role ends the group.
+    A row whose kind has no role (`grouped=None`) ends the group: the next part begins a new group.
     """
 
     PART = "a part of a group of its kind"
@@ -85,13 +86,14 @@ class KindInfo:
         in_flight: by how much it changes the number of micro-batches in flight on its stage.
         between: by how much it changes the number of micro-batches that are between the two halves
             of their backward.
-        back: for kinds that read weights, whether they read the version of a backward; None for
-            other kinds.
+        back: for kinds that read weights: True to read the version that the schedule gives to a
+            backward, False to read the version that it gives to a forward. None for other kinds.
         accumulates: it adds to sums of gradients.
         busy: it counts as work of a device; bubbles are the time without such work.
         link: the link that it takes if it is a copy.
-        gathers: it reads values that other layers have made for it, by copies.
-        watched: it is a copy whose end the controller takes note of.
+        gathers: it reads values of other layers, such as sums of gradients, of which copies are
+            sent to its place first.
+        watched: it is a copy that the monitor times, so that timelines show it with its bytes.
         grouped: its role where layers run in groups.
     """
 

@@ -1,17 +1,19 @@
 """A layer's backward as two programs: I yields the cotangents of inputs, and W the gradients.
 
-Other stages wait for the cotangents alone, so W may run later. Sources are the values of the
-forward that a backward reads.
+Other stages wait for the cotangents alone, so W may run later. In the table, sources are values of
+the forward that the backward reads, and sums are the accumulators of gradients. Partial sums are
+the sums of cotangents so far, of inputs that later layers read as well.
 
     program    takes                                        yields
-    whole      sources, cotangents, sums                    sums, cotangents of inputs
+    whole      sources, cotangents, partial sums, sums      sums, cotangents of inputs
     I          sources, cotangents, partial sums            cotangents of inputs, handed values
     W          sources, cotangents, handed values, sums     sums
 
 I hands W the values that W needs and that are costly to compute, such as products. W computes cheap
-values again. Both halves together are bitwise identical with the whole backward for two reasons:
-handed values stand behind a barrier in the whole backward, too, and values that both halves compute
-are made by calls that are compiled alike in all three programs (see `outline`).
+values again. The results of the two halves are bitwise identical with those of the whole backward,
+for two reasons. First, behind each handed value stands an optimization barrier, in the whole
+backward too, so the compiler never fuses a handed value with its readers. Second, values that both
+halves compute are made by calls that are compiled alike in all three programs (see `outline`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +56,7 @@ class _Cut:
 
     @staticmethod
     def of(backward: ClosedJaxpr, gradients: int) -> "_Cut":
-        """Finds the equations that the cotangents need, and the others that the sums need.
+        """Finds the equations that the cotangents need, and those that the sums need besides.
 
         Args:
             backward: the backward of a layer.
@@ -64,11 +66,12 @@ class _Cut:
         results = backward.jaxpr.outvars
         first = jaxprs.prune(eqns, results[gradients:])
         in_first = set(map(id, first))
-        can_be_handed: set[Var] = set()  # what the first half makes at a cost or with an effect
+        # The results of equations of the first half that are costly or have effects.
+        can_be_handed: set[Var] = set()
         again = []  # the equations that the second half may run
         for eqn in eqns:
-            # A barrier behind a handed value belongs to that value: the second half reads the
-            # results of the barrier.
+            # If a value can be handed, so can the result of a barrier that reads the value. Then
+            # the second half reads the result of the barrier, and does not repeat the barrier.
             holds = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
             holds_back = holds and _is_barrier(eqn)
             is_costly = eqn.effects or holds_back or not is_cheap(eqn)
@@ -86,7 +89,7 @@ def _is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
-    """Returns the same backward, rewritten such that it is bitwise identical whole and in halves.
+    """Rewrites a backward so that running it whole or in halves gives bitwise identical results.
 
     Args:
         backward: the backward of a layer.
@@ -112,17 +115,22 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
 
 
 def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
-    """Returns calls for the values that both halves compute, by the ids of replaced equations."""
+    """Returns calls that make the values that both halves compute.
+
+    The key of a call is the id of the equation that the call replaces, the last one in the call.
+    `settle_halves` prunes the call's other equations, because nothing reads their results then.
+    """
     jaxpr = backward.jaxpr
     second = set(map(id, cut.weight))
     in_both = (eqn for eqn in cut.input if id(eqn) in second)
-    eqns = [eqn for eqn in in_both if eqn.primitive.name != "outlined"]  # such ones are calls
+    eqns = [eqn for eqn in in_both if eqn.primitive.name != "outlined"]  # already a call
     both = set(map(id, eqns))
     others = (eqn for eqn in jaxpr.eqns if id(eqn) not in both)
     read = {v for eqn in others for v in jaxprs.variables(eqn.invars)}
     read.update(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(eqns):
-        # An equation that only moves its operand needs no call: each reader does that by itself.
+        # An equation that only moves its operand needs no call, because each reader can move the
+        # operand by itself. So the readers count as readers of the operand instead.
         if is_move(eqn) and not read.isdisjoint(eqn.outvars):
             read.difference_update(eqn.outvars)
             read.update(jaxprs.variables(eqn.invars))
@@ -130,9 +138,10 @@ def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
 
 
 def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
-    """Yields an equation, and a barrier behind some of its results.
+    """Yields an equation, and a barrier behind some of its results, `values`.
 
-    The results get the memory layout that arrays have between programs.
+    In front of the barrier, `values` get the memory layout of arrays that one program hands to
+    another, because in halves these values are handed over.
     """
     if not values:
         yield eqn
@@ -144,7 +153,8 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, values)]
     laid_out = jax.make_jaxpr(laid)(shapes).jaxpr
-    # The equations of `laid` stand between the bare results and the values that others read.
+    # The equation now writes new variables (`bare`). The equations of `laid` read these, and write
+    # the old variables, which later equations read.
     inner = (*laid_out.invars, *laid_out.outvars)
     ends = dict(zip(inner, (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
@@ -155,7 +165,7 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
 
 
 def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
-    """Cuts a backward that `settle_halves` has rewritten in two.
+    """Cuts a backward into two halves, after `settle_halves` has rewritten it.
 
     Args:
         backward: the backward of a layer.

@@ -21,7 +21,7 @@ Tree = Any
 
 
 class Returns(TypedDict):
-    """The results of a loss beside its value, and how they are reduced."""
+    """The results of a loss besides its value: aux, the model state, and their reductions."""
 
     has_aux: bool
     has_state: bool
@@ -66,18 +66,21 @@ def trace_model(
         micro_batch: arrays or shapes of one micro-batch.
         rng: a key, or None.
         model_state: the model state; used only with `has_state`.
-        present: the model at the shapes of another batch, whose layers are taken over; None: the
-            loss is cut into layers from scratch.
-        stacks: which parameters are split into layers; None: those that scans over layers read.
+        present: the layers of the same loss at the shapes of another batch, if the loss is to be
+            cut into the same layers; None to choose the cuts from scratch.
+        stacks: the parameters to split into slices, one per layer; None to split each parameter
+            that only scans over layers read.
         has_aux: whether the loss returns aux besides its value.
         has_state: whether the loss takes the model state and returns a new one.
-        sharding: how parameters lie over the devices of a place, if a place has several devices.
+        sharding: how parameters lie over the devices of a place (a device, or a mesh of several
+            devices); None if each place is one device.
         reductions: the user's choice of how leaves of aux and of the model state are reduced.
-        deferred_over: the number of micro-batches of which only the last one changes the running
-            statistics of batch norms; 1: every micro-batch does.
+        deferred_over: k if the running statistics of batch norms change once in k micro-batches,
+            at the last of the k; 1 if they change in every micro-batch.
 
     Raises:
-        ValueError: the parameters do not fit `sharding`, or not the layers of `present`.
+        ValueError: `sharding` does not fit the parameters, or the layers would read other
+            parameters than the layers of `present` do.
     """
     specs = {} if sharding is None else _specs(sharding, params)
     returns: Returns = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
@@ -129,7 +132,7 @@ def _of_slices(
     spec: Spec,
     length: int | None,
 ) -> tuple[Spec, ...]:
-    """Returns how each slice of a stacked parameter lies; for any other, how the parameter lies."""
+    """Returns the specs of a stack's slices, or the one spec of a parameter without slices."""
     if length is None:
         return (spec,)
     if spec and spec[0] is not None:
