@@ -84,12 +84,8 @@ def estimate(
     }
     works = [work_of[id(of_layer)] for of_layer in programs]
     if optimizer is not None:
-        works = with_update_seconds(
-            works,
-            graph.loss_layer,
-            optimizer,
-            partial(_update_s, device=device),
-        )
+        update_s = partial(_update_s, device=device)
+        works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
         if said:
             numbered = enumerate(works)
             works = [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
@@ -100,15 +96,7 @@ def estimate(
         options = layer_options(traced, own_inputs(graph, signatures), recomputed)
         options = with_said_options(traced, works, options, store, said)
     splits = split_costs(graph, programs, partial(_halves_s, device=device)) if split else None
-    return costs_of(
-        graph,
-        signatures,
-        works,
-        options,
-        optimizer,
-        microbatches,
-        splits,
-    )
+    return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:

@@ -124,8 +124,8 @@ def differentiate(
         summed,
         calls,
     )
-    # The forward keeps only the residuals that the traced backward reads. The kept residuals are
-    # numbered anew, from 0.
+    # The forward keeps only the residuals that the traced backward reads. The kept residuals get
+    # new numbers, from 0.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {}

@@ -40,7 +40,7 @@ micro-batch, so larger numbers would run for hours."""
 
 
 class Taker(Flag):
-    """Who may be given an option: `Pipeline` and `plan_for`, the commands `train` and `plan`."""
+    """The calls and commands that an option may be given to: `train` and `plan` also in files."""
 
     PIPELINE = auto()
     PLAN_FOR = auto()
