@@ -65,10 +65,15 @@ def _fastest(shapes: Shapes) -> Float[np.ndarray, " layers"]:
 
 
 def _reduce_s(cluster: Cluster, replicas: int, sizes: Grid) -> Grid:
-    """Bounds an all-reduce from below, by a chord of its least seconds over bytes."""
+    """Bounds an all-reduce from below, by a chord of its least seconds over bytes.
+
+    The least seconds are the least of several straight lines, so they are concave in the bytes: a
+    chord from no bytes to the most bytes lies below them.
+    """
+    most_bytes = max(float(sizes.max()), 1.0)
     few_s = cluster.least_reduce_s(replicas, 1e-12)
-    many_s = cluster.least_reduce_s(replicas, 1e9)
-    chord_s = few_s + sizes * (many_s - few_s) / 1e9
+    many_s = cluster.least_reduce_s(replicas, most_bytes)
+    chord_s = few_s + sizes * (many_s - few_s) / most_bytes
     return np.where(sizes > 0, chord_s, 0.0)
 
 
