@@ -20,7 +20,7 @@ import optax
 
 import jvpipe
 from experiments.compiled_bits.kernels import Kernel
-from experiments.compiled_bits.layers import EXAMPLES, Asked
+from experiments.compiled_bits.layers import EXAMPLES, Asked, results
 from jvpipe.cost.targets import find_target
 from jvpipe.ir.kinds import Kind
 from jvpipe.lowering.group import grouped
@@ -46,7 +46,7 @@ class Group:
 
     def sums(self) -> tuple[Counter[str], Counter[str]]:
         """Counts the sums that the parts have and the whole lacks, and the other way round."""
-        parts, whole = Counter(_sums(self.parts)), Counter(_sums(self.whole))
+        parts, whole = (Counter(results(x, sums=True)) for x in (self.parts, self.whole))
         return parts - whole, whole - parts
 
     def row(self) -> str:
@@ -54,15 +54,8 @@ class Group:
         missing, added = (count.total() for count in self.sums())
         counts = f"{len(self.whole)} / {len(self.parts)}"
         sizes = f"{_bytes(self.whole) / _bytes(self.parts):.3f}"
-        every = sum(1 for _ in _sums(self.parts))
+        every = sum(1 for _ in results(self.parts, sums=True))
         return f"| {self.name} | {every} | {missing}, {added} | {counts} | {sizes} |"
-
-
-def _sums(program: Iterable[Kernel]) -> Iterator[str]:
-    for kernel in program:
-        for result, adds in zip(kernel.results, kernel.sums, strict=True):
-            if adds:
-                yield result
 
 
 def _bytes(program: Iterable[Kernel]) -> int:

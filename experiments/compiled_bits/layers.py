@@ -134,15 +134,15 @@ def differences(found: Mapping[tuple[Any, str], Sequence[Kernel]], sums: bool) -
         found: the kernels of each program, by what is kept and the kind of program.
         sums: whether what adds up is compared, or all else.
     """
-    results = {key: Counter(_results(program, sums)) for key, program in found.items()}
-    kept, kept_back = results["all", "F"], results["all", "B"]
-    for (share, kind), own in results.items():
+    made = {key: Counter(results(program, sums=sums)) for key, program in found.items()}
+    kept, kept_back = made["all", "F"], made["all", "B"]
+    for (share, kind), own in made.items():
         if kind == "F":
             unlike = own != kept
         elif kind == "B":
             unlike = bool(kept_back - own) or not (own - kept_back).keys() <= kept.keys()
         elif kind == "I":
-            back, halves = results[share, "B"], own + results[share, "W"]
+            back, halves = made[share, "B"], own + made[share, "W"]
             unlike = bool(back - halves) or not halves.keys() <= back.keys()
         else:
             continue
@@ -150,7 +150,8 @@ def differences(found: Mapping[tuple[Any, str], Sequence[Kernel]], sums: bool) -
             yield f"{kind if kind in 'FB' else 'I and W'} of {share}"
 
 
-def _results(program: Iterable[Kernel], sums: bool) -> Iterator[str]:
+def results(program: Iterable[Kernel], *, sums: bool) -> Iterator[str]:
+    """Yields the texts of what a program makes: of its sums, or of all else."""
     for kernel in program:
         for result, adds in zip(kernel.results, kernel.sums, strict=True):
             if adds == sums:

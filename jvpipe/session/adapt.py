@@ -21,7 +21,7 @@ step, and the migration is made before the next step that begins.
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -411,11 +411,10 @@ class Grouping:
     """A compiler of layers in groups: it works beside the training, which then takes over."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._thread = Thread("jvpipe-groups")
         self._apart: CompiledPlan | None = None
         self._stepping_s = 0.0  # seconds of the steps under `_apart`
-        self._grouped: Future[CompiledPlan] | None = None
-        self._begun = False
+        self._grouped: Future[CompiledPlan] | None = None  # None until it is begun
 
     def note_step(self, taken_s: float) -> None:
         """Adds the seconds for which the training thread was within a step."""
@@ -434,26 +433,25 @@ class Grouping:
         if asked is None and first_of(compiled_plans.settings.devices[0]).platform != "cpu":
             return
         if self._apart is not current:
-            self._apart, self._grouped, self._begun = current, None, False
-            self._stepping_s = 0.0
-        if not self._begun:
+            self._apart, self._grouped, self._stepping_s = current, None, 0.0
+        if self._grouped is None:
             if asked or self._stepping_s > current.compile_s:
-                self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
-                self._grouped = self._pool.submit(_compiled, compiled_plans, current)
-                self._begun = True
-        elif self._grouped and self._grouped.done():
-            grouped, self._grouped = self._grouped, None
-            if error := grouped.exception():
-                _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
-            elif grouped.result() is not current:  # the same plan means no memory for groups
-                compiled_plans.adopt(grouped.result())
+                if not self._thread:
+                    self._thread.switch(on=True)
+                self._grouped = self._thread.ask(_compiled, compiled_plans, current)
+        elif not self._thread.waiting and (grouped := self._grouped.result()) is not current:
+            compiled_plans.adopt(grouped)
 
     def wait(self) -> None:
         """Waits until the groups are compiled; the next step runs them."""
-        if self._grouped:
-            self._grouped.exception()
+        self._thread.wait()
 
 
 def _compiled(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:
+    """Returns a plan in groups, or `apart` itself if groups do not fit or cannot be compiled."""
     with beside_training():
-        return compiled_plans.in_groups(apart)
+        try:
+            return compiled_plans.in_groups(apart)
+        except Exception as error:
+            _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
+            return apart

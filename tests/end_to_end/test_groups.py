@@ -11,7 +11,7 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.kinds import KINDS, Runs
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.programs.store import ProgramStore
 from jvpipe.session.adapt import Grouping
 from tests import sharded
 from tests.bits import MICRO, batches_of, digest
@@ -116,7 +116,7 @@ def test_groups_come_once_the_steps_have_taken_as_long_as_compiling_did(
     schedule: str, compile_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m = CASES["mlp"]()
-    monkeypatch.setattr(CompiledPlan, "compile_s", compile_s)
+    monkeypatch.setattr(ProgramStore, "compile_s", lambda self, programs: compile_s)
     runs = []
     for group in (None, False):
         pipe = jvpipe.Pipeline(

@@ -98,6 +98,7 @@ class CompiledPlan:
         self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
         # The programs that are used, by program and device.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
+        self.compile_s = 0.0  # how long these took to compile, one after another
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         # The rows of all processes as texts, which the processes compare before they run.
@@ -343,11 +344,6 @@ class CompiledPlan:
         )
         return self.bound(lowered)
 
-    @property
-    def compile_s(self) -> float:
-        """Returns how long the programs that it has asked for took to compile, one after another."""
-        return self.store.compile_s(self.executables)
-
     def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
         """Compiles the programs of rows, and binds each row to its program.
 
@@ -377,6 +373,7 @@ class CompiledPlan:
         with phase("compiling, or loading what was compiled"):
             executables = dict(zip(tasks, self.store.compile(programs), strict=True))
         self.executables |= {(program.key, device): program for program, device in programs}
+        self.compile_s = self.store.compile_s(self.executables)
         by_task = zip(tasks, programs, strict=True)
         can_fail = {task for task, (program, _) in by_task if program.calls_host}
         return bind(
