@@ -1,6 +1,7 @@
 """Functions in processes of their own, forked from one that has imported much: that takes longer than a tiny run."""
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 import jax
 
 LIMIT_S = 240
+STACKS_S = 200  # a process that still runs then says where all its threads stand
 IMPORTED = ("jvpipe.cli.train", "jvpipe.models.bert", "grain", "tokenizers", "tests.hosts.worker")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(IMPORTED))
@@ -60,6 +62,7 @@ def _run(
     keep_compiled(environment["JAX_COMPILATION_CACHE_DIR"])
     for path, descriptor in zip(told, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    faulthandler.dump_traceback_later(STACKS_S)
     if stands:
         os.chdir(stands)
     if largest_file_bytes:
@@ -113,7 +116,7 @@ class Fork:
     def ended(self) -> CompletedProcess[str]:
         """Once it has ended: its exit code and what it said."""
         self._process.join(LIMIT_S)
-        assert self._process.exitcode is not None, "it did not end"
+        assert self._process.exitcode is not None, self._told[1].read_text()[-9000:]
         return CompletedProcess(
             self.arguments, self._process.exitcode, *(path.read_text() for path in self._told)
         )

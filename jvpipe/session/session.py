@@ -128,10 +128,7 @@ class Migrations:
             migration, old = self.queue[0], self._compiled_plans.current
             runs = compiled in (None, old) and state.updates >= self._warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
-            # A migration was prepared for one plan, number of stream steps and micro-batch. If one
-            # of them has turned out differently, it is prepared again.
-            foreseen = migration.old, migration.stream_steps, change.microbatch
-            if foreseen != (old, old.representative(state.stream_steps), m):
+            if not migration.foresaw(old, old.representative(state.stream_steps), m):
                 new = replace(migration.new, previous=None)
                 migration = self._prepared(
                     old, new, (state.step, m), change.why, state.stream_steps

@@ -26,7 +26,7 @@ SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
 VEE = "chained-keys,zb-v,swap"  # two stages on a device, backwards in halves
 STREAM = "one-hot,pipedream,swap,even,{},1.2"  # all layers move while it flows
-ADAPTED, MODELS = "adapt,mlp,1f1b", "models"
+ADAPTED, MODELS = "adapt,mlp,1f1b,13", "models"  # groups come while a move is prepared
 MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrived, from both others
 
 

@@ -105,8 +105,11 @@ def trained(
     }
 
 
-def adapted(name: str, schedule: str) -> dict[str, Any]:
-    """The same of a run in which the first device becomes slow, as far as anybody is told."""
+def adapted(name: str, schedule: str, grouped_step: str = "") -> dict[str, Any]:
+    """The same of a run in which the first device becomes slow, as far as anybody is told.
+
+    At a step the first process alone takes over groups, and the others have their layers apart.
+    """
     m, slowness = CASES[name](), {0: 1.0}
 
     def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
@@ -118,7 +121,8 @@ def adapted(name: str, schedule: str) -> dict[str, Any]:
         return Seen(layer_s, [0.0] * len(compiled.plan.stages))
 
     adapt.seen = seen
-    pipe, batches = pipeline(m, schedule, planner="even"), batches_of(m, 20)
+    pipe = pipeline(m, schedule, planner="even", group=False)
+    batches = batches_of(m, 20)
     state = pipe.init(m.params, batches[0], m.rng, m.state)
     pipe.adapt()
     losses = []
@@ -126,6 +130,9 @@ def adapted(name: str, schedule: str) -> dict[str, Any]:
         state = now
         losses.append(float(metrics["loss"]).hex())
         pipe.session.adapter.wait()
+        if str(step) == grouped_step and own(jax.devices()[0]):
+            plans = pipe.session.compiled_plans
+            plans.adopt(plans.in_groups(plans.current))
         slowness[0] = 2.5 if step >= 4 else 1.0
     params = pipe.params(pipe.drain(state))
     moves = [f"step {c.step}: {list(c.new.cuts)}, {c.why}" for c in pipe.session.history]

@@ -106,6 +106,21 @@ class Migration:
     steps: int = 0
     leaving: Bound | None = None
 
+    def foresaw(self, current: CompiledPlan, stream_steps: int, microbatch: int) -> bool:
+        """Tells whether this migration was prepared for the state that the run is now in.
+
+        Whether `current` has its layers in groups makes no difference, because layers move one by
+        one. It must not make one either: groups are taken over by each process in its own time, but
+        all processes have to come to the same answer, and prepare the migration again together.
+
+        Args:
+            current: the compiled plan in use.
+            stream_steps: how many steps its stream has had, as `CompiledPlan.representative` says.
+            microbatch: the first micro-batch under the new plan.
+        """
+        foreseen = self.old.plan, self.old.previous, self.stream_steps, self.change.microbatch
+        return foreseen == (current.plan, current.previous, stream_steps, microbatch)
+
 
 class _Way(NamedTuple):
     """A way to make a change of plan.
