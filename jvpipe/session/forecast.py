@@ -335,7 +335,11 @@ def _shapes_json(answer: Answer) -> list[dict[str, Any]]:
 
 
 def asked(
-    problem: Problem, names: Sequence[str], title: str = "", question: Question | None = None
+    problem: Problem,
+    names: Sequence[str],
+    title: str = "",
+    question: Question | None = None,
+    splits: tuple[int, ...] = (),
 ) -> Forecast:
     """Asks planners to solve a problem, and returns their answers, the best first.
 
@@ -345,6 +349,7 @@ def asked(
         names: the names of the planners.
         title: the title of a figure.
         question: the question from which the problem was made.
+        splits: the cuts inside layers that the problem has.
 
     Raises:
         ValueError: seconds or bytes of the problem are too large for accurate sums.
@@ -356,6 +361,7 @@ def asked(
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)
     by_planner = {name: _timed(name, problem, partial(ask, name, problem)) for name in own_first}
     answers = best_first(problem, [answer for _, answer in by_planner.values()])
+    answers = [replace(answer, splits=splits) for answer in answers]
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 

@@ -55,7 +55,6 @@ from jvpipe.session.model_planner import (
 from jvpipe.session.options import PLAN_FOR, checked
 from jvpipe.session.planning import ASKING, Planned, ask_shapes
 from jvpipe.session.question import Question, check_shape_planner, given_pins
-from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.util.brief import brief
 from jvpipe.util.given import several
 from jvpipe.util.sizes import limits_of_each
@@ -203,23 +202,29 @@ class _Asking:
         chooses = [find_planner(name).chooses_fates for name in self.names]
         if self.question.state_fates or chooses != [True]:
             return kept
-        return place_state(kept, partial(asking._state_away, limits), _judged)
+        splits = kept.answers[0].splits
+        return place_state(kept, partial(asking._state_away, limits, splits), _judged)
 
-    def _answer(self, limits: Limits) -> Forecast:
-        """Returns the answers, with the optimizer's state where the question has it."""
+    def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
+        """Returns the answers; layers are cut at `splits`, or if empty, where that is faster."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
             (planner, *_) = self.names
             problem, best = _timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
             return _with_state(Forecast(problem, (best,), self.title, question, shapes))
-        problem = question.problem(cluster, limits)
-        forecast = asked(problem, self.names, self.title, question)
+        problem = question.problem(cluster, limits, splits)
+        forecast = asked(problem, self.names, self.title, question, splits)
+        if splits:
+            return _with_state(forecast)
         cuts_layers = not any(find_planner(name).as_paper for name in self.names)
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
-    def _state_away(self, limits: Limits) -> Forecast:
-        """Returns the answer with the optimizer's state on the host, except the part that fits."""
+    def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
+        """Returns the answer with the optimizer's state on the host, except the part that fits.
+
+        Layers are cut at `splits`, which were found with all state on the devices.
+        """
         question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
         model = question.trace()
         sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
@@ -227,7 +232,7 @@ class _Asking:
             # Host memory that the state takes is not available for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
             cluster = replace(cluster, host_memory_bytes=rest)
-        away = replace(self, question=question, cluster=cluster)._answer(limits)
+        away = replace(self, question=question, cluster=cluster)._answer(limits, splits)
         if not away.fits:
             return away
         best = away.answers[0]
@@ -255,8 +260,8 @@ class _Asking:
         signer = Signer.of(self.cluster, None if isinstance(target, bool) else target)
         used = self.cluster.accelerators[: self.devices]
         limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in used)
-        # The model is the same each time, so what was traced is remembered.
-        again = replace(self, question=replace(self.question, models={}))
+        # The model is the same each time, so its traces and their costs are kept.
+        again = replace(self, question=replace(self.question, made={}))
         return signed(
             lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
         )
@@ -275,12 +280,11 @@ def _with_state(forecast: Forecast) -> Forecast:
     question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
     if question is None or not question.state_fates or best is None or cluster is None:
         return forecast
-    model = question.trace()
 
     def placed(answer: Answer) -> Answer:
         if answer.plan is None:
             return answer
-        traced = split_as_planned(model.traced, answer.splits)
+        traced = question.traced_as(answer.splits)
         return replace(answer, plan=question.with_state_fates(traced, answer.plan))
 
     return _with_seconds(replace(forecast, answers=tuple(map(placed, forecast.answers))))
@@ -413,9 +417,8 @@ class Signer:
         """
         if not question.said or problem.replicated:
             return problem
-        model = question.trace()
-        traced = split_as_planned(model.traced, answer.splits)
-        optimizer = question.cut(model, traced)
+        traced = question.traced_as(answer.splits)
+        optimizer = question.cut(question.trace(), traced)
         return replace(
             problem, costs=replace(question, said={}).costs(self.cluster, traced, optimizer)
         )

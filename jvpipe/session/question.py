@@ -1,9 +1,10 @@
 """The question that planners answer about a model's shapes, for hardware that is not here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 
@@ -37,6 +38,7 @@ from jvpipe.trace.reshaped import OtherLayersError
 from jvpipe.util.sizes import MOST_BYTES, MOST_S, limits_of_each
 
 Tree = Any
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,8 @@ class Question(Training):
         stages: how many devices a micro-batch passes.
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
-        models: remembers traced models, by the number of micro-batches and the examples of each; a
-            dict if the question is asked several times.
+        made: traces and costs that were made for this question; None if it is asked only once, so
+            that nothing is kept.
     """
 
     params: Tree
@@ -58,9 +60,7 @@ class Question(Training):
     stages: int
     model_state: Tree = None
     said: Said = field(default_factory=dict, repr=False, compare=False)
-    models: dict[tuple[int, int | None], Model] | None = field(
-        default=None, repr=False, compare=False
-    )
+    made: dict[Hashable, Any] | None = field(default=None, repr=False, compare=False)
     _cutters: dict[tuple[int, int], OptimizerCutter] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -68,6 +68,14 @@ class Question(Training):
     def __post_init__(self) -> None:
         self.schedule.check(self.stages, self.microbatches)
         self.schedule.warn_of_idle(self.stages, self.microbatches)
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what `make` returns, which is made once for a key if `made` keeps it."""
+        if self.made is None:
+            return make()
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def trace(self, examples: int | None = None, present: Traced | None = None) -> Model:
         """Traces the model at the shapes of a micro-batch.
@@ -77,9 +85,11 @@ class Question(Training):
             present: the model traced with another number of examples, whose cuts into layers are
                 used; None: the cuts are found for this trace.
         """
-        asked = self.microbatches, examples
-        if present is None and self.models and asked in self.models:
-            return self.models[asked]
+        if present is not None:
+            return self._trace(examples, present)
+        return self._once(("trace", self.microbatches, examples), partial(self._trace, examples))
+
+    def _trace(self, examples: int | None, present: Traced | None = None) -> Model:
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
             resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
@@ -97,10 +107,7 @@ class Question(Training):
             has_aux=self.has_aux,
             has_state=self.has_state,
         )
-        model = replace(model, traced=self._cutter(model).freeze(model.traced))
-        if present is None and self.models is not None:
-            self.models[asked] = model
-        return model
+        return replace(model, traced=self._cutter(model).freeze(model.traced))
 
     def _cutter(self, model: Model) -> OptimizerCutter:
         """Returns what traces and cuts the optimizer of a model; it is made once per model."""
@@ -127,12 +134,23 @@ class Question(Training):
         if traced is None:
             model = self.trace()
             traced, optimizer = model.traced, self.cut(model, model.traced)
-        split = may_split(self.schedule, self.stages, self.microbatches)
-        said = self.said
-        costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
+        costs = self._estimate(traced, cluster, optimizer)
         if optimizer is None:
             return costs
         return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
+
+    def _estimate(self, traced: Traced, cluster: Cluster, optimizer: OptimizerCut | None) -> Costs:
+        """Estimates costs with all of the optimizer's state on the devices."""
+        said, device = self.said, cluster.device
+
+        def make() -> tuple[Costs, Any]:
+            split = may_split(self.schedule, self.stages, self.microbatches)
+            costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
+            # Objects that are kept with the costs keep their ids, which are in the key.
+            return costs, (traced, said, device)
+
+        key = "costs", id(traced), id(said), id(device), optimizer is None
+        return self._once(key, make)[0]
 
     def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
         """Returns the plan with the fates that the question has for the optimizer's state."""
@@ -178,19 +196,28 @@ class Question(Training):
             traced, plan, self.schedule, optimizer, self.microbatches, devices, store
         )
 
+    def traced_as(self, splits: tuple[int, ...]) -> Traced:
+        """Returns the traced model with layers cut in two as a plan says."""
+        split = lambda: split_as_planned(self.trace().traced, splits)  # noqa: E731
+        return self._once(("split", self.microbatches, splits), split)
+
     def problem(
-        self, cluster: Cluster, memory_limit: int | tuple[int, ...] | None = None
+        self,
+        cluster: Cluster,
+        memory_limit: int | tuple[int, ...] | None = None,
+        splits: tuple[int, ...] = (),
     ) -> Problem:
         """Makes the problem that a planner is asked.
 
         Args:
             cluster: the hardware; its first devices are used.
             memory_limit: bytes, for all devices or for each; unless given, all that devices have.
+            splits: the places at which layers are cut in two, as `Plan.splits` has them.
         """
         check_devices(self.stages, cluster)
         limits = limits_of_each(memory_limit, self.stages)
-        model = self.trace()
-        return self.problem_of(cluster, limits, model.traced, self.cut(model, model.traced))
+        traced = self.traced_as(splits)
+        return self.problem_of(cluster, limits, traced, self.cut(self.trace(), traced))
 
     def problem_of(
         self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut
