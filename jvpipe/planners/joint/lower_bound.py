@@ -76,7 +76,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _hidden_transfers(problem: Problem) -> Solution:
-    """Solves the problem as an asynchronous one without transfers, which the caller adds.
+    """Solves the problem as an asynchronous one without transfers; the caller adds their seconds.
 
     A search for an asynchronous schedule removes no cuts, so its table still bounds all segments.
     """
@@ -142,8 +142,7 @@ def _of_1f1b(
             crossed_s[:, None] + x.comm_s,
             np.inf,
         )
-        # The work before: earlier layers and links run before the stage's first forward, or after
-        # its last backward.
+        # Earlier layers and links run before the stage's first forward or after its last backward.
         before_s = segments.least_compute_s[x.starts][:, None] + there_s
         busy_s = m * t + np.maximum(x.once_s, before_s)
         every.append(np.maximum(busy_s, m * x.traffic_s))
