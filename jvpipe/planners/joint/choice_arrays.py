@@ -160,8 +160,8 @@ class Choices:
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
             chosen = numbers[:, row, columns]
-            # Entry [a, b] says that column b is nowhere worse than column a. Of equal columns, the
-            # first stays.
+            # Entry [a, b] says that column b is nowhere worse than column a. The first of several
+            # equal columns stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
             is_better = no_worse & ~same
@@ -179,7 +179,7 @@ class Choices:
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
         """Counts the bytes that choices hold on the device for all micro-batches in flight.
 
-        Of swapped bytes, those of at most two micro-batches are on the device at once
+        The swapped bytes of at most two micro-batches are on the device at once
         (`stage_bytes.py`).
         """
         k, between = flight

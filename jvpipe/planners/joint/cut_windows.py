@@ -255,8 +255,8 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
 def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
     """Picks at most `count` of the cuts, spread evenly over seconds.
 
-    The seconds between the first and the last cut are divided into `count` equal parts. Of each
-    part, the cut is picked that the fewest bytes cross.
+    The seconds between the first and the last cut are divided into `count` equal parts. Each part
+    gives one cut, the one that the fewest bytes cross.
     """
     if len(cuts) <= count:
         return cuts

@@ -147,8 +147,7 @@ def least_of(
         step_s: returns the seconds of an answer's step.
 
     Raises:
-        Infeasible: no problem has an answer. Of all errors, the one with the smallest limit is
-            raised.
+        Infeasible: no problem has an answer. The error with the smallest limit is raised.
     """
     answers = list[T]()
     refused = list[Infeasible]()

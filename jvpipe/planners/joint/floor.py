@@ -78,8 +78,8 @@ def floor(
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
     before = None
     # This ends, because each round but the last finds an emptier plan, and plans are finitely many.
-    # Of many layers the first emptier neighbour is taken, because plans take long to count. Of few
-    # layers all neighbours are compared.
+    # With many layers, plans take long to count, and the first emptier neighbour is taken. With few
+    # layers, all neighbours are compared.
     while search.lowest is not before:
         before = search.lowest
         search.look(_neighbours(problem, before, keeps=keeps), until_better=not few)

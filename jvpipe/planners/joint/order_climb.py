@@ -200,8 +200,8 @@ class _Neighbours:
                 yield from self._move(d, at, [*passed, step], step)
             cell = step - cells
             is_backward = 0 <= cell < cells
-            # Only backwards are split or joined. Those of the first stage (`cell < M`) stay whole,
-            # because no stage waits for their cotangents.
+            # Only backwards are split or joined. The first stage's (`cell < M`) stay whole, because
+            # no stage waits for their cotangents.
             if not is_backward or cell < course.M or not course.loads.splits[cell // course.M]:
                 continue
             if course.half[cell]:
