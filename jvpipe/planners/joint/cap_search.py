@@ -28,6 +28,9 @@ enumeration.
 
 Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
 once a shortest path goes through the segment. That happens for few segments.
+
+How hard to search may be changed (`Effort` in `segment_table.py`). With less effort the result may
+not be the best, but its lower bound stays valid.
 """
 
 from collections.abc import Iterator

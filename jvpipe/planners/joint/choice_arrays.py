@@ -117,9 +117,9 @@ class Choices:
         """Counts the seconds that choices add to backwards on a device.
 
         The last layer of a run adds its `own_s`. Any other layer of a run adds the seconds of its
-        forward. At first every layer counts as the last one of its run. If the layer after it has
-        `RECOMPUTE_CHAIN`, that was wrong, so the choice `RECOMPUTE_CHAIN` adds the difference for
-        the layer before.
+        forward. Which of the two holds depends on the next layer's choice. So every layer of a run
+        counts as its last at first, and a `RECOMPUTE_CHAIN` also adds the difference for the layer
+        before.
 
         Args:
             slowness: for each layer, how many times as long the device takes; empty: as long.
@@ -145,8 +145,8 @@ class Choices:
         """Lists for each layer the columns that may lead to the fewest bytes.
 
         A column is left out if another column is nowhere worse: it holds no more at any of the
-        flights, works with no more, and leaves no less. What a layer leaves counts that way round,
-        because it is subtracted from the needs of earlier layers.
+        flights, works with no more, and leaves no less. Leaving more is better here, because what a
+        layer leaves is subtracted from the needs of earlier layers (`dominance.py`).
 
         Args:
             flights: what the layer's stage has in flight at each moment that matters.

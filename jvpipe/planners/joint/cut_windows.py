@@ -11,10 +11,10 @@ windows.
     window of bound s            [-------------]
 
 How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under given prices a stage
-pays for the seconds and the bytes of its layers. A stage that keeps the cap pays at most T plus the
-price of the bytes that the limit leaves it. Only what each layer pays by itself counts here. That
-is never negative, so the sum grows with the stage, and the farthest end is found by bisection in
-prefix sums. Leaving out the rest makes windows wider, never narrower.
+pays for the seconds and the bytes of its layers. A stage that keeps the cap and the limit pays at
+most T plus the price of as many bytes as the limit allows. Only what each layer pays by itself
+counts here. That is never negative, so the sum grows with the stage, and the farthest end is found
+by bisection in prefix sums. Leaving out the rest makes windows wider, never narrower.
 """
 
 from collections.abc import Callable, Iterator, Sequence

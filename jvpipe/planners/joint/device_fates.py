@@ -1,7 +1,7 @@
 """Chooses the fates of all layers of a device together: the fastest that fit, or the emptiest.
 
-Devices are searched one by one, because fates on one device change nothing on another. A device may
-run several stages, and backwards in halves, in any order. Its stages share its memory limit: at
+Devices are searched one by one, because each has a memory limit of its own. A device may run
+several stages, and backwards in halves, in any order. Its stages share its memory limit: at
 each moment of the order, the bytes that all of its stages have in flight are added up. Fates must
 fit at every moment that matters (`Schedule.held` lists these moments).
 

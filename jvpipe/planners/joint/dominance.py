@@ -170,7 +170,7 @@ class Growth:
     def _look_ahead(self) -> None:
         """Computes for each layer lower bounds of what it and all later layers hold and need.
 
-        The bounds are arrays by moment and layer, whose last layer stands for the end of the lot:
+        The bounds are arrays by moment and layer. Their last entries are for no layers at all:
 
             least_to_come   bytes that these layers hold for all micro-batches in flight
             spare_to_come   the same while an earlier layer of the same stage runs
@@ -283,9 +283,9 @@ class Growth:
     ) -> None:
         """Writes into `grown` the need of the stage with one more layer.
 
-        While an earlier layer runs, the bytes that the new layer leaves are free. So the need
-        before is less by these bytes. The new layer itself needs its working bytes. The larger of
-        the two needs counts.
+        While an earlier layer runs, the bytes that the new layer leaves are free. So the need of
+        the earlier layers becomes less by these bytes. The new layer itself needs its working
+        bytes. The larger of the two needs counts.
 
         Args:
             states: of the layers before.
@@ -391,7 +391,7 @@ class Followed:
     """The states of all layers that are left at the end.
 
     Attributes:
-        states: undominated, and below the number asked for.
+        states: the states that are left, none of which dominates another.
         steps: for each layer, how the states grew.
         dropped: a lower bound on all states that were dropped because there were too many;
             infinite if none were.

@@ -40,8 +40,8 @@ class Relaxation(NamedTuple):
     """What the bound of one segment depends on besides prices.
 
     Attributes:
-        extra_s: extra seconds of compute, for each choice of each layer; infinite if it is not
-            possible.
+        extra_s: extra seconds of compute, for each choice of each layer; infinite for choices that
+            are not possible.
         link_s: seconds of swaps, for each choice of each layer.
         held: bytes held, for each choice of each layer; for the last layer also its working bytes.
         room_bytes: what the held bytes may add up to.

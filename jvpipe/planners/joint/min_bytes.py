@@ -1,7 +1,7 @@
 """Finds the choices of a device's layers that hold and work with the fewest bytes.
 
-Choices grow layer by layer as states, and dominated states are dropped (`dominance.py`). The result
-is exact if no state was dropped because there were too many.
+Choices are followed layer by layer as states, and dominated states are dropped (`dominance.py`).
+The result is exact unless states were dropped because there were too many.
 """
 
 import numpy as np
