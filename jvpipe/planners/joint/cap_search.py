@@ -1,22 +1,36 @@
-"""Finds the best cuts and fates for the surrogate of `stage_cost.py`, with a bound on any plan.
+"""Finds the cuts and fates with the fewest surrogate seconds, and a lower bound for any plan.
 
-The surrogate estimates the seconds of a step in closed form, for M micro-batches. For a segment,
-t is its seconds with its best fates, F is the seconds of its forward, and comm is the seconds of
-the link before it. Sums and maxima are over the segments of a path, that is, over all stages:
+The surrogate (`stage_cost.py`) estimates the seconds of a step in closed form. A path is the bounds
+of all stages. It cuts the layers into segments, one for each stage. Legend:
+
+    M      the micro-batches of a step
+    t      seconds of a segment per micro-batch, with the segment's best fates; also its part of
+           what happens once per step, all-reduces and updates (`Objective.with_once`)
+    F      the seconds of the segment's forward, a part of t
+    comm   the seconds of the link before the segment, in both directions
+
+Sums and maxima are over the segments of a path:
 
     asynchronous   M max(t, comm)
     1f1b           sum(t + comm) + (M - 1) max(t, comm)
     gpipe          sum(t + comm) + (M - 1) (max(F, comm / 2) + max(t - F, comm / 2))
 
-Here t includes a share of what happens once per step, all-reduces and updates
-(`Objective.with_once`). A test compares the best paths with an enumeration by the surrogate.
+Under caps on the maxima, the path with the least sum is a shortest path through the segments that
+keep the caps. The search divides the possible caps into boxes. It always opens the box with the
+least lower bound, and finds that box's shortest path. It ends when no box has a bound below the
+best path found.
 
-Why the search is exact: each form grows with t, and t of a segment depends on no other segment. So
-if each maximum is capped, the best cuts are a shortest path, by the sum, through the segments that
-keep the caps. The search divides the possible caps into boxes, and always opens the box with the
-least bound. It ends when that bound is not below the best path found. The t of a segment is only
-a lower bound until a shortest path goes through the segment; the fates of few segments are ever
-searched.
+Why the search is exact: each form grows with t, and the t of a segment depends on no other segment.
+So each segment can take its best fates, whatever the other segments are. The shortest path of a box
+has the least sum of the box, so a better path must have a smaller maximum. Only boxes with caps
+below the maxima of the shortest path are left. A test compares the best paths with those of an
+enumeration.
+
+Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
+once a shortest path goes through the segment. That happens for few segments.
+
+How hard to search may be changed (`Effort` in `segment_table.py`). With less effort the result may
+not be the best, but its lower bound stays valid.
 """
 
 from collections.abc import Iterator
@@ -36,10 +50,13 @@ Caps = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Paths through a table, the best first, and the seconds of the best.
+    """Paths through a table, the best first.
 
-    No path in the table takes less than `bound_s`. A path is not better than the best if its maxima
-    (see the module) are together above `cap_s`.
+    Attributes:
+        paths: the paths met; empty if nothing fits.
+        step_s: the seconds of a step with the best path.
+        bound_s: no path in the table takes fewer seconds.
+        cap_s: no path whose maxima (see the module) add up to more is better than the best path.
     """
 
     paths: tuple[Path, ...]
@@ -50,9 +67,10 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Objective:
-    """The surrogate's parts: a sum over stages, and for each phase the wait for its slowest stage.
+    """The surrogate as a function of a path: a sum over stages, and a maximum for each phase.
 
-    GPipe has two phases, forwards and backwards; other schedules have one.
+    The maximum of a phase is how long a micro-batch waits for the phase's slowest stage. GPipe has
+    two phases, forwards and backwards. Other schedules have one.
     """
 
     problem: Problem
@@ -69,39 +87,40 @@ class Objective:
         return self.problem.microbatches - self.problem.schedule.synchronous
 
     def with_once(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Adds to the seconds t of stages the share of a micro-batch in what happens once per step.
+        """Adds to each t a micro-batch's share of what happens once per step.
 
-        A stage whose all-reduce and updates take A seconds is busy for M (t + A / M) per step.
+        If a stage's all-reduce and updates take A seconds, the share is A / M: the stage is then
+        busy for M (t + A / M) = M t + A seconds per step.
         """
         m = self.problem.microbatches
         stages = self.table.stages
         return [t + stage.block.once_s / m for t, stage in zip(seconds, stages, strict=True)]
 
     def sums(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Counts the seconds of stages plus those of the links before them."""
+        """Returns t + comm of each segment."""
         once = zip(self.with_once(seconds), self.table.stages, strict=True)
         return [t + stage.block.comm_s for t, stage in once]
 
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
-        """Counts for each phase the seconds for which a stage keeps the others waiting."""
+        """Returns for each phase how long each segment keeps the others waiting per micro-batch."""
         blocks = [stage.block for stage in self.table.stages]
         stages = list(zip(self.with_once(seconds), blocks, strict=True))
         if not self.two_phases:
             return [[np.maximum(t, x.comm_s) for t, x in stages]]
-        # Each phase uses one direction of the link, which is half of what two stages exchange.
+        # Each phase uses one direction of the link. The two directions take equal parts of comm.
         forward = [np.maximum(x.forward_s, x.comm_s / 2) for x in blocks]
         backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
         return [forward, backward]
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """Returns the seconds of a cell (as `with_once`), its forward, and the link before it."""
+        """Returns t (as in `with_once`), F and comm of a cell."""
         t, forward_s, comm_s = self.table.parts_s(cell)
         stage = self.table.stage(cell)
         once_s = float(stage.block.once_s[stage.place(*cell[1:])])
         return t + once_s / self.problem.microbatches, forward_s, comm_s
 
     def maxima(self, path: Path) -> Caps:
-        """Counts for each phase the seconds of the path's slowest stage."""
+        """Returns for each phase the maximum over a path's segments."""
         waits_s = list[Caps]()
         for t, forward_s, comm_s in map(self.parts_s, cells(path)):
             if self.two_phases:
@@ -124,9 +143,10 @@ class Objective:
         return float(self.summed(total_s)) + waits_s
 
     def summed(self, total_s: float | np.ndarray) -> float | np.ndarray:
-        """Counts the seconds that a sum over stages adds to a step.
+        """Returns the seconds that a sum over stages adds to a step.
 
-        To a stream it adds nothing, unless it is infinite: then the path is impossible.
+        An asynchronous schedule has no sum in its form, so a finite sum becomes 0. An infinite sum
+        stays: it marks an impossible path.
         """
         if self.problem.schedule.synchronous:
             return total_s
@@ -139,6 +159,8 @@ def search(problem: Problem, table: Table) -> SearchResult:
     result = _Boxes(objective).search()
     if table.proven:
         return result
+    # Fates were searched with too little effort to prove some t the least. The bound of the step
+    # must then be computed from proven lower bounds of t.
     lower_s = [table.lower_s(stage) for stage in table.stages]
     bound_s = max(result.bound_s, objective.bound_s(lower_s))
     return replace(result, bound_s=min(result.step_s, bound_s))
@@ -146,11 +168,20 @@ def search(problem: Problem, table: Table) -> SearchResult:
 
 @dataclass
 class _Boxes:
-    """The boxes that are left to open, by their bounds, and the paths met, with their seconds.
+    """The state of a search: the boxes left to open, and the paths met.
 
-    A box has a low and a high cap for each phase, and stands for the paths whose maxima lie between
-    them. The bound of a box adds the least sum of a path under the high caps to the waits at the
-    low caps. No path of the box takes less, because its sum and its waits are at least these.
+    A box has a low and a high cap for each phase. It stands for the paths whose maxima lie between
+    the low and the high caps. The bound of a box is the least sum of any path under the high caps,
+    plus `waits` times the low caps. No path of the box takes less, because neither its sum nor its
+    maxima are smaller.
+
+    Attributes:
+        objective: what is minimized.
+        heap: the boxes as (bound, tick, low caps, high caps), the least bound first.
+        ticks: numbers the boxes in the order in which they were added.
+        paths: the paths met, with the seconds of a step.
+        best_s: the seconds of the best path met.
+        least_sum_s: a lower bound on the sum of any path.
     """
 
     objective: Objective
@@ -166,7 +197,7 @@ class _Boxes:
         self.low = tuple(least_max(phase) for phase in self.objective.phases(self.table.seconds))
 
     def search(self) -> SearchResult:
-        """Finds the best paths."""
+        """Opens boxes, least bound first, until none can hold a better path or effort runs out."""
         table = self.table
         bound_s = 0.0
         self._push(0.0, self.low, (np.inf,) * len(self.low))
@@ -177,9 +208,9 @@ class _Boxes:
             total_s, path = self._shortest(high)
             if path is None:
                 continue
-            # If cells of the path are open, their seconds are lower bounds. They are refined, and
-            # the box is pushed again with a bound that is not less. This ends, because a cell is
-            # settled after a few refinements.
+            # The seconds of open cells are only lower bounds. The path's open cells are refined,
+            # and the box is pushed again, because another path may now be the shortest. This ends,
+            # because a cell is refined at most twice.
             opened = table.open_cells(path)
             if opened:
                 table.refine(opened)
@@ -188,8 +219,8 @@ class _Boxes:
                 if not table.open_cells(path):
                     self._meet(path)
                 continue
-            # The path has the least sum of all paths in its box. A better path of the box must have
-            # a smaller maximum in some phase: only caps below the path's maxima are left.
+            # The path has the least sum of its box, so a better path of the box has a smaller
+            # maximum in some phase.
             self._meet(path)
             for below, above in _rest(low, high, self.objective.maxima(path)):
                 self._push(total_s + self.waits * sum(below), below, above)
@@ -208,7 +239,7 @@ class _Boxes:
         heappush(self.heap, (bound_s, next(self.ticks), low, high))
 
     def _may_be_better(self) -> bool:
-        """Tells whether a box is left that may have a better path, and effort to open the box."""
+        """Tells whether a box that may have a better path is left, and effort to open the box."""
         if not self.heap or (self.table.exhausted and self.paths):
             return False
         enough_s = self.best_s * (1 - self.table.effort.tolerance)
@@ -231,10 +262,10 @@ class _Boxes:
             self._narrow()
 
     def _narrow(self) -> None:
-        """Removes the cuts through which no path can be better than the best path known.
+        """Removes the cuts through which no path can be better than the best path met.
 
-        For a stream all cuts stay, because `lower_bound` uses them again with the links between
-        stages.
+        For an asynchronous schedule all cuts stay: `lower_bound.py` searches without transfers, and
+        bounds all cells of the table again with transfers.
         """
         if not self.objective.problem.schedule.synchronous:
             return
@@ -244,8 +275,8 @@ class _Boxes:
         low = [least_max(phase) for phase in phases]
         least_s, _ = least_sum(sums)
         self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_s)))
-        # The maxima of a better path are together below the cap, and each is at least its phase's
-        # least. So one maximum is at most the cap less the least of the other phases.
+        # The maxima of a better path add up to less than the cap. Each maximum is at least the
+        # least of its phase. So a maximum is at most the cap less the least of the other phases.
         caps = tuple(self._cap_s() - sum(low) + low_s for low_s in low)
         through = sums_through(_under(sums, phases, caps))
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
@@ -254,9 +285,11 @@ class _Boxes:
             self.table.narrow(kept)
 
     def _cap_s(self) -> float:
-        """Bounds from above the sum of the maxima of any path that is better than the best."""
+        """Bounds from above what the maxima of a path better than the best met can add up to."""
         if not self.waits:
             return np.inf
+        # A better path takes less than `best_s`, of which its sum takes `least_sum_s` or more. The
+        # rest is left for `waits` times the maxima.
         return (self.best_s - self.least_sum_s) / self.waits * (1 + 1e-12)
 
 
@@ -265,7 +298,7 @@ def _under(
     phases: list[list[Matrix]],
     caps: Caps,
 ) -> list[Matrix]:
-    """Returns the matrices with infinity for cells whose seconds in a phase exceed its cap."""
+    """Returns the matrices with infinity for each cell that is over the cap of some phase."""
     capped = matrices
     for phase, cap in zip(phases, caps, strict=True):
         if np.isfinite(cap):
@@ -279,9 +312,9 @@ def _rest(
     high: Caps,
     maxima: Caps,
 ) -> list[tuple[Caps, Caps]]:
-    """Divides what is left of a box once its path of the least sum is known.
+    """Lists the boxes that are left of a box, given the maxima of its shortest path.
 
-    Better paths have a smaller maximum in some phase. For each phase, the caps below the path's
+    A better path has a smaller maximum in some phase. For each phase, the caps below the given
     maximum make a box, which is halved.
     """
     boxes = []
@@ -294,6 +327,6 @@ def _rest(
             boxes.append((low, with_entry(above, phase, middle)))
             if middle < highest:
                 boxes.append((with_entry(low, phase, middle), above))
-        # Boxes of later phases begin at this phase's maximum, so that boxes do not overlap.
+        # In the boxes of later phases, this phase has at least its maximum: no two boxes overlap.
         low = with_entry(low, phase, maximum)
     return boxes

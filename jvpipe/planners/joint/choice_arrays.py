@@ -1,15 +1,22 @@
-"""Every layer's choices as arrays: a row for each layer, a column for each choice.
+"""The choices of fates of all layers as arrays: a row for each layer, a column for each choice.
 
-The columns are the layer's options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`. That order matters:
-these constants are -2 and -1, so that a decision's choice is also the index of its column.
+The columns are the layer's options (`Option` in `costs.py`), then `RECOMPUTE_CHAIN`, then
+`RECOMPUTE`. These two constants are -2 and -1. With the columns in this order, a decision's choice
+is also the index of its column.
 
-Legend: a choice keeps and swaps bytes per micro-batch, makes the layer's backward `own_s` longer,
-and needs `working_bytes` while the layer runs. In a run (one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s)
-forwards run again together. The working bytes of a run grow from layer to layer: by
-`residual_bytes`, and by `input_bytes` from the second layer on. The last layer of a run has
-`recompute_peak_bytes` in place of its residuals. A layer adds at least `run_bytes` to a run.
-Between the halves of its backward a layer holds `handed_bytes`. They do not depend on the choice,
-except for layers whose backward runs in the second half alone.
+Each choice of a layer has, per micro-batch:
+
+    kept_bytes      that stay on the device between the layer's forward and backward
+    swapped_bytes   that go to the host in between
+    handed_bytes    held between the two halves of the layer's backward; the same for all choices,
+                    unless the whole backward runs in the second half
+    working_bytes   needed beside what is held while the layer runs
+    own_s           by how much the choice makes the layer's backward longer
+
+A run is a layer with `RECOMPUTE` and the layers after it with `RECOMPUTE_CHAIN`. Their forwards run
+again together, from the first layer's input, so that the working bytes of a run grow from layer to
+layer. Each layer adds its `residual_bytes`, and each layer but the first also adds its
+`input_bytes`. The last layer of a run works with `recompute_peak_bytes` in place of its residuals.
 """
 
 from collections.abc import Sequence
@@ -34,12 +41,12 @@ PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
 Flight = tuple[int, int]
-"""A stage's micro-batches in flight, and those between the halves of their backward."""
+"""How many micro-batches a stage has in flight, and how many between the halves of a backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices of all layers; `allowed` says which columns a layer has."""
+    """The choices of all layers. Only the columns that are `allowed` in a row are the layer's."""
 
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
@@ -55,7 +62,12 @@ class Choices:
 
     @staticmethod
     def of(costs: Costs, swaps: bool = True) -> "Choices":
-        """Collects the choices of layers at these costs; `swaps` says whether choices may swap."""
+        """Collects the layers' choices.
+
+        Args:
+            costs: of the layers.
+            swaps: whether options that swap are allowed.
+        """
         layers = costs.layers
         shape = len(layers), max(len(layer.options) for layer in layers) + 2
         # Arrays lie in memory column by column, because most queries take the least of each row
@@ -78,7 +90,8 @@ class Choices:
         kept[:, RECOMPUTE] = input_bytes
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[recompute_s(layer)] for layer in layers])
-        # The lesser of what a layer needs inside a run and what it needs at the end of a run.
+        # Whether a layer ends its run depends on the next layer's choice. The lesser need of the
+        # two cases is a lower bound for both.
         inside = np.minimum(residual, recomputed) + temporary
         working[:, -2:] = inside[:, None]
         return Choices(
@@ -97,15 +110,19 @@ class Choices:
 
     @property
     def columns(self) -> int:
-        """The number of columns."""
+        """The number of columns, which is the same for all layers."""
         return self.allowed.shape[1]
 
     def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
-        """Counts how many seconds longer choices make backwards on a slower device.
+        """Counts the seconds that choices add to backwards on a device.
 
-        Inside a run a layer takes the seconds of its forward; at the end of a run it takes its
-        `own_s`. Every layer is counted as an end first. A `RECOMPUTE_CHAIN` shows that its run did
-        not end with the layer before, and adds the difference for that layer.
+        The last layer of a run adds its `own_s`. Any other layer of a run adds the seconds of its
+        forward. Which of the two holds depends on the next layer's choice. So every layer of a run
+        counts as its last at first, and a `RECOMPUTE_CHAIN` also adds the difference for the layer
+        before.
+
+        Args:
+            slowness: for each layer, how many times as long the device takes; empty: as long.
         """
         slower = np.array(slowness or np.ones(len(self.forward_s)))
         extra_s = self.own_s * slower[:, None]
@@ -120,22 +137,31 @@ class Choices:
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """The least that a layer adds to a run's working bytes; the first adds no input to them."""
+        """The least that a layer adds to a run's working bytes if it is not the run's first."""
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists for each layer the columns that no other column dominates in bytes."""
+        """Lists for each layer the columns that may lead to the fewest bytes.
+
+        A column is left out if another column is nowhere worse: it holds no more at any of the
+        flights, works with no more, and leaves no less. Leaving more is better here, because what a
+        layer leaves is subtracted from the needs of earlier layers (`dominance.py`).
+
+        Args:
+            flights: what the layer's stage has in flight at each moment that matters.
+        """
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]
         numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])
-        # The last two columns, which make runs, are kept in any case.
+        # The last two columns are always listed: what they need depends on the layers beside them.
         numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
             chosen = numbers[:, row, columns]
-            # Entry [a, b]: column b is nowhere worse than a. The first of equal columns stays.
+            # Entry [a, b] says that column b is nowhere worse than column a. The first of several
+            # equal columns stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
             is_better = no_worse & ~same
@@ -147,13 +173,14 @@ class Choices:
 
     @cached_property
     def least_working_bytes(self) -> PerLayer:
-        """The least bytes that a layer needs while it runs, over its choices."""
+        """The fewest bytes that any choice of a layer needs while the layer runs."""
         return np.where(self.allowed, self.working_bytes, np.inf).min(1)
 
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
         """Counts the bytes that choices hold on the device for all micro-batches in flight.
 
-        The swapped bytes of at most two micro-batches are on the device at once.
+        The swapped bytes of at most two micro-batches are on the device at once
+        (`stage_bytes.py`).
         """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
@@ -162,9 +189,9 @@ class Choices:
         return total + between * self.handed_bytes[layers]
 
     def swapped(self, chosen: Sequence[int]) -> PerLayer:
-        """Counts the bytes per micro-batch that layers' choices swap."""
+        """Counts the bytes that each layer swaps per micro-batch, given the layers' choices."""
         return self.swapped_bytes[np.arange(len(chosen)), np.array(chosen)]
 
     def choice(self, column: int) -> int:
-        """Returns the choice of a decision that a column stands for."""
+        """Returns a column's choice as decisions have it: -2 and -1 for the last two columns."""
         return column if column < self.columns + RECOMPUTE_CHAIN else column - self.columns

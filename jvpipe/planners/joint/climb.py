@@ -1,24 +1,25 @@
-"""Climbs from plans to neighbours that the simulator finds faster: bounds move, fates follow.
+"""Improves plans by local search: goes to a neighbour that the simulator finds faster, and repeats.
 
-A neighbour of a plan differs from it in one of these ways:
+A plan is the bounds of stages and a choice of fates for each layer. A neighbour differs from a plan
+in one of these ways:
 
-- One bound, or two bounds beside each other, have moved. Fates are then chosen again, with and
-  without swaps.
+- One bound, or two adjacent bounds, have moved. Fates are chosen again, with and without swaps.
 - One bound is removed and another one inserted, so that the stages between them move to the next
   device. Fates are chosen again.
-- One layer has another fate. The searches for fates treat a link that is not full as free; only the
-  simulator knows which device waits for it.
-- The last layers of a stage become a run, whose forwards run again while the stage waits for its
-  cotangents.
+- One layer has other fates. This helps because the searches for fates treat a link as free until it
+  is full. Only the simulator knows which device waits for a link.
+- The last layers of a stage become a run: their forwards run again, one after the other, while the
+  stage waits for its cotangents.
 
-Many neighbours get a lower bound at once, the seconds of a step in which no transfer waits for
-another one (`least_steps_s`). They are simulated in the order of these bounds, until no neighbour
-that is left can be faster. A climb ends because each round but the last finds a plan of a lower
-rank, and there are finitely many plans; or because no tasks are left to simulate.
+Simulating takes long, so all neighbours first get a lower bound: the seconds of a step in which no
+transfer waits for another (`least_steps_s`). They are simulated in the order of these bounds, until
+no neighbour that is left can be faster. A climb ends because each round but the last finds a plan
+of a lower rank, and there are finitely many plans. It ends earlier if no tasks are left to
+simulate.
 
-If links keep devices waiting, the seconds of neighbouring plans differ a lot, and a climb soon
-ends. So the neighbours of the best plan are climbed from too, even if they are slower (`around`),
-before tasks are spent on plans that are far behind.
+If links keep devices waiting, the seconds of neighbours differ a lot, and a climb soon ends at a
+local optimum. So the neighbours of the best plan are climbed from too, even if they are slower
+(`around`). After that, tasks are spent on the starting plans that are far behind.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -37,17 +38,17 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
-"""A tuple that orders plans, the best first; the order of its entries decides between plans.
+"""A tuple by which plans are compared, entry by entry; the least is the best plan.
 
-Simulated seconds (`OVER` if the plan does not fit), the problem's limit that the plan needs, bytes
-on the host, and the number of layers that do not keep everything.
+The entries are the simulated seconds (`OVER` if the plan does not fit), the smallest memory limit
+that the plan fits, the bytes on the host, and the number of layers that do not keep everything.
 """
 OVER = float("inf")
 
 
 @dataclass
 class Climb:
-    """A climb: the plans of a problem that were ranked so far, each simulated once.
+    """A local search over the plans of a problem, which simulates each plan at most once.
 
     Attributes:
         problem: gives the order of tasks, the links and the limits.
@@ -56,8 +57,8 @@ class Climb:
         places: by how many cuts a bound moves at most under a limit. With 1, bounds move one at a
             time, and stages stay on their devices.
         around: how many neighbours of the best plan are climbed from too.
-        ranks: of the plans ranked so far.
-        costs: of stages, by their number, first layer and choices.
+        ranks: a cache of the ranks of plans.
+        costs: a cache of the costs of stages, by the stage's number, first layer and choices.
     """
 
     problem: Problem
@@ -75,12 +76,16 @@ class Climb:
         self._cuts = Segments(problem).cuts
 
     def top(self, begin: Iterable[Decision]) -> Decision | None:
-        """Climbs from the best of some plans, and returns the best plan found; None if none fits.
+        """Climbs from the best of some plans, and returns the best plan found.
 
-        If several plans have the same bounds, only the best is climbed from.
+        If several plans have the same bounds, only the best of them is climbed from.
+
+        Returns:
+            The best plan; None if none of the given plans fits. If there are too few tasks to
+            simulate all given plans, the first that fits.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
-        if len(every) * self._each > self.tasks:  # too few tasks to simulate even these
+        if len(every) * self._each > self.tasks:
             return every[0] if every else None
         first = dict[tuple[int, ...], Decision]()
         for one in sorted(every, key=self.rank):
@@ -99,7 +104,7 @@ class Climb:
         return self._kept_where_free(best)
 
     def _climbed_around(self, best: Decision) -> Decision:
-        """Climbs from the best plan's neighbours too: slower ones may lead to faster plans."""
+        """Climbs from neighbours of the best plan: even slower ones may lead to faster plans."""
         tried = set[Decision]()
         for _ in range(self.around):
             start = self._fastest_neighbour(best, tried)
@@ -114,7 +119,10 @@ class Climb:
         best: Decision,
         tried: Set[Decision],
     ) -> Decision | None:
-        """Finds the fastest untried neighbour with moved bounds; of many, simulates only some."""
+        """Finds the fastest untried neighbour with moved bounds; None if there is none.
+
+        Only the `PLAN.neighbours` with the lowest bounds are simulated.
+        """
         moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
         fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
         if not fitting:
@@ -125,14 +133,14 @@ class Climb:
         return min(others, key=self.rank, default=None)
 
     def climbed(self, best: Decision) -> Decision:
-        """Goes from better to better neighbours, until none is better."""
+        """Goes from a plan to its best neighbour again and again, until no neighbour is better."""
         before = None
         while before is not best and self.tasks > 0:
             before = best
             moved = (one for s in self._by_seconds(best) for one in self._moved(before, s))
             best = self._best_of(best, moved)
-            # Wider neighbourhoods are tried only if the narrow ones have nothing better. Most
-            # rounds end before.
+            # Wider neighbourhoods are tried only if narrower ones have nothing better, which is
+            # seldom the case before the last round.
             if best is before:
                 best = self._best_of(best, self._others(best))
             may_shift = self.problem.schedule.chunks > 1 and self.places > 1
@@ -141,10 +149,10 @@ class Climb:
         return best
 
     def _kept_where_free(self, best: Decision) -> Decision:
-        """Changes fates back to keeping wherever that does not make the step slower.
+        """Makes layers keep everything again wherever that does not make the step slower.
 
-        Among equally fast plans a climb prefers fewer bytes, which leave room for further moves. At
-        its end that room is not needed any more.
+        Among equally fast plans a climb prefers the one with fewer bytes, which leaves room for
+        further moves. At the end of a climb that room is not needed any more.
         """
         kept = Decision.keeping_all(best.bounds)
         step_s = self.rank(best)[0]
@@ -159,19 +167,19 @@ class Climb:
         return best
 
     def rank(self, decision: Decision) -> Rank:
-        """Returns the rank of a plan, and simulates the plan if it fits."""
+        """Returns the rank of a plan, which is simulated the first time if it fits."""
         if decision not in self.ranks:
             rank = self._unranked(decision)
             if rank[0] < OVER:
                 self.tasks -= self._each
                 step_s = simulated_step_s(self.problem, self._stages(decision))
-                # Rounded, so that plans whose seconds differ by rounding alone rank by bytes.
+                # Rounded, so that plans that differ only in rounding errors rank by bytes.
                 rank = float(f"{step_s:.9e}"), *rank[1:]
             self.ranks[decision] = rank
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
-        """Returns the rank of a plan without simulating it: with 0 seconds if it fits."""
+        """Returns a plan's rank without simulating the plan: its seconds are 0 if it fits."""
         problem = self.problem
         stages = self._stages(decision)
         peak = max(needed_bytes(problem, device_bytes(problem, stages)))
@@ -193,13 +201,13 @@ class Climb:
         return stages
 
     def _best_of(self, best: Decision, neighbours: Iterable[Decision]) -> Decision:
-        """Finds the best of a plan and its neighbours, as long as tasks are left to simulate."""
+        """Returns the best of a plan and its neighbours, as far as tasks are left to simulate."""
         some = [one for one in self._some(neighbours) if one not in self.ranks]
         if not some or self.tasks <= 0:
             return best
         least_s = self._clocked_s(some)
-        # Plans come in the order of their lower bounds. Once a bound is above the best, all later
-        # ones are too.
+        # Plans come in the order of their lower bounds. Once a bound is above the best plan's
+        # seconds, so are all later bounds.
         for at in least_s.argsort(kind="stable"):
             best_s = self.rank(best)[0]
             if self.tasks <= 0 or least_s[at] > best_s * (1 + 1e-9):
@@ -208,11 +216,11 @@ class Climb:
         return best
 
     def _some(self, neighbours: Iterable[Decision]) -> Iterator[Decision]:
-        """Yields as many of the neighbours as may be bounded at once."""
+        """Yields the first neighbours, as many as may be bounded at once (`PLAN.clocked`)."""
         return islice(neighbours, PLAN.clocked // self._each)
 
     def _clocked_s(self, some: Sequence[Decision]) -> Float[np.ndarray, " plans"]:
-        """Bounds the seconds of plans from below: those of steps in which no transfer waits."""
+        """Bounds plans from below by steps in which no transfer waits; uses up some of `tasks`."""
         self.tasks -= len(some) * self._each // PLAN.clocked_for_one
         plans = [self._stages(one) for one in some]
         parts_s = np.array([[stage.load().parts_s for stage in plan] for plan in plans])
@@ -224,13 +232,17 @@ class Climb:
         )
 
     def _by_seconds(self, decision: Decision) -> list[int]:
-        """Lists all bounds, first those beside the slowest stages."""
+        """Lists the indices of all inner bounds; those beside the slowest stages come first."""
         seconds = [stage.seconds for stage in self._stages(decision)]
         slower_s = [0.0, *(max(two) for two in pairwise(seconds))]
         return sorted(range(1, len(seconds)), key=lambda s: -slower_s[s])
 
     def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
-        """Yields plans with bound s moved, alone or with the next; without a limit, to any cut."""
+        """Yields plans with bound s moved, alone or with the next bound.
+
+        Under a limit a bound moves by at most `places` cuts. Without one it may move to any cut,
+        because no fates are searched for, so that a neighbour costs little.
+        """
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
         for run in range(1, 1 + min(2, self.places)):
@@ -238,12 +250,16 @@ class Climb:
                 yield from self.refitted(bounds)
 
     def _shifted(self, decision: Decision) -> Iterator[Decision]:
+        """Yields plans in which some stages have moved to the next device."""
         every = shifted_bounds(self.problem, decision.bounds, self._cuts)
         for bounds in every[: PLAN.shifted]:
             yield from self.refitted(bounds)
 
     def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
-        """Yields plans with these bounds, fates chosen in each way; without a limit all is kept."""
+        """Yields a plan with these bounds for each of `ways` to choose fates.
+
+        Without a limit it yields only the plan that keeps everything, because no other is faster.
+        """
         if self.problem.memory_limit_bytes is None:
             yield Decision.keeping_all(bounds)
             return
@@ -251,25 +267,28 @@ class Climb:
         yield from dict.fromkeys(one for one in every if one)
 
     def _others(self, decision: Decision) -> Iterator[Decision]:
-        """Yields the plan with other fates: of all layers, and, of few layers, one at a time."""
+        """Yields plans with the same bounds and other fates.
+
+        The fates of all layers are chosen again, or the last layers of a stage become a run. For
+        models of few layers, the fates of single layers are also changed.
+        """
         yield from self.refitted(decision.bounds)
         yield from computed_early(decision)
         choices = decision.choices
         if self.problem.memory_limit_bytes is None or len(choices) > PLAN.single_fate_layers:
             return
         for at, layer in enumerate(self.problem.costs.layers):
-            if RECOMPUTE_CHAIN not in choices[at : at + 2]:  # a run would lose its beginning
+            # The layers of a run depend on each other, so their fates are not changed one by one.
+            if RECOMPUTE_CHAIN not in choices[at : at + 2]:
                 for other in range(len(layer.options)):
                     yield Decision(decision.bounds, with_entry(choices, at, other))
 
 
 def computed_early(decision: Decision) -> Iterator[Decision]:
-    """Yields for each stage the plan in which its last layers that do not keep all become a run.
+    """Yields for each stage the plan in which the stage ends with a run.
 
-    The forwards of such a run can run again while the stage waits for its cotangents.
-
-    Args:
-        decision: the plan.
+    The run has the layers after the stage's last layer that keeps everything (choice 0). Its
+    forwards can run again while the stage waits for its cotangents.
 
     >>> [one.choices for one in computed_early(Decision((0, 3, 4), (0, -1, 2, -1)))]
     [(0, -1, -2, -1)]

@@ -1,14 +1,20 @@
-"""Finds the cuts that can matter: those that stages under a cap reach from both ends.
+"""Finds for each bound of the stages the cuts where it can lie if no stage takes longer than a cap.
 
-Legend: T is the cap, the most seconds that any stage may take. left[s] is the last cut that the
-first s stages can reach, each in at most T seconds and within the memory limit. right[s] is the
-first cut from which the stages from s on can reach the end. A plan that keeps the cap has bound s
-in the window [right[s], left[s]]. If T is near the least possible cap, windows are short.
+Legend: T is the cap, in seconds per micro-batch. left[s] is the last cut that the first s stages
+can reach if each of them keeps the cap and the memory limit. right[s] is the first cut from which
+the stages from s on can reach the end. In any plan that keeps the cap, bound s lies in the window
+[right[s], left[s]]. The nearer T is to the least cap that a plan can keep, the narrower are the
+windows.
 
-How far a stage reaches is bounded by the lower bounds of `dual_bounds.py`, of which only the terms
-are used that grow with the segment. Under given prices of seconds and bytes, what a stage pays is
-then a sum over its layers of numbers that are not negative. So the farthest end is found by
-bisection in prefix sums.
+    first layer |------ stages before s ------>| left[s]
+                        right[s] |<------ stages from s on ------| last layer
+    window of bound s            [-------------]
+
+How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under given prices a stage
+pays for the seconds and the bytes of its layers. A stage that keeps the cap and the limit pays at
+most T plus the price of as many bytes as the limit allows. Only what each layer pays by itself
+counts here. That is never negative, so the sum grows with the stage, and the farthest end is found
+by bisection in prefix sums. Leaving out the rest makes windows wider, never narrower.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +29,22 @@ from jvpipe.planners.model.segments import Cuts, OverJ, Segments, sums
 from jvpipe.util.sizes import MOST_BYTES
 
 Prices = tuple[float, float]
+"""The prices (alpha, mu) of `dual_bounds.py`: the weight of compute, and seconds per byte."""
 BYTES_ALONE = (0.0, 1.0)
-"""Prices of seconds and bytes that count bytes alone."""
+"""Prices at which only bytes count, one second each."""
 ROUNDING_BYTES = 0.5
 """More than the rounding error of a sum of bytes, and less than a byte."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """How far stages reach; `prices[s]` are prices that bound the seconds of stage s well.
+    """How far stages reach under a cap.
 
-    `known` are the prefix sums that were made so far.
+    Attributes:
+        pricing: the choices of all layers, and the memory limit.
+        prices: for each stage, prices that bound its seconds well. More prices make windows
+            narrower; any prices are valid.
+        known: a cache of prefix sums, by stage and prices.
     """
 
     pricing: Pricing
@@ -42,9 +53,14 @@ class Reach:
 
     @staticmethod
     def of(pricing: Pricing, rounds: int = 2) -> "Reach":
-        """Makes a reach with good prices: those that are best for the middles of narrow windows.
+        """Makes a reach with prices that bound well near the least cap.
 
-        Each round finds the windows of the least cap under the prices so far, and adds prices.
+        Each round finds the windows of the least cap under the prices so far. It takes the middles
+        of these windows as bounds, and adds the best prices of the stages between them.
+
+        Args:
+            pricing: the choices of all layers, and the memory limit.
+            rounds: how many prices each stage gets. Without a limit no prices are needed.
         """
         stages = pricing.segments.problem.stages
         reach = Reach(pricing, ((),) * stages)
@@ -53,11 +69,12 @@ class Reach:
             middles = [int(cuts[len(cuts) // 2]) for cuts in reach.windows(cap_s)]
             best = reach._best_prices(middles)
             prices = tuple((*old, new) for old, new in zip(reach.prices, best, strict=True))
-            # Prefix sums under the prices of earlier rounds are used again.
+            # The prices of earlier rounds stay in use, and so do their prefix sums.
             reach = Reach(pricing, prices, reach.known)
         return reach
 
     def _best_prices(self, bounds: Sequence[int]) -> list[Prices]:
+        """Finds for each stage between these bounds the prices that bound its seconds best."""
         segments = self.pricing.segments
         asked = []
         for s, (i, j) in enumerate(pairwise(bounds)):
@@ -72,19 +89,22 @@ class Reach:
         return self.pricing.limit_bytes - self.pricing.segments.problem.less_bytes(s)
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
-        """Finds nearly the least cap under which the last layer is reached.
+        """Finds nearly the least cap under which the stages reach the last layer.
 
-        The slowest stage of any plan takes at least that long.
+        Any plan's slowest stage takes at least as long as the least cap.
+
+        Args:
+            tolerance: by how much the result may be above the least cap, as a share of it.
         """
-        # A larger cap reaches further, so that the least cap is found by halving an interval. No
-        # cap is below the longest layer, or below the slowest stage's share of the work.
+        # A larger cap reaches further, so the least cap is found by halving an interval. It is not
+        # below the longest layer, nor below the slowest stage's share of the work.
         segments = self.pricing.segments
         layers_s = np.diff(segments.least_compute_s)
         low = max(float(layers_s.max(initial=0.0)), segments.share_s)
         if self.left(low)[-1] == segments.n:
             return low
         high = 2 * low
-        # If the memory limit alone keeps the end out of reach, no cap suffices.
+        # If the memory limit keeps the end out of reach, no cap suffices, and doubling must end.
         while high < 1e9 * low and self.left(high)[-1] < segments.n:
             low, high = high, 2 * high
         while high - low > tolerance * high:
@@ -96,16 +116,17 @@ class Reach:
         return high
 
     def windows(self, cap_s: float) -> list[Cuts]:
-        """Lists each bound's cuts under a cap; at least one, even if the end is out of reach."""
+        """Lists for each bound the cuts of its window; at least one, even if none keeps the cap."""
         cuts = self.pricing.segments.cuts
         stages = self.pricing.segments.problem.stages
-        # A bound beyond `left` makes one of the stages before it too slow or too full. A bound
-        # before `right` does so to one of the stages after it.
+        # If a bound is beyond `left`, one of the stages before it is too slow or too full. If it is
+        # before `right`, one of the stages after it is.
         left = self.left(cap_s)
         right = self.right(cap_s)
         windows = []
         for s in range(stages + 1):
-            # Each stage has a layer, so that s cuts come before bound s, and stages - s after it.
+            # Each stage has at least one layer, so that at least s cuts come before bound s, and at
+            # least stages - s cuts after it.
             first = max(int(np.searchsorted(cuts, right[s])), s)
             reached = int(np.searchsorted(cuts, left[s], "right"))
             last = min(reached, len(cuts) - (stages - s))
@@ -117,8 +138,8 @@ class Reach:
 
     def left(self, cap_s: float) -> list[int]:
         """Finds for s = 0, 1, ... the last cut that the first s stages reach."""
-        # Going as far as possible is best for each stage, because the next segment then begins
-        # later, and pays no more for the same end.
+        # It is best that each stage goes as far as possible: the next stage then begins later, and
+        # pays no more to reach the same end.
         cuts = self.pricing.segments.cuts
         reached = [0]
         for s in range(self.pricing.segments.problem.stages):
@@ -145,7 +166,11 @@ class Reach:
         return reached[::-1]
 
     def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
-        """Yields for each pair of prices prefix sums of what layers pay, and the most to pay."""
+        """Yields for each pair of prices what layers pay, and the most that the stage may pay.
+
+        What layers pay comes as prefix sums. A stage is within reach if it keeps all limits. The
+        limits are raised a little, so that rounding does not exclude a cut.
+        """
         yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
         if self.pricing.limit_bytes < MOST_BYTES:
             room_bytes = self._room_bytes(s)
@@ -155,14 +180,14 @@ class Reach:
                 yield self._sums(s, prices), limit
 
     def _sums(self, s: int, prices: Prices) -> OverJ:
+        """Returns prefix sums of the least that each layer pays on stage s at these prices."""
         if (s, prices) in self.known:
             return self.known[s, prices]
         pricing = self.pricing.at(s)
         segments = pricing.segments
         alpha, mu = prices
         extra_s, link_s, held_bytes = pricing.table(s, slice(None))
-        # Each layer pays at least for its cheapest choice, so that sums of cheapest choices bound
-        # from below what any choices pay.
+        # Whatever is chosen, each layer pays at least for its cheapest choice.
         there = np.isfinite(extra_s)
         compute_s = np.where(there, extra_s, 0.0)
         seconds = alpha * compute_s + (1 - alpha) * (alpha > 0) * link_s
@@ -175,7 +200,7 @@ class Reach:
 
 
 def area(windows: Sequence[Cuts]) -> int:
-    """Counts the cells between windows."""
+    """Counts the cells between windows: the pairs of cuts between which a stage may lie."""
     return sum(len(a) * len(b) for a, b in pairwise(windows))
 
 
@@ -194,12 +219,12 @@ def bounded(
     cells: int = CUTS.spread_cells,
     narrow: Callable[[Cuts, int], Cuts] = _evenly,
 ) -> list[Cuts]:
-    """Thins windows out if they have too many cells (possible stages) between them.
+    """Removes cuts from windows until they have few enough cells (see `area`) between them.
 
     Args:
         windows: the cuts of each bound.
-        cells: the most cells that are allowed.
-        narrow: picks a number of some cuts.
+        cells: the most cells that may be left; more are left if two cuts per window are too many.
+        narrow: picks at most a number of a window's cuts.
     """
     thinned = list(windows)
     count = max(map(len, windows))
@@ -210,7 +235,12 @@ def bounded(
 
 
 def spread(segments: Segments, cells: int) -> list[Cuts]:
-    """Lists each bound's cuts near its even share of the seconds, with at most `cells` cells."""
+    """Lists for each bound the cuts near the place that would give all stages equal seconds.
+
+    Args:
+        segments: of the model.
+        cells: the most cells between these cuts (see `bounded`).
+    """
     total = segments.compute_s
     mean_s = float(total[-1]) / segments.problem.stages
     windows = []
@@ -223,9 +253,10 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
 
 
 def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
-    """Picks at most `count` of the cuts: of each equal part of the seconds between them, one.
+    """Picks at most `count` of the cuts, spread evenly over seconds.
 
-    It is the cut that the fewest bytes cross.
+    The seconds between the first and the last cut are divided into `count` equal parts. Each part
+    gives one cut, the one that the fewest bytes cross.
     """
     if len(cuts) <= count:
         return cuts

@@ -1,8 +1,12 @@
-"""Fates for all layers of a device at once: the fastest under its limit, or the emptiest.
+"""Chooses the fates of all layers of a device together: the fastest that fit, or the emptiest.
 
-A device may run several stages, and halves of backwards, in any order. Its stages share the limit:
-at each moment of the order, what all of them have in flight counts together (`Schedule.held`). The
-search for fast fates is that of `stage_fates.py`.
+Devices are searched one by one, because each has a memory limit of its own. A device may run
+several stages, and backwards in halves, in any order. Its stages share its memory limit: at
+each moment of the order, the bytes that all of its stages have in flight are added up. Fates must
+fit at every moment that matters (`Schedule.held` lists these moments).
+
+The searches are those of `stage_fates.py` (fastest) and `min_bytes.py` (emptiest). This file poses
+their questions for a whole device, and remembers the answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +26,23 @@ from jvpipe.schedules.schedule import Holding
 
 Fates = tuple[int, ...]
 Moments = Sequence[Sequence[Holding]]
-"""For each device, what its stages have in flight at each moment that matters."""
+"""For each device, what its stages have in flight at each moment that matters (`Schedule.held`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceFates:
-    """Fates chosen so far for the devices of problems with one placement; a cache and its search.
+    """A chooser of fates with a cache, for problems with the same placement.
 
-    A placement is which stages lie on which devices. The problems may differ in their order.
+    A placement says which stages lie on which devices. The problems may differ in their order of
+    tasks.
 
     Attributes:
         pricing: the choices of all layers.
         swaps: whether some choices swap.
-        known: fates found so far, by what they were asked for; None: no fates were found.
-        kept: the bytes of stages that keep everything.
-        prices: for each device the prices of its last search, which also bound similar ones well.
+        known: a cache of fates, by the question; None: no fates were found.
+        kept: a cache of the bytes of stages that keep everything.
+        prices: for each device, the prices of its first search. Later searches are similar, so the
+            same prices bound them well.
     """
 
     pricing: Pricing
@@ -47,7 +53,7 @@ class DeviceFates:
 
     @staticmethod
     def of(problem: Problem, *, swaps: bool = False) -> "DeviceFates":
-        """Prepares the choices of a problem's layers, with or without those that swap."""
+        """Makes a chooser for a problem's layers, with or without choices that swap."""
         return DeviceFates(pricing_of(problem, swaps), swaps)
 
     def fastest(
@@ -56,9 +62,10 @@ class DeviceFates:
         """Chooses the fastest fates that keep the limit; None if none were found.
 
         Args:
-            problem: gives the order and the limit; it must have the placement of this object.
+            problem: gives the order and the limits; it must have this object's placement.
             bounds: of the stages.
-            moments: what each device must have room for; None: what the order has in flight.
+            moments: what each device must have room for; None: what the problem's order has in
+                flight.
         """
         asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
         return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, asked))
@@ -67,7 +74,7 @@ class DeviceFates:
         """Chooses the fates that hold the fewest bytes on each device, whatever their seconds.
 
         Args:
-            problem: gives the order; it must have the placement of this object.
+            problem: gives the order; it must have this object's placement.
             bounds: of the stages.
         """
         decision = _decision(problem, bounds, lambda d, cells: self._emptiest(problem, d, cells))
@@ -87,12 +94,11 @@ class DeviceFates:
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(keeping, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
-        # Static bytes are the same for all fates, so that they may be read from the stages that
-        # keep everything.
+        # Static bytes do not depend on fates, so those of stages that keep everything are used.
         lot = self._lot(problem, cells, moments)
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
-            return None  # replicas have no room to add up gradients, whatever is chosen
+            return None  # whatever is chosen, replicas have no room to add up gradients
         if (lot, room) not in self.known:
             self.known[lot, room] = self._sought(problem, d, lot, room)
         return self.known[lot, room]
@@ -111,10 +117,10 @@ class DeviceFates:
         lot: Lot,
         room: float,
     ) -> Fates | None:
-        """Searches for the fastest fates that fit `room` bytes, else for the emptiest."""
+        """Searches for the fastest fates that fit `room` bytes; None if none were found."""
         keeping = [0] * len(problem.costs.layers)
         stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
-        # Without swaps, fates do not change the seconds of the link, so that these are left out.
+        # If no choice swaps, the seconds of the link are the same for all fates, and are left out.
         traffic_s = sum(stage.link_s for stage in stages) * self.swaps
         most_swapped = _most_swapped_bytes(problem)
         query = FateQuery(
@@ -129,7 +135,8 @@ class DeviceFates:
         fates = search.least_seconds(FATE.states).choices
         if fates:
             return fates
-        # A search with few states may drop all that fit. Then the emptiest choices are tried.
+        # A search that keeps few states may have dropped all that fit. The emptiest fates are then
+        # tried, because no others are as likely to fit.
         taken, fates = fewest_bytes(self.pricing, lot, exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
@@ -157,7 +164,11 @@ class DeviceFates:
         cells: Sequence[Cell],
         moments: Sequence[Holding],
     ) -> Lot:
-        """Describes the layers of a device; values that several layers read are always held."""
+        """Describes the layers of a device to the searches.
+
+        Values that several layers read are held whatever is chosen, once for each micro-batch in
+        flight.
+        """
         freed = self.pricing.at(cells[0][0]).segments.given
         shared = [float(freed(i)[i:j].sum()) for _, i, j in cells]
         base_bytes = []
@@ -173,7 +184,10 @@ class DeviceFates:
 
 
 def _most_swapped_bytes(problem: Problem) -> float:
-    """Returns what each micro-batch may swap per stage, if the host's limit is shared evenly."""
+    """Returns how many bytes a device may swap per micro-batch in flight.
+
+    The host's limit is shared evenly among the micro-batches in flight on all devices.
+    """
     limit = problem.host_limit_bytes
     if limit is None:
         return float("inf")
@@ -185,7 +199,13 @@ def _most_swapped_bytes(problem: Problem) -> float:
 def _decision(
     problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
 ) -> Decision | None:
-    """Makes a decision from the choices for each device's stages; None if a device has none."""
+    """Makes a decision by choosing fates for each device; None if a device has none that fit.
+
+    Args:
+        problem: says which stages each device has.
+        bounds: of the stages.
+        choose: returns the fates for a device's stages, layer by layer; None if none fit.
+    """
     places = problem.places
     chosen = [0] * bounds[-1]
     every = [(s, *span) for s, span in enumerate(pairwise(bounds))]

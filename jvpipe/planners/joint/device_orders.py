@@ -1,10 +1,14 @@
-"""Orders of unlike devices along the pipeline: which device has which stage.
+"""Chooses the order of unlike devices along the pipeline: which device runs which stage.
 
-For few devices, all different orders are tried; for more, those by speed and by memory, rising and
-falling. A whole search is done for the most promising orders only. The promise of an order is the
-surrogate's best step under the schedule, or under 1F1B if devices run several stages or split
-backwards. If no plan fits, it is the smallest limit that suffices; if the order of tasks is open
-(`schedule="auto"`), with one micro-batch in flight.
+If there are few different orders, all are tried. If there are many, at most five are tried: the
+given order, and the orders by speed and by memory, each rising and falling. Only the most promising
+orders get a whole search (`PLAN.searched_orders`).
+
+The promise of an order is the best seconds of a step by the surrogate (`stage_cost.py`). The
+surrogate covers one stage per device and whole backwards. Any other schedule is judged as 1F1B. An
+order for which no plan fits comes after all orders with a plan. Such orders are compared by the
+smallest limit that suffices. If the order of tasks is open (`schedule="auto"`), this is the limit
+with one micro-batch in flight at a time.
 """
 
 import math
@@ -27,13 +31,13 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 Asked = TypeVar("Asked")
 T = TypeVar("T")
 Kind = tuple[tuple[float, ...], int]
-"""What alike devices have in common: `Group.kind`."""
+"""Speed and memory of a device, as in `Group.kind`; devices of one kind can replace each other."""
 
 
 def orders(problem: Problem) -> list[Problem]:
     """Lists the problem with its devices in each order that is tried, the given order first.
 
-    Devices that are alike stay in the given order among themselves.
+    Devices of the same kind stay in the given order among themselves.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -56,8 +60,8 @@ def orders(problem: Problem) -> list[Problem]:
         for key in (slowness, less_bytes):
             count.append(sorted(devices, key=key.__getitem__))
             count.append(sorted(devices, key=key.__getitem__, reverse=True))
-    # Orders with the same kinds of devices in the same places are the same problem, so that the
-    # first of them stands for all.
+    # Orders with the same kinds of devices in the same places are the same problem. The first of
+    # them is kept.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
     for order in [list(devices), *count]:
         by_kind.setdefault(tuple(groups[d].kind for d in order), order)
@@ -65,7 +69,7 @@ def orders(problem: Problem) -> list[Problem]:
 
 
 def _all_orders(problem: Problem) -> bool:
-    """Tells whether there are few enough orders to try all of them."""
+    """Tells whether there are few enough orders of kinds to try all of them."""
     counts = Counter(group.kind for group in problem.groups).values()
     alike = prod(map(factorial, counts))
     return factorial(len(problem.groups)) // alike <= PLAN.device_orders
@@ -76,14 +80,13 @@ def _distinct(problem: Problem) -> list[list[int]]:
     kinds = [group.kind for group in problem.groups]
     distinct = []
     for row in _arrangements(Counter(kinds)):
-        # Devices that are alike stay in the given order among themselves.
         of_kind = {kind: iter([d for d, k in enumerate(kinds) if k == kind]) for kind in row}
         distinct.append([next(of_kind[kind]) for kind in row])
     return distinct
 
 
 def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
-    """Yields all rows in which each kind occurs as often as `left` says."""
+    """Yields all rows of kinds in which each kind occurs as often as `left` says."""
     if not left:
         yield ()
     for kind in left:
@@ -100,7 +103,7 @@ def worth_searching(problem: Problem) -> list[Problem]:
 
 
 def _promise(problem: Problem) -> tuple[float, float]:
-    """Returns what orders are sorted by: seconds of a step, and, if those are infinite, a limit."""
+    """Returns the seconds of a step and 0; infinity and the smallest limit if no plan fits."""
     is_chunked = problem.schedule == AUTO or problem.schedule.chunks > 1
     asked = problem
     if is_chunked or problem.splits:
@@ -116,7 +119,11 @@ def _promise(problem: Problem) -> tuple[float, float]:
 
 
 def least_bound(problem: Problem) -> float:
-    """Bounds the simulated step of any plan, in any order of devices (see `lower_bound`)."""
+    """Bounds from below the simulated step of any plan, in any order of devices.
+
+    If there are too many orders to bound each, the bound is that of devices that are all as fast as
+    the fastest for each layer, and have the most memory.
+    """
     if not problem.groups or problem.replicated:
         return lower_bound(problem)
     if _all_orders(problem):
@@ -132,15 +139,15 @@ def least_of(
     ask: Callable[[Asked], T],
     step_s: Callable[[T], float],
 ) -> T:
-    """Returns the fastest answer to any of some problems that differ in devices or their order.
+    """Asks several problems, and returns the answer with the fastest step.
 
     Args:
-        problems: at least one.
+        problems: at least one; they differ in their devices or in the order of these.
         ask: answers a problem, or raises `Infeasible`.
         step_s: returns the seconds of an answer's step.
 
     Raises:
-        Infeasible: no problem has an answer; of all errors, the one that names the least limit.
+        Infeasible: no problem has an answer. The error with the smallest limit is raised.
     """
     answers = list[T]()
     refused = list[Infeasible]()

@@ -1,39 +1,50 @@
 """Grows the choices of a device's layers side by side, and drops those that are dominated.
 
-The fates of a device's layers are chosen layer by layer. Later layers depend on earlier choices
-only through a few numbers, called a state. A state is dominated if another state is at most as
-large in every number. The other state can be completed by the same later choices, and is then at
-least as good, so that dropping the dominated state loses nothing. What the layers to come hold and
-need at least is summed beforehand (`_look_ahead`). These sums show early that a state must end over
-the limit.
+The fates of a device's layers are chosen layer by layer, in forward order. Only a few numbers about
+the earlier choices matter to the later layers. These numbers are called a state. State A dominates
+state B if A is at most as large as B in every number. Any later choices that complete B also
+complete A, with at most as many seconds and bytes. So dropping B loses nothing.
+
+The least that the layers to come hold and need is summed beforehand (`_look_ahead`). These sums
+show early that a state must end over the limit.
 
 Legend: a device has the layers of one stage or of several, one stage after the other. At each
-moment of the device's order, some micro-batches of each stage are in flight (`Lot`). A run is a
-sequence of layers whose forwards run again together, from the first layer's input, which is kept. A
-state is a column of numbers, one for each of these rows:
+moment of the device's order of tasks, each stage has some micro-batches in flight (`Lot`). A layer
+leaves bytes of a micro-batch between its forward and its backward, and needs working bytes while it
+runs. What a stage holds counts all that its layers leave. This is one micro-batch on a stage of
+layers a to d:
 
-    EXTRA, SWAPPED    extra seconds; swapped bytes
-    RUN               the bytes of the run that the state ends in: the residuals of its layers and
-                      the inputs between them
-    BEYOND, OPEN      what the stage needs beyond what it holds: the most, over its layers, of the
-                      layer's working bytes less what later layers leave of one micro-batch. BEYOND
-                      if the run ends with the last layer, OPEN if the run goes on
-    MOST              the largest such need of the device's earlier stages
-    HALVES, ENDS      needs like BEYOND while the first half of a backward goes through the stage:
-                      HALVES is the need beyond what the stage holds before the first half, ENDS
-                      beyond what it holds after. HALVES_OPEN and ENDS_OPEN are for runs that go on
-    LEFT              by how many bytes layers leave more than they hand over to second halves
-    the last rows     bytes held for all micro-batches in flight, one row for each moment
+    held          [-- a --][-- b --][-- c --][-- d --]
+    while b runs  [-- a --][-- b --][===== working =====]
+                                                      [-]  beyond
 
-An example, with the bytes of a stage drawn from left to right:
+While b runs, c and d hold nothing: they have left nothing yet, or it is free again. Beyond what the
+stage holds, b therefore needs its working bytes less what c and d leave. The need of a stage is the
+largest of these differences among its layers.
 
-    layers         a  b  c  d  e       c and d are a run that begins with c's input
-    held           [---------]         what layers a to d leave
-    at work        [---------][==]     beyond (==): what one of a to d works with while later layers
-                                       have left nothing; RUN is c's residuals and d's input
+A run is a sequence of layers whose forwards run again together, from the first layer's input, which
+is kept. A state ends in a run if its last layer belongs to a run. The next layer may continue the
+run. A state is a column of numbers, one for each of these rows:
 
-Outside a run, RUN and the OPEN rows are infinite, so that no choice can continue a run. The order
-of the rows matters: `fixed_rows` leaves out rows that are not needed from MOST or HALVES on.
+    EXTRA         the seconds that the choices add to backwards
+    SWAPPED       the bytes that are swapped per micro-batch
+    RUN           the working bytes of the run that the state ends in: the residuals of the run's
+                  layers, and the inputs of all but the first
+    BEYOND        the need of the stage if the next layer does not continue a run
+    OPEN          the need of the stage if the next layer continues the run
+    MOST          the largest need of the device's earlier stages
+    HALVES        like BEYOND, but while the first half of a backward goes through the stage: later
+                  layers then hold what they hand over to second halves
+    ENDS          like HALVES, but beyond what the stage holds after the first half. HALVES is
+                  beyond what it holds before
+    HALVES_OPEN   like HALVES, if the next layer continues the run
+    ENDS_OPEN     like ENDS, if the next layer continues the run
+    LEFT          by how much the bytes that the stage's layers leave exceed those handed over
+    other rows    for each moment, the bytes held for all micro-batches in flight
+
+If a state does not end in a run, RUN and the rows ending in OPEN are infinite, so that no choice
+can continue a run. The order of the rows matters, because the rows from MOST or from HALVES on are
+left out if no state needs them (`fixed_rows`).
 """
 
 from collections.abc import Callable, Sequence
@@ -47,25 +58,25 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 
 Cell = tuple[int, int, int]
+"""A stage s and its layers [i, j), as (s, i, j)."""
 States = Float[np.ndarray, "rows _"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
 CHUNK_STATES = 128
-"""How many states are compared with each other at once; it bounds memory, and changes no result."""
+"""How many states are compared with each other at once. It bounds memory and changes no result."""
 EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
 
 Step = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
-"""For each state, the index of the state that it grew from, and the choice of the last layer."""
+"""For each state, the index of the state that it grew from, and the column of the last choice."""
 
 
 @dataclass(frozen=True)
 class Lot:
-    """The layers of one device, and the micro-batches of which it holds something at once.
+    """The layers of one device, and what is in flight on it at each moment that matters.
 
     Attributes:
-        cells: the device's stages as (s, i, j), stage s of layers [i, j), in forward order.
-        moments: at each moment, for each stage, the micro-batches in flight and those between the
-            halves of their backward.
+        cells: the device's stages, in forward order.
+        moments: for each moment, what each stage has in flight.
         base_bytes: for each moment, bytes that are held whatever is chosen.
         halves: whether backwards run in two halves.
     """
@@ -88,9 +99,20 @@ class Lot:
 
 
 class Growth:
-    """The growth of states over the layers of a lot.
+    """The growth of states over the layers of a lot, one layer after the other.
 
-    With `by_bytes`, seconds do not count, and only choices that may hold the fewest bytes are used.
+    Layers are numbered from 0 over the whole lot.
+
+    Attributes:
+        n: the number of layers of the lot.
+        at: for each layer of the lot, its number in the model.
+        lasts: the last layer of each stage.
+        ends: for each layer, the number of layers up to the end of its stage.
+        columns: for each layer, the columns of `Choices` that are tried.
+        held: the bytes that each choice holds, by moment, layer and column.
+        given: for each layer, bytes that are held from that layer on for values that several layers
+            read.
+        fixed_rows: how many rows of a state come before those of the moments.
     """
 
     def __init__(
@@ -100,6 +122,14 @@ class Growth:
         *,
         by_bytes: bool = False,
     ) -> None:
+        """Prepares the growth.
+
+        Args:
+            pricing: the choices of all layers.
+            lot: the layers of a device.
+            by_bytes: whether only bytes count. Seconds are then 0 in all states, and choices that
+                cannot lead to the fewest bytes are not tried.
+        """
         stage = lot.cells[0][0]
         pricing = pricing.at(stage)  # all stages of a device work on the same shares
         self.table = pricing.choices
@@ -110,8 +140,9 @@ class Growth:
         ends = np.cumsum(sizes)
         self.n = int(ends[-1])
         self.lasts = set((ends - 1).tolist())
-        self.ends = np.append(np.repeat(ends, sizes), self.n)  # of the stage of each layer
-        # Rows that would be the same for all states are left out, to make comparisons faster.
+        self.ends = np.append(np.repeat(ends, sizes), self.n)
+        # Rows that would be the same for all states are left out, to make comparisons faster: MOST
+        # and later rows if the device has one stage, HALVES and later rows if backwards are whole.
         self.fixed_rows = EVERY if lot.halves else MOST + (len(sizes) > 1)
         self.at = np.concatenate([np.arange(i, j) for _, i, j in lot.cells])
         given = [pricing.segments.given(layers.start)[layers] for layers in lot.layers]
@@ -121,12 +152,12 @@ class Growth:
         self._look_ahead()
 
     def _held_bytes(self, moment: Sequence[Flight]) -> np.ndarray:
-        """Counts the bytes that each choice of each layer holds at a moment."""
+        """Counts the bytes that each choice of each layer holds at a moment, as [layer, column]."""
         stages = zip(moment, self.lot.layers, strict=True)
         return np.concatenate([self.table.held_bytes(flight, layers) for flight, layers in stages])
 
     def _columns(self, by_bytes: bool) -> list[np.ndarray]:
-        """Lists for each layer the choices that are tried."""
+        """Lists for each layer the columns that are tried."""
         table = self.table
         if not by_bytes:
             return [np.flatnonzero(allowed) for allowed in table.allowed[self.at]]
@@ -137,7 +168,17 @@ class Growth:
         return columns
 
     def _look_ahead(self) -> None:
-        """Bounds from below what the layers from each one on hold and need, at each moment."""
+        """Computes for each layer lower bounds of what it and all later layers hold and need.
+
+        The bounds are arrays by moment and layer. Their last entries are for no layers at all:
+
+            least_to_come   bytes that these layers hold for all micro-batches in flight
+            spare_to_come   the same while an earlier layer of the same stage runs
+            most_to_come    the most that these layers hold and work with while one of them runs
+            fall_to_come    by how much the bytes that these layers hand over exceed those that they
+                            leave, up to the end of the stage; without moments, and only if
+                            backwards are split
+        """
         table = self.table
         allowed = table.allowed[self.at]
         left = table.left_bytes[self.at]
@@ -146,9 +187,9 @@ class Growth:
         def least_of(sizes: np.ndarray) -> np.ndarray:
             return np.where(allowed, sizes, np.inf).min(-1)
 
-        least = least_of(self.held)  # of what a layer holds
-        spare = least_of(self.held - left)  # and less what it leaves of the micro-batch at work
-        top = least_of(self.held + working)
+        least = least_of(self.held)
+        spare = least_of(self.held - left)  # while an earlier layer of the stage runs
+        top = least_of(self.held + working)  # while the layer itself runs
         self.least_to_come = to_come(least)
         self.spare_to_come = self.until_end(spare - self.given, least)
         behind = self.until_end(spare - self.given, least, 1)
@@ -156,9 +197,9 @@ class Growth:
             fall = least_of(table.handed_bytes[self.at] - left)
             nothing = np.zeros(self.n)
             self.fall_to_come = self.until_end(fall - self.given, nothing)
-        # While a layer works, layers before it hold all that they leave. Layers after it hold what
-        # other micro-batches leave, but nothing of this one. `over` is such a layer's need above
-        # the least that all layers to come hold; the largest from each layer on is taken.
+        # While a layer runs, the later layers of its stage hold nothing of the micro-batch at work.
+        # `over` is what this layer and all later ones then take, less the least that they hold. The
+        # layer with the largest `over` decides.
         least_from = self.least_to_come[:, :-1]
         over = top + behind[:, :-1] - least_from
         most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
@@ -172,11 +213,11 @@ class Growth:
         after: np.ndarray,
         skipped: int = 0,
     ) -> np.ndarray:
-        """Sums from each layer on: `inside` up to the end of its stage, `after` from there on.
+        """Sums over the layers from each one on: `inside` up to the end of its stage, then `after`.
 
         Args:
-            inside: numbers of layers that count in the stage of the first layer of the sum.
-            after: numbers of layers that count in later stages.
+            inside: for each layer, what counts in sums that begin in the layer's own stage.
+            after: for each layer, what counts in sums that begin in an earlier stage.
             skipped: how many layers to leave out at the beginning of each sum.
         """
         begin = np.minimum(np.arange(self.n + 1) + skipped, self.n)
@@ -186,7 +227,7 @@ class Growth:
         return own_stage + outer[..., self.ends]
 
     def begin(self) -> States:
-        """Returns the state of no layers: a single column."""
+        """Returns the one state in which no layer has a choice yet."""
         fixed = np.zeros(EVERY)
         fixed[[RUN, OPEN, HALVES_OPEN, ENDS_OPEN]] = np.inf
         fixed[[HALVES, ENDS]] = -np.inf
@@ -194,14 +235,17 @@ class Growth:
         return state[:, None]
 
     def grown(self, states: States, at: int) -> States:
-        """Grows every state by every choice of the `at`-th layer.
+        """Grows every state by every choice of a layer.
 
-        A choice that continues a run is impossible if the state does not end in one. It is given
-        infinite bytes, so that it is never kept.
+        A choice that continues a run is impossible if the state does not end in a run. The state
+        that it would make gets infinite bytes, so that it is never kept.
 
         Args:
             states: of the layers before.
-            at: the index of the layer among those of the lot.
+            at: the layer.
+
+        Returns:
+            For each state in turn, one new state for each of the layer's columns.
         """
         table = self.table
         layer = self.at[at]
@@ -210,14 +254,14 @@ class Growth:
         grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + swapped_bytes
-        # The two choices that recompute are -1 and -2, and the last two columns of every layer.
-        run = np.full(grown.shape[1:], np.inf)  # bytes of the run while this layer works
+        # RECOMPUTE and RECOMPUTE_CHAIN are -1 and -2, and so index the last two columns.
+        run = np.full(grown.shape[1:], np.inf)  # bytes of the run while this layer runs
         run[:, RECOMPUTE] = 0.0
         run[:, RECOMPUTE_CHAIN] = states[RUN] + table.input_bytes[layer]
         ends_stage = at in self.lasts  # the end of a stage also ends a run
         grown[RUN] = np.inf if ends_stage else run + table.residual_bytes[layer]
         self._grow_beyond(states, grown, run, at)
-        # A run that continues where none began has infinite BEYOND and OPEN.
+        # A state that continues a run where there is none has infinite BEYOND and OPEN.
         held_before = states[self.fixed_rows :][:, :, None]
         held_bytes = held_before + self.held[:, None, at, columns]
         is_possible = np.isfinite(beyond_held(grown))
@@ -237,17 +281,17 @@ class Growth:
         run: np.ndarray,
         at: int,
     ) -> None:
-        """Writes into `grown` what a stage with one more layer needs beyond what it holds.
+        """Writes into `grown` the need of the stage with one more layer.
 
-        While an earlier layer works, the bytes that the new layer leaves are free, so that the
-        earlier layers need less beyond. While the new layer works, later layers have left nothing.
-        The larger need of the two cases counts.
+        While an earlier layer runs, the bytes that the new layer leaves are free. So the need of
+        the earlier layers becomes less by these bytes. The new layer itself needs its working
+        bytes. The larger of the two needs counts.
 
         Args:
             states: of the layers before.
-            grown: states with the new layer, in which `RUN` is written already.
-            run: the bytes of a run while the layer works, for each state and choice.
-            at: the index of the layer among those of the lot.
+            grown: states with the new layer; their `RUN` must be written already.
+            run: for each state and choice, the bytes of the run while the new layer runs.
+            at: the new layer.
         """
         table = self.table
         layer = self.at[at]
@@ -256,7 +300,7 @@ class Growth:
         again = [RECOMPUTE, RECOMPUTE_CHAIN]
         working = np.broadcast_to(table.working_bytes[layer, columns], run.shape).copy()
         working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + temporary
-        working_on = grown[RUN] + temporary  # if the run goes on after this layer
+        working_on = grown[RUN] + temporary  # if the next layer continues the run
         left = table.left_bytes[layer, columns] + self.given[at]
 
         def grow(
@@ -265,8 +309,8 @@ class Growth:
             less: np.ndarray | float,
             beside: np.ndarray | float,
         ) -> None:
-            # Row `closed` is for a run that ends here, row `opened` for one that goes on. So a
-            # choice that continues a run grows out of `opened`, every other choice out of `closed`.
+            # Row `closed` is BEYOND or a row like it, and row `opened` is the matching OPEN row. A
+            # choice that continues a run grows out of `opened`, any other choice out of `closed`.
             before = np.repeat(
                 states[closed][:, None],
                 len(columns),
@@ -285,10 +329,10 @@ class Growth:
             grow(ENDS, ENDS_OPEN, less=0.0, beside=grown[LEFT])
 
     def _end_stage(self, states: np.ndarray) -> None:
-        """Ends a stage in these states: records its need in MOST, and resets rows for the next."""
+        """Ends a stage: records its need in MOST, and resets the other rows for the next stage."""
         needed = states[BEYOND]
-        # The schedule's moments count the bytes held before the first half of a backward, and those
-        # held after. The need beyond the larger of these two is the smaller of HALVES and ENDS.
+        # The moments count what is held before the first half of a backward, and also what is held
+        # after. Beyond the larger of these two, the stage needs the smaller of HALVES and ENDS.
         if self.lot.halves:
             halves = np.minimum(states[HALVES], states[ENDS])
             needed = np.maximum(needed, halves)
@@ -300,16 +344,16 @@ class Growth:
         states[OPEN] = np.inf
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds from below the peak bytes that states lead to, whatever later layers choose.
+        """Bounds from below the peak bytes of each state, whatever the later layers choose.
 
-        If no layer is to come, the bound is exact.
+        The bound is exact if no layer is to come.
 
         Args:
             states: of the first layers.
             done: the number of these layers.
         """
-        # The largest need is that of a layer of this stage so far, of a layer to come, or of an
-        # earlier stage.
+        # The peak is at a layer of the present stage so far, at a layer to come, or at a layer of
+        # an earlier stage.
         so_far = beyond_held(states) + self.spare_to_come[:, done, None]
         beyond = np.maximum(so_far, self.most_to_come[:, done, None])
         if self.fixed_rows > MOST:
@@ -321,20 +365,20 @@ class Growth:
         return np.asarray((held + beyond).max(0))
 
     def _beyond_halves(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds from below what first halves need beyond as they go through the stage."""
+        """Bounds from below the need of the present stage while first halves go through it."""
         fall = self.fall_to_come[done]
         closed = np.minimum(states[HALVES] + fall, states[ENDS])
         opened = np.minimum(states[HALVES_OPEN] + fall, states[ENDS_OPEN])
         return np.minimum(closed, opened)
 
     def step(self, kept: Int[np.ndarray, "M"], at: int) -> Step:
-        """Finds the origins and last choices of the states that are kept once grown by a layer."""
+        """Finds where grown states came from, given their indices among all that `grown` made."""
         columns = self.columns[at]
         parents, last = np.divmod(kept, len(columns))
         return parents, columns[last]
 
     def path(self, steps: Sequence[Step], at: int) -> tuple[int, ...]:
-        """Returns the choices of all layers that led to the state at index `at`."""
+        """Returns the choices of all layers that led to the final state at index `at`."""
         choices = []
         for parents, columns in reversed(steps):
             choices.append(self.table.choice(int(columns[at])))
@@ -344,9 +388,13 @@ class Growth:
 
 @dataclass(frozen=True)
 class Followed:
-    """The states of all layers that are left at the end, and how they grew.
+    """The states of all layers that are left at the end.
 
-    States that were left out because there were too many have bounds of `dropped` or more.
+    Attributes:
+        states: the states that are left, none of which dominates another.
+        steps: for each layer, how the states grew.
+        dropped: a lower bound on all states that were dropped because there were too many;
+            infinite if none were.
     """
 
     states: States
@@ -364,17 +412,17 @@ def follow(
     """Grows states layer by layer, and drops those that cannot be the best.
 
     A state is dropped if its bound is not below `below`, or if another state dominates it. If more
-    than twice the width are left, only the fittest stay. Then the search may miss the best, and
-    `Followed.dropped` is a lower bound on what was left out.
+    than twice `width` states have bounds below, only the fittest of these are kept. The search may
+    then miss the best.
 
     Args:
         growth: of the layers.
-        below: the number that an answer has to be below.
-        width: the number of states to keep. The search is exact as long as no more than twice as
-            many are left.
-        bounds: returns lower bounds on what states lead to, given states and their layers' number.
-        fittest: returns the indices of the states that stay, given states, their bounds, the
-            indices of those that may be below, and their layers' number.
+        below: the number that an answer must be below.
+        width: more than twice as many states are too many.
+        bounds: called with states and the number of their layers. It returns for each state a lower
+            bound on any answer that the state leads to.
+        fittest: called with states, their bounds, the indices of those with a bound below, and the
+            number of layers. It returns the indices of the states to keep.
     """
     states = growth.begin()
     steps = list[Step]()
@@ -399,12 +447,12 @@ def follow(
 
 
 def beyond_held(states: np.ndarray) -> np.ndarray:
-    """Returns what states need at least beyond what they hold, the lesser of BEYOND and OPEN."""
+    """Returns the need of each state's present stage, if its run goes on or ends: the lesser."""
     return np.minimum(states[BEYOND], states[OPEN])
 
 
 def to_come(per_layer: np.ndarray) -> np.ndarray:
-    """Makes suffix sums: from each layer to the last, along the last axis, which is the layers'."""
+    """Makes suffix sums along the last axis, with a final 0: from each layer to the last."""
     backwards = per_layer[..., ::-1]
     total = np.zeros((*per_layer.shape[:-1], per_layer.shape[-1] + 1))
     total[..., :-1] = np.cumsum(backwards, axis=-1)[..., ::-1]
@@ -412,16 +460,16 @@ def to_come(per_layer: np.ndarray) -> np.ndarray:
 
 
 def front(states: States) -> Int[np.ndarray, "_"]:
-    """Returns the indices of the states that no other dominates; of equal states, of the first."""
+    """Returns the indices of the states that no other dominates; of equal states, the first's."""
     if states.shape[1] <= 1:
         return np.arange(states.shape[1])
-    # In lexical order a state is dominated by earlier states alone.
+    # In lexicographic order, only earlier states can dominate a state.
     order = np.lexsort(states[::-1])
     best = np.empty(0, dtype=np.int64)
     for begin in range(0, len(order), CHUNK_STATES):
-        # It is enough to compare with the states kept so far, not with those that were dropped: a
-        # state that a dropped one dominates is also dominated by the dropped one's dominator. For
-        # the same reason it does not matter that some earlier states of a chunk are dropped too.
+        # It is enough to compare with states that were kept. A dropped state has a dominator, which
+        # dominates all that the dropped state does. Within a chunk all earlier states are compared
+        # with, dropped or not, which gives the same result.
         chunk = order[begin : begin + CHUNK_STATES]
         if len(best):
             by_best = _below(states[:, chunk], states[:, best])
@@ -434,7 +482,7 @@ def front(states: States) -> Int[np.ndarray, "_"]:
 
 
 def _below(states: States, by: States) -> np.ndarray:
-    """Returns an array [a, b]: whether state b of `by` is nowhere larger than state a."""
+    """Returns an array [a, b] of booleans: whether state b of `by` is nowhere above state a."""
     below = by[0] <= states[0][:, None]
     for number in range(1, len(states)):
         below &= by[number] <= states[number][:, None]

@@ -1,18 +1,28 @@
-"""Bounds the seconds of segments from below, by prices of bytes and link seconds (Lagrange).
+"""Bounds the seconds of many segments from below at once, whatever fates their layers have.
 
-A segment takes max(compute, link) seconds, where link is the link to the host. The prices are
-alpha, the weight of compute (that of the link is 1 - alpha), and mu, seconds per byte. Sums are
-over the segment's layers, whose fates are chosen. For choices that keep the limit, and any alpha
-from 0 to 1 and mu >= 0,
+The method is Lagrangian relaxation: the limit on bytes is replaced by a price for bytes. A segment
+is a range of layers, as a possible stage. Legend, in seconds per micro-batch:
 
-    seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
+    compute   forwards and backwards of the segment's layers
+    extra     what the layers' choices of fates add to compute
+    swaps     what the choices copy over the link to the host, out and in
+    traffic   all else on that link
+    alpha     the weight of compute, from 0 to 1; the link has the weight 1 - alpha
+    mu        the price of a byte in seconds, at least 0
 
-because a maximum is at least a weighted mean, and bytes - limit is not above 0.
+A segment takes max(compute + extra, traffic + swaps) seconds. If its bytes keep the limit, then
 
-Bytes are at least what all layers hold plus what the last layer works with, which is a sum over
-layers too. The right side is therefore least if each layer makes the choice that is cheapest at
-these prices. With prefix sums of these least costs, the bound of every segment is a difference of
-two sums. Prices that bound one segment well also bound its neighbours well.
+    seconds >= alpha (compute + extra) + (1 - alpha) (traffic + swaps) + mu (bytes - limit)
+
+for any prices alpha and mu. The reason is that a maximum is at least any weighted mean, and that
+bytes - limit is at most 0.
+
+The bytes are at least what all layers hold, plus what the last layer works with. So the right side
+is a sum over layers, and is least if each layer makes its cheapest choice at these prices. The
+bound of any segment is then a difference of two prefix sums.
+
+Bad prices give a weak bound, but never a wrong one. `DualBounds` finds good prices for some
+segments. They also bound the neighbours of these segments well.
 """
 
 from collections.abc import Sequence
@@ -27,10 +37,16 @@ from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, mo
 
 
 class Relaxation(NamedTuple):
-    """A segment as prices see it: per choice of each layer, extra and link seconds and held bytes.
+    """What the bound of one segment depends on besides prices.
 
-    They are added up over layers, and to the segment's `compute_s` and `traffic_s`. `room_bytes` is
-    what the held bytes may be together.
+    Attributes:
+        extra_s: extra seconds of compute, for each choice of each layer; infinite for choices that
+            are not possible.
+        link_s: seconds of swaps, for each choice of each layer.
+        held: bytes held, for each choice of each layer; for the last layer also its working bytes.
+        room_bytes: what the held bytes may add up to.
+        compute_s: seconds of compute without extra ones.
+        traffic_s: seconds of the link without swaps.
     """
 
     extra_s: PerChoice
@@ -43,9 +59,16 @@ class Relaxation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pricing:
-    """All choices of all layers, under a limit, which prices are put on.
+    """All choices of all layers under a limit, and the bounds that prices prove for segments.
 
-    The devices of a stage may work on smaller shares of micro-batches: `at` returns their choices.
+    If a stage has several devices, each works on a share of a micro-batch, so that choices cost
+    less there: `at` returns the pricing of such a stage.
+
+    Attributes:
+        segments: of the model.
+        choices: of the layers.
+        limit_bytes: what a device may hold.
+        swaps: whether choices that swap are included.
     """
 
     segments: Segments
@@ -63,13 +86,13 @@ class Pricing:
 
         Args:
             segments: of the layers.
-            limit_bytes: that a device may hold.
+            limit_bytes: what a device may hold.
             swaps: whether choices that swap are included.
         """
         return Pricing(segments, Choices.of(segments.costs, swaps), limit_bytes, swaps)
 
     def at(self, s: int) -> "Pricing":
-        """Returns the choices of layers on the devices of a stage."""
+        """Returns the pricing for the shares of micro-batches that a stage's devices work on."""
         segments = self.segments.of(s)
         if segments is self.segments:
             return self
@@ -95,7 +118,8 @@ class Pricing:
     def table(self, s: int, layers: slice) -> tuple[PerChoice, PerChoice, PerChoice]:
         """Returns extra seconds, link seconds and held bytes of layers' choices on a stage.
 
-        Choices that work with more bytes than the limit get infinite extra seconds.
+        A choice gets infinite extra seconds if a layer does not have it, or if its working bytes
+        alone are over the limit.
 
         Args:
             s: the stage.
@@ -118,11 +142,11 @@ class Pricing:
         compute_s: float,
         traffic_s: float,
     ) -> Relaxation:
-        """Makes the relaxation of layers [i, j) of a stage, for which prices are sought.
+        """Makes the relaxation of layers [i, j) on stage s, so that prices can be found for it.
 
         Args:
-            cell: the stage, i and j.
-            room_bytes: that the limit leaves for what layers hold and work with.
+            cell: s, i and j.
+            room_bytes: what the limit leaves for the bytes that layers hold and work with.
             compute_s: seconds of the layers without extra ones.
             traffic_s: seconds of the link without swaps.
         """
@@ -139,7 +163,7 @@ class Pricing:
         )
 
     def least_bytes(self, block: CutBlock) -> Grid:
-        """Bounds the peak bytes of a block's segments from below."""
+        """Bounds from below the peak bytes of each segment of a block, whatever is chosen."""
         layers = slice(block.starts[0], block.ends[-1])
         extra_s, _, held_bytes = self.table(block.s, layers)
         held_bytes = np.where(np.isfinite(extra_s), held_bytes, np.inf)
@@ -148,12 +172,12 @@ class Pricing:
         return block.fixed_bytes + np.maximum(taken, working)
 
     def bound_s(self, block: CutBlock, alpha: float, mu: float) -> Grid:
-        """Bounds the seconds of a block's segments from below, at these prices.
+        """Bounds from below the seconds of each segment of a block, by the module's inequality.
 
         Args:
             block: the segments.
-            alpha: the weight of a second of compute; a second of the link counts 1 - alpha.
-            mu: the price of a byte that is held, in seconds.
+            alpha: the weight of compute.
+            mu: the price of a byte, in seconds.
         """
         layers = slice(block.starts[0], block.ends[-1])
         extra_s, link_s, held_bytes = self.table(block.s, layers)
@@ -174,10 +198,16 @@ class Pricing:
         last: PerChoice,
         block: CutBlock,
     ) -> Grid:
-        """Sums over each segment the least cost of every layer; `last` counts for its last layer.
+        """Sums the least cost of each layer over each segment of a block.
 
-        A layer without any possible choice adds nothing: `least_bytes`, which also counts the
-        layer's working bytes, is then over the limit in any case.
+        A layer without a possible choice adds nothing, which keeps the prefix sums finite. Segments
+        with such a layer are excluded elsewhere: `least_bytes` counts the layer's working bytes,
+        which are over the limit.
+
+        Args:
+            cost: of each choice of each layer.
+            last: what is added to the costs of a segment's last layer.
+            block: the segments.
         """
         first = block.starts[0]
         least = cost.min(1)
@@ -191,10 +221,14 @@ class Pricing:
 
 
 class _Point(NamedTuple):
-    """The dual function of each relaxation at a mu: its value, and two slopes.
+    """The dual function of each relaxation at one mu: the bound that the prices prove.
 
-    `over` is by how much bytes exceed the room, `compute_over_link` by how much compute seconds
-    exceed link seconds.
+    Attributes:
+        mu: the price of a byte.
+        dual: the bound in seconds.
+        over: its slope in mu: by how much the held bytes of the cheapest choices exceed the room.
+        compute_over_link: its slope in alpha: by how much their compute seconds exceed their link
+            seconds.
     """
 
     mu: np.ndarray
@@ -204,9 +238,11 @@ class _Point(NamedTuple):
 
 
 class DualBounds:
-    """Relaxations that are bounded side by side, each with prices of its own.
+    """A search for the best prices of several relaxations, side by side.
 
-    The layers of all relaxations (`asked`) stand in one table, one relaxation after the other.
+    The layers of all relaxations (`asked`) stand in one table, one relaxation after the other. The
+    numbers of steps, and the range of prices around `scale`, may be changed: they trade time for
+    better bounds.
     """
 
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
@@ -224,6 +260,7 @@ class DualBounds:
         # `of` is the relaxation of each layer; `first` is the first layer of each relaxation.
         self.of = np.repeat(np.arange(len(asked)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        # A price of `scale` makes bytes cost about as much as seconds.
         held_bytes = np.where(self.there, self.held, 0)
         largest = np.add.reduceat(held_bytes.max(1), self.first)
         seconds = self.compute_s + self.traffic_s + 1e-30
@@ -232,11 +269,11 @@ class DualBounds:
         self.prices = np.zeros((len(asked), 2))
 
     def solve(self) -> list[tuple[float, float]]:
-        """Finds prices (alpha, mu) that bound each relaxation best, or nearly so."""
+        """Returns for each relaxation prices (alpha, mu) whose bound is the best, or nearly so."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
-        # alpha = 1 is best if compute takes longer than the link at that price. If the link takes
-        # longer, alpha is sought too: at the best alpha, compute and link take equally long.
+        # If compute takes longer than the link at alpha = 1, then alpha = 1 is best. Otherwise the
+        # best alpha is below 1, where compute and link take equally long, and is found by halving.
         is_sought = compute_over_link < 0
         if is_sought.any():
             low = np.zeros_like(alpha)
@@ -249,18 +286,22 @@ class DualBounds:
         return [(float(a), float(m)) for a, m in self.prices]
 
     def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
-        """Finds nearly the best mu for each alpha; returns by how much compute exceeds the link."""
-        free = self._evaluate(alpha, np.zeros_like(alpha))
+        """Finds nearly the best mu of each relaxation for its alpha, and records the best prices.
+
+        Returns:
+            By how many seconds compute exceeds the link at that mu.
+        """
+        _, free_over, free_compute_over_link = self._evaluate(alpha, np.zeros_like(alpha))
         low = self._point(alpha, self.scale / self.PRICE_RANGE)
         high = self._point(alpha, self.scale * self.PRICE_RANGE)
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
-            # The dual is concave in mu, and its slope is by how much bytes exceed the room, so that
-            # the sign of the slope says on which side the best mu lies. The geometric mean is
-            # tried, because prices range over many powers of ten.
+            # The dual is concave in mu, so the sign of its slope (`over`) says on which side the
+            # best mu lies. The geometric mean is tried, because prices range over many powers of
+            # ten.
             mu = np.sqrt(low.mu * high.mu)
             if step >= self.BISECTION_STEPS:
-                # Near the best mu the dual is the lower of its tangents at `low` and `high`, so
-                # that the best mu is near the point where these two lines meet.
+                # A dual is made of straight pieces. Once `low` and `high` are on neighbouring
+                # pieces, the best mu is where the tangents at `low` and `high` meet.
                 slope = np.maximum(low.over - high.over, 1e-300)
                 at_zero = high.dual - high.over * high.mu  # of the line through `high`
                 rise = at_zero - low.dual + low.over * low.mu
@@ -269,10 +310,11 @@ class DualBounds:
             over = point.over > 0
             low = _either(over, point, low)
             high = _either(over, high, point)
+        # If the cheapest choices fit even when bytes are free (mu = 0), then mu = 0 is best.
         return np.where(
-            free[1] > 0,
+            free_over > 0,
             high.compute_over_link,
-            free[2],
+            free_compute_over_link,
         )
 
     def _point(self, alpha: np.ndarray, mu: np.ndarray) -> "_Point":
@@ -281,7 +323,10 @@ class DualBounds:
     def _evaluate(
         self, alpha: np.ndarray, mu: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Computes the dual at these prices, and its slopes, as `_Point` has them."""
+        """Computes the dual at these prices and its two slopes (see `_Point`).
+
+        Any prices give a valid bound. The best bound seen so far, and its prices, are recorded.
+        """
         a = alpha[self.of][:, None]
         m = mu[self.of][:, None]
         priced = a * self.extra_s + (1 - a) * self.link_s + m * self.held
@@ -295,7 +340,6 @@ class DualBounds:
         link_s = self.traffic_s + swaps_s
         over = held_bytes - self.room
         dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
-        # Any prices give a valid bound, so that the best of all prices tried is kept.
         better = dual > self.best
         self.best = np.where(better, dual, self.best)
         self.prices[better] = np.stack([alpha, mu], 1)[better]
@@ -303,4 +347,5 @@ class DualBounds:
 
 
 def _either(first: np.ndarray, a: _Point, b: _Point) -> _Point:
+    """Takes the numbers of each relaxation from `a` if `first` holds for it, else from `b`."""
     return _Point(*(np.where(first, x, y) for x, y in zip(a, b, strict=True)))

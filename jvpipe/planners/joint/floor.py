@@ -1,11 +1,17 @@
-"""The floor: the plan whose fullest device holds the least, which decides whether a limit fits.
+"""Finds the floor: the plan whose fullest device holds the least. It decides whether a limit fits.
 
-Measured seconds are noisy, and whether a limit can be kept must not depend on noise. So the floor
-follows from bytes alone. What a plan holds is counted exactly, from its lowered lists, by a
-function that the caller gives. The search begins at the plan that holds the least by the planners'
-own count (`stage_cost.py`), which is near the exact one. It goes on from the emptiest plan so far
-to its neighbours, which change one bound or one choice of the fullest stage. For models of few
-layers it also begins with the emptiest plan for each choice of cuts.
+Measured seconds are noisy, and whether a limit can be kept must not depend on noise. So only bytes
+count here. The caller gives a function that counts exactly what a plan holds, from its lowered
+lists. The search is a local one:
+
+1. It begins with the plan that holds the least by the planners' own count (`stage_cost.py`), which
+   is quicker and nearly exact. For models of few layers, it also tries the emptiest plan for each
+   choice of cuts.
+2. From the emptiest plan so far it goes to the neighbours: plans with one bound or one choice of
+   the fullest stage changed. It ends when no neighbour is emptier, or after a number of plans.
+
+So the floor is not always the least possible. The numbers in `LIMIT` (`effort.py`) may be changed:
+they trade time for an emptier floor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +32,7 @@ from jvpipe.planners.model.stage_cost import check, stage_bytes
 
 @dataclass(frozen=True)
 class Floor:
-    """The emptiest plan seen so far, and the bytes that the device of each stage holds."""
+    """A plan, and the most bytes that the device of each stage holds under the plan."""
 
     decision: Decision
     held_bytes: tuple[int, ...]
@@ -43,7 +49,7 @@ class Floor:
 
     @property
     def fullness(self) -> list[int]:
-        """The bytes that the devices hold, the fullest first; plans are compared by this list."""
+        """The bytes of all devices, the fullest first: the plan with the lesser list is emptier."""
         return sorted(self.held_bytes, reverse=True)
 
 
@@ -54,13 +60,13 @@ def floor(
     *,
     keeps: bool = False,
 ) -> Floor:
-    """Finds the plan that holds the least, or the first plan found that holds little enough.
+    """Finds the emptiest plan, or the first plan that holds little enough.
 
     Args:
-        problem: its seconds and its memory limit are ignored; nothing is swapped if the host has a
-            limit.
+        problem: its seconds and its memory limit are ignored. If the host has a limit, nothing is
+            swapped.
         held_bytes: counts the most bytes that the device of each stage holds under a decision.
-        enough_bytes: the search ends at a plan that holds no more.
+        enough_bytes: the search ends at a plan whose fullest device holds at most this.
         keeps: whether only plans that keep everything are tried.
     """
     problem = _untimed(problem)
@@ -71,7 +77,9 @@ def floor(
     if few and not keeps:
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
     before = None
-    # This ends, because each round but the last finds an emptier plan.
+    # This ends, because each round but the last finds an emptier plan, and plans are finitely many.
+    # With many layers, plans take long to count, and the first emptier neighbour is taken. With few
+    # layers, all neighbours are compared.
     while search.lowest is not before:
         before = search.lowest
         search.look(_neighbours(problem, before, keeps=keeps), until_better=not few)
@@ -80,7 +88,15 @@ def floor(
 
 @dataclass
 class _Search:
-    """The plans counted so far, each once, and the emptiest; `left` more plans may be counted."""
+    """A search that counts each plan at most once.
+
+    Attributes:
+        held_bytes: as in `floor`.
+        enough_bytes: as in `floor`.
+        left: how many more plans may be counted.
+        seen: the plans counted so far.
+        lowest: the emptiest plan counted so far.
+    """
 
     held_bytes: Callable[[Decision], Sequence[int]]
     enough_bytes: int
@@ -101,7 +117,13 @@ class _Search:
         *,
         until_better: bool = False,
     ) -> None:
-        """Counts what plans hold until one holds little enough, or less than before if asked."""
+        """Counts what plans hold, one by one, until the search has `ended`.
+
+        Args:
+            decisions: the plans.
+            until_better: whether to stop at the first plan that is emptier than the emptiest
+                before.
+        """
         before = self.lowest
         while not self.ended and (decision := next(decisions, None)):
             if until_better and self.lowest is not before:
@@ -114,11 +136,11 @@ class _Search:
 
 
 def _untimed(problem: Problem) -> Problem:
-    """Returns the problem with fixed seconds in place of measured ones, and without a limit."""
+    """Returns the problem without a limit, and with the same fixed seconds for every layer."""
     cache = dict[int, Costs]()
 
     def untimed(costs: Costs) -> Costs:
-        """Replaces the seconds of costs; groups that share costs share the new costs too."""
+        """Replaces the seconds of costs; groups that share one object share the new one too."""
         if id(costs) not in cache:
             layers = tuple(map(_untimed_layer, costs.layers))
             cache[id(costs)] = replace(costs, layers=layers)
@@ -142,7 +164,12 @@ def _untimed_layer(layer: LayerCost) -> LayerCost:
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
-    """Yields the emptiest plan by the planners' count, and the emptiest that keeps everything."""
+    """Yields the emptiest plans by the planners' count: of all, and of those that keep everything.
+
+    Args:
+        problem: without seconds and limit.
+        keeps: whether only the second one is yielded.
+    """
     if not keeps:
         pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
         yield min_bytes_plan(pricing).decision
@@ -157,10 +184,15 @@ def _of_every_cut(
     problem: Problem,
     lowest_bytes: Callable[[], int],
 ) -> Iterator[Decision]:
-    """Yields the emptiest plan for each choice of cuts, as long as it may hold less.
+    """Yields the emptiest plan for each choice of cuts, as long as it may be emptier.
 
-    Plans come in the order of the planners' count. Bytes that this count leaves out, or adds, for
-    all plans, such as those of state that comes and goes, do not change the order.
+    Plans come in the order of the planners' count. It ends at a plan that this count puts far above
+    both the first plan and the emptiest plan counted exactly. Bytes by which the count is wrong for
+    all plans alike, such as those of state that comes and goes, do not change the order.
+
+    Args:
+        problem: without seconds and limit.
+        lowest_bytes: returns the exact bytes of the emptiest plan so far.
     """
     least = 0
     pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
@@ -179,7 +211,8 @@ def _neighbours(
 ) -> Iterator[Decision]:
     """Yields plans whose fullest stage has one layer less, or another choice for one layer.
 
-    Choices are left out that hold many more bytes by the planners' count (`LIMIT.held_times`).
+    Other choices come in the order of the planners' count. Choices that hold many more bytes by
+    this count are left out (`LIMIT.held_times`).
     """
     s = plan.stage
     bounds = plan.decision.bounds
@@ -210,7 +243,7 @@ def _neighbours(
 
 
 def _ways(problem: Problem, layer: int) -> list[int]:
-    """Lists the choices that a layer has; none that swaps if the host has a limit."""
+    """Lists the choices of a layer. If the host has a limit, those that swap are left out."""
     swaps = problem.host_limit_bytes is None
     options = problem.costs.layers[layer].options
     allowed = [
@@ -224,9 +257,10 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 def _valid(
     problem: Problem, proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Iterator[Decision]:
-    """Yields the proposed bounds and choices that are valid decisions, after mending runs.
+    """Mends the runs of proposed bounds and choices, and yields those that are then valid.
 
-    A `RECOMPUTE_CHAIN` at the beginning of a run, whose input nothing makes, becomes `RECOMPUTE`.
+    A `RECOMPUTE_CHAIN` needs a layer before it that also runs again. If there is none in its stage,
+    it becomes `RECOMPUTE`, which begins a run.
     """
     for bounds, choices in proposals:
         mended = list(choices)

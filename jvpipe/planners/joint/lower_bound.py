@@ -1,7 +1,8 @@
-"""Lower bounds of any plan's simulated step, from the least seconds of its stages and links.
+"""Bounds from below the simulated step of any plan: how fast a plan can be at best.
 
-The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small
-problems (tests/planners/joint/test_lower_bound.py), and of plans found for larger ones.
+The bounds are closed forms of the least seconds of stages and links. Tests compare them with the
+simulated steps of all plans of small problems, and of plans found for larger ones
+(tests/planners/joint/test_lower_bound.py).
 """
 
 from dataclasses import replace
@@ -20,18 +21,18 @@ from jvpipe.planners.model.segments import CutBlock, Segments
 from jvpipe.schedules.schedule import Schedule
 
 Stages = list[tuple[Matrix, CutBlock]]
-"""For each stage, the fewest seconds of its segments over all fates, and their other costs."""
+"""For each stage, the least seconds t of each segment over all fates, and its other costs."""
 
 
 def lower_bound(problem: Problem) -> float:
     """Bounds the simulated seconds per step of any plan; infinite if nothing fits.
 
     A stage is busy for M micro-batches of t seconds each, on its device or on its link to the host.
-    A synchronous step adds the F + B of all earlier layers and their transfers: the first
-    micro-batch passes them before the stage begins, and the last returns through them at the end.
-    Their recomputation may run while they wait, so it is not added. All forwards of GPipe come
-    before its backwards, so each phase is bounded alone. In a stream, round trips (`trips.py`)
-    count too. Devices of several stages, or halves of backwards, are left to `_of_any_order`.
+    A synchronous step also takes the forwards, backwards and transfers of all earlier layers: the
+    first micro-batch passes them before the stage begins, the last returns through them at the end.
+    Recomputation there is not added, because it may run while devices wait. GPipe runs all forwards
+    first, so each phase is bounded alone. An asynchronous stream also makes round trips
+    (`trips.py`). Several stages per device, or halves of backwards, go to `_of_any_order`.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -66,8 +67,8 @@ def lower_bound(problem: Problem) -> float:
         every_s = work_s + (m - 1) * max(segments.share_s, longest_s)
         return max(every_s, min(_of_two_phases(problem, stages), above_cap_s))
     # Let P_s = t_0 + ... + t_s and q = 1 - 1 / M. A step of T seconds has M t_s + P_(s-1) <= T for
-    # each stage s, so P_s <= T / M + q P_(s-1), and by induction P_s <= T (1 - q^(s+1)). P of the
-    # last stage is all the work, however it is divided among the stages.
+    # each stage s, so P_s <= T / M + q P_(s-1), and by induction P_s <= T (1 - q^(s+1)). For the
+    # last stage P_s is all the work, however it is divided: T is at least work / (1 - q^stages).
     every_s = work_s / (1 - (1 - 1 / m) ** problem.stages)
     if problem.groups:
         every_s = m * segments.share_s
@@ -75,9 +76,9 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _hidden_transfers(problem: Problem) -> Solution:
-    """Solves the problem as a stream without transfers, whose seconds the caller adds.
+    """Solves the problem as an asynchronous one without transfers; the caller adds their seconds.
 
-    A stream's search removes no cuts, so its table still bounds every stage between its cuts.
+    A search for an asynchronous schedule removes no cuts, so its table still bounds all segments.
     """
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
     schedule = problem.schedule
@@ -87,10 +88,10 @@ def _hidden_transfers(problem: Problem) -> Solution:
 
 
 def _of_any_order(problem: Problem) -> float:
-    """Bounds any order of tasks, as if devices shared all work evenly from when each can begin.
+    """Bounds any order of tasks, as if devices shared all work evenly once each can begin.
 
-    A backward counts whole or in halves, whichever takes less. If devices are alike, the
-    d-th to begin (d = 0, 1, ...) waits for at least d forwards: d devices have earlier stages.
+    A backward counts whole or in halves, whichever takes less. If devices are alike, the d-th to
+    begin (d = 0, 1, ...) waits for the forwards of d layers, because d devices have earlier stages.
     """
     layers = problem.costs.layers
     layers_s = []
@@ -99,7 +100,7 @@ def _of_any_order(problem: Problem) -> float:
         halves_s = split.input_s + split.weight_s if split else np.inf
         layers_s.append(layer.forward_s + min(layer.backward_s, halves_s))
     work_s = problem.microbatches * sum(layers_s)
-    if problem.groups:  # devices differ: work is divided in proportion to their best speeds
+    if problem.groups:  # unlike devices share the work in proportion to their best speeds
         segments = Segments(problem)
         return work_s * segments.share_s / float(segments.compute_s[-1])
     begins_s = accumulate(layer.forward_s for layer in layers[: problem.devices - 1])
@@ -107,7 +108,7 @@ def _of_any_order(problem: Problem) -> float:
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
-    """Bounds a stream by the least cap of `trips.py`, for micro-batches timed in whole cycles."""
+    """Bounds a stream by the least cap of `trips.py`, which holds for whole cycles of waiting."""
     m = problem.microbatches
     own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for t, x in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
@@ -118,7 +119,7 @@ def _of_stream(problem: Problem, stages: Stages) -> float:
 
 
 def _of_two_phases(problem: Problem, stages: Stages) -> float:
-    """Bounds GPipe: fill and drain, and in each phase M - 1 times its slowest stage or link."""
+    """Bounds GPipe: a micro-batch through all stages, and M - 1 times the slowest of each phase."""
     forward = [np.maximum(x.forward_s, x.comm_s / 2) for _, x in stages]
     backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
     slowest_s = least_max(forward) + least_max(backward)
@@ -131,7 +132,7 @@ def _of_1f1b(
     stages: Stages,
     segments: Segments,
 ) -> float:
-    """Bounds 1F1B by its slowest stage: M t, plus its updates or, if longer, `before_s`."""
+    """Bounds 1F1B by its slowest stage: M t, plus its updates or the work before, if longer."""
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut
@@ -141,7 +142,7 @@ def _of_1f1b(
             crossed_s[:, None] + x.comm_s,
             np.inf,
         )
-        # Earlier layers and links run before the stage's first forward and after its last backward.
+        # Earlier layers and links run before the stage's first forward or after its last backward.
         before_s = segments.least_compute_s[x.starts][:, None] + there_s
         busy_s = m * t + np.maximum(x.once_s, before_s)
         every.append(np.maximum(busy_s, m * x.traffic_s))

@@ -1,4 +1,8 @@
-"""The fewest bytes that a device's layers can hold and work with, by dominance (`dominance.py`)."""
+"""Finds the choices of a device's layers that hold and work with the fewest bytes.
+
+Choices are followed layer by layer as states, and dominated states are dropped (`dominance.py`).
+The result is exact unless states were dropped because there were too many.
+"""
 
 import numpy as np
 
@@ -7,7 +11,7 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
 
 Fewest = tuple[float, tuple[int, ...]]
-"""Bytes, and the choices that take them; the choices are empty if none were found."""
+"""The fewest bytes found, and the choices that take them; no choices if none were found."""
 
 
 def fewest_bytes(
@@ -17,16 +21,19 @@ def fewest_bytes(
     exact: bool,
     below: float = np.inf,
 ) -> Fewest:
-    """Finds the fewest bytes that choices take, without fixed ones, and choices that take them.
+    """Finds the choices that take the fewest bytes, not counting bytes that no choice changes.
 
-    A first search keeps few states. If it dropped states that may be better, and the result is to
-    be exact, a second search keeps many.
+    A first search keeps few states. If it may have missed the best, and `exact` is set, a second
+    search keeps many (`FATE.many_states`).
 
     Args:
         pricing: the choices of all layers.
         lot: the layers of a device.
         exact: whether the second search may follow.
-        below: bytes; choices that take as many are not found.
+        below: only choices that take fewer bytes than this are searched for.
+
+    Returns:
+        The bytes and the choices. If none were found, `below` and no choices.
     """
     growth = Growth(pricing, lot, by_bytes=True)
     best, dropped = _fewest(growth, FATE.few_states, below)
@@ -41,7 +48,11 @@ def _fewest(
     width: int,
     below: float,
 ) -> tuple[Fewest, float]:
-    """Searches with `width` states; also returns a lower bound on the states that were dropped."""
+    """Searches with `width` states.
+
+    Returns:
+        What was found, and a lower bound on the bytes of states that were dropped.
+    """
 
     def emptiest(
         _states: States,

@@ -1,25 +1,27 @@
-"""Improves an order of tasks by tabu search on its longest path, as job shops are solved.
+"""Improves an order of tasks by tabu search, as job shops are solved (Nowicki and Smutnicki).
 
-The method is that of Nowicki and Smutnicki.
-
-The longest path is a chain of tasks and transfers that takes as long as the whole step. The step
-becomes shorter only if something on its longest path changes. The path consists of blocks: tasks
-that a device runs one after the other without a pause. A change inside a block does not help; a
-task has to leave the block at its front or at its end. Letters are tasks in the list of a device:
+An order is a list of tasks for each device. Its longest path is a chain of tasks and transfers that
+takes as long as the whole training step. The training step becomes shorter only if its longest path
+changes. The path consists of blocks: tasks that a device runs one after the other without a pause.
+Reordering the inside of a block does not help. A task must leave the block at its front or at its
+end. Letters are tasks in the list of a device:
 
     block          a b c d e      a waits for another device, and another device waits for e
     ahead          c a b d e      c moves to the front, and no longer waits for a and b
     behind         a b d e c      c moves to the end; d and e no longer wait for c
     split, behind  a b I d e W    c is a backward: its second half W moves to the end
 
-Two halves that are near each other may also become a whole backward again. A task never passes
-another task of its own stage and kind, so that the results stay bitwise identical, and what the
-device holds must always fit.
+Two halves that are near each other may also be joined to a whole backward again. No task passes
+another task of its own stage and kind, so that the results stay bitwise identical. What the device
+holds must fit after each of its tasks.
 
-Each turn draws some moves. The move is made whose longest path through the moved tasks is shortest,
-even if that is longer than before. A step that has moved rests for some turns, so that the search
-does not undo the move at once. The search ends after a number of moves, after a number of moves
-without a gain, or when the order meets the lower bound.
+In each turn some moves are drawn. Each is judged by the longest path through the tasks that it
+moves. The best move is made, even if the order becomes longer. A task that has moved then rests for
+some turns, so that the search does not undo the move at once. The search ends after a number of
+turns, after a number of turns without a gain, or when no order can be faster (`Loads.bound_s`).
+
+The limits in `ORDER` (`effort.py`) may be changed: they trade time for faster orders. In this file
+a step is a task as a number (`order_course.py`), not a training step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,20 +37,20 @@ from jvpipe.util.sizes import ROUNDING
 
 
 class Move(NamedTuple):
-    """A change of a run of a device's list, and the longest path through what changed.
+    """A change of consecutive entries in a device's list, and how good it is.
 
-    A step is a task, written as a number (see `order_course.py`).
+    Moves are sorted as tuples, so the first two attributes must stay in this order.
 
     Attributes:
-        path_s: seconds of the longest path through the steps that change.
-        draw: a random number that decides between moves with equal `path_s`. The order of these two
-            attributes matters, because moves are sorted as tuples.
-        device: whose list changes.
+        path_s: seconds of the longest path through the steps that change; less is better.
+        draw: a random number that decides between moves with equal `path_s`.
+        device: the device whose list changes.
         first: the first index of the list that changes.
         steps: the new entries of the list from `first` on.
         moved: the step that moves.
-        cell: of the backward that is split or becomes whole; -1 if no backward does.
-        more: by how many entries the list becomes longer: 1, 0 or -1.
+        cell: the cell (see `order_course.py`) of the backward that is split or joined; -1 if none.
+        more: by how many entries the list becomes longer: 1 if a backward is split, -1 if it is
+            joined, else 0.
     """
 
     path_s: float
@@ -67,26 +69,26 @@ def climbed(
     tries: int,
     seed: int = 0,
 ) -> Order:
-    """Returns the best order that is found in a number of moves.
+    """Returns the best order that the search finds, which may be the given one.
 
     Args:
-        loads: the plan's stages.
-        order: to begin with, which must fit the devices.
-        tries: how many moves are made at most.
+        loads: the seconds and bytes of the plan's stages.
+        order: where the search begins; it must fit the devices.
+        tries: the most turns.
         seed: of the random numbers.
     """
     draw = Random(seed)
     course = Course(loads, order)
     bound_s = loads.bound_s() * (1 + ROUNDING)  # no order can be faster
     best, best_s = course.copy(), course.step_s
-    gainless = 0  # moves since the last gain
-    rest_until = dict[int, int]()  # the turn until which a step that has moved rests
+    gainless = 0  # turns since the last gain; turns without a move count several times
+    rest_until = dict[int, int]()  # by step: the turn from which it may move again
     course.follow()
     for turn in range(tries):
         if best_s <= bound_s or gainless > ORDER.gainless:
             break
         short_s = best_s * (1 - ROUNDING)
-        # A resting step may move if the move leads below the best known order (aspiration).
+        # Even a resting step may move if that promises an order faster than the best (aspiration).
         free = (
             move
             for move in _Neighbours(course, draw).moves()
@@ -99,8 +101,7 @@ def climbed(
             gainless += ORDER.blocked
             continue
         gainless += 1
-        # The best move is made even if it makes the order longer, so that a climb can leave a local
-        # optimum.
+        # The best move is made even if the order becomes slower, to leave a local optimum.
         for move in moves:
             rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
@@ -113,7 +114,10 @@ def climbed(
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
-    """Picks the best move of all, and each other device's best move that shortens its path."""
+    """Picks the best of the sorted moves, and for each other device its best one if that gains.
+
+    A move gains if the path through its steps is shorter than the whole order (`step_s`).
+    """
     by_device: dict[int, Move] = {}
     for move in moves:
         if not by_device or move.path_s < step_s * (1 - ROUNDING):
@@ -122,8 +126,11 @@ def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
 
 
 def _make(course: Course, moves: Sequence[Move]) -> None:
-    """Makes all moves; if steps then wait for each other in a circle, the first alone, or none."""
-    # Each move was judged by itself; two moves at once can make steps wait in a circle.
+    """Makes all moves; if that is impossible, only the first; if even that is impossible, none.
+
+    Moves are impossible if steps then wait for each other in a circle.
+    """
+    # Each move was judged by itself. Two moves that are possible alone may be impossible together.
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
         if move.more:
@@ -147,27 +154,31 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """The moves that lead from an order to its neighbours, drawn at random."""
+    """The moves that lead from an order to its neighbours, in a random order."""
 
     course: Course
     draw: Random
 
     def moves(self) -> Iterator[Move]:
-        """Yields the moves that fit, from the blocks of a longest path in a random order."""
+        """Yields the moves that fit, block by block of one longest path.
+
+        The path is drawn among the longest paths, and the order of its blocks is random.
+        """
         course = self.course
         blocks = course.path(self.draw)
         self.draw.shuffle(blocks)
         for block in blocks:
             steps = course.lists[block.device]
-            # A block that starts at time 0 gains nothing by another front, and a block that ends
-            # the whole step gains nothing by another end.
+            # The first block of the path starts at time 0: it waits for no other device, so another
+            # front gains nothing. No other device waits for the last block, so that another end
+            # gains nothing.
             if course.starts[steps[block.first]] > 0.0:
                 yield from self._ahead(block)
             if course.tails[steps[block.last]] > course.updates_s[block.device]:
                 yield from self._behind(block)
 
     def _ahead(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields the moves of a task to the front of its block."""
+        """Yields the moves of a step to the front of its block."""
         d, first, last = block
         steps = self.course.lists[d]
         for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
@@ -177,7 +188,7 @@ class _Neighbours:
                 yield from self._move(d, first, [step, *passed], step)
 
     def _behind(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields the moves of a task, or of a second half, to the end of its block."""
+        """Yields the moves of a step to the end of its block, and moves that split or join."""
         d, first, last = block
         course = self.course
         steps = course.lists[d]
@@ -189,8 +200,8 @@ class _Neighbours:
                 yield from self._move(d, at, [*passed, step], step)
             cell = step - cells
             is_backward = 0 <= cell < cells
-            # A backward of the first stage has no halves, because no stage waits for its
-            # cotangents.
+            # Only backwards are split or joined. The first stage's (`cell < M`) stay whole, because
+            # no stage waits for their cotangents.
             if not is_backward or cell < course.M or not course.loads.splits[cell // course.M]:
                 continue
             if course.half[cell]:
@@ -205,32 +216,32 @@ class _Neighbours:
         cell: int,
         passed: Sequence[int],
     ) -> Iterator[Move]:
-        """Yields the move that splits a whole backward and puts its second half behind others.
+        """Yields the move that splits a backward and puts its second half after other steps.
 
         Args:
             d: the device.
             at: the index of the backward in the device's list.
-            cell: of the backward.
-            passed: the steps after the backward, which the second half passes.
+            cell: the backward's cell.
+            passed: the steps between the two halves after the move.
         """
         course = self.course
         step = course.cells + cell
         weight = 2 * course.cells + cell
         if not any(self._bound(weight, other) for other in passed):
-            # The course is cut while the move is judged, which needs the seconds and bytes of
-            # halves, and made whole again afterwards.
+            # Judging the move needs the seconds and bytes of halves. So the course has the backward
+            # in halves for as long as that takes.
             course.cut(cell, half=True)
             every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
             course.cut(cell, half=False)
             yield from every
 
     def _whole(self, d: int, at: int, cell: int) -> Iterator[Move]:
-        """Yields the move that joins two halves to a whole backward, unless they are far apart.
+        """Yields the move that joins two halves at the first one, unless they are far apart.
 
         Args:
             d: the device.
             at: the index of the first half in the device's list.
-            cell: of the backward.
+            cell: the backward's cell.
         """
         course = self.course
         steps = course.lists[d]
@@ -244,16 +255,20 @@ class _Neighbours:
             yield from every
 
     def _may_pass(self, step: int, other: int) -> bool:
-        """Tells whether a step may run before `other`, and has its input before `other` ends."""
+        """Tells whether a step may run before `other`, and would not only wait there.
+
+        It would only wait if its input arrives after `other` ends.
+        """
         there_s = self.course.there[step]
         end_s = self.course.ends[other]
         return there_s < end_s and not self._bound(step, other)
 
     def _bound(self, step: int, other: int) -> bool:
-        """Tells whether two steps must stay in order.
+        """Tells whether two steps of a device must stay in order.
 
-        They must if they belong to one stage and are of one kind, are of one micro-batch, or add to
-        the same gradients: floating-point sums depend on the order.
+        Steps of different stages need not. Two steps of one stage must if they have the same kind
+        or the same micro-batch, or if both add to the gradients: floating-point sums depend on
+        their order.
         """
         course = self.course
         kind, cell = divmod(step, course.cells)
@@ -262,7 +277,8 @@ class _Neighbours:
             return False
         if kind == other_kind or cell == other_cell:
             return True
-        # Kinds 1 and 2: a whole backward adds to the gradients, and so does a second half.
+        # A second half (kind 2) adds to the gradients. So does a step of kind 1 if it is a whole
+        # backward, but not if it is a first half.
         return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
 
     def _move(
@@ -274,26 +290,20 @@ class _Neighbours:
         cell: int = -1,
         more: int = 0,
     ) -> Iterator[Move]:
-        """Yields the move with the longest path through its steps, if its device has room.
+        """Yields a move, judged by the longest path through its steps, if the device has room.
 
-        The path through a step is the step's end plus its tail. Ends are counted forwards from the
-        step before the change, tails backwards from the step after the change. Steps on other
-        devices count with their present ends and tails: `path_s` is exact if the move leaves these
-        as they are, and an estimate if it changes them.
+        The longest path through a step takes the step's end plus its tail (the seconds of all that
+        must follow). New ends are counted from the step before the change onwards, new tails from
+        the step after the change backwards. Steps on other devices count with their present ends
+        and tails. If the move changes these, `path_s` is only an estimate.
 
-        Args:
-            d: the device.
-            first: the first index of the list that changes.
-            steps: the new entries from `first` on.
-            moved: the step that moves.
-            cell: of the backward that is split or becomes whole; -1 if no backward does.
-            more: by how many entries the list becomes longer.
+        The arguments are the attributes of the `Move`.
         """
         course = self.course
         held_bytes = course.held[d][first - 1] if first else 0.0
         room = course.loads.room_bytes[d]
-        # After the changed steps the device holds the same bytes as before the move, so that it is
-        # enough to look at the changed steps.
+        # After the changed steps the device holds as many bytes as without the move, so only the
+        # changed steps can exceed the room.
         for step in steps:
             held_bytes += course.bytes[step]
             if held_bytes > room:
@@ -307,7 +317,7 @@ class _Neighbours:
         now = course.ends[here[first - 1]] if first else 0.0
         ends = dict[int, float]()
         for step in steps:
-            # An input that one of these steps makes is there as soon as that step ends.
+            # If one of the changed steps makes the input, the input arrives when that step ends.
             begin = course.there[step]
             if source[step] in ends:
                 begin = ends[source[step]] - course.early_s[step]

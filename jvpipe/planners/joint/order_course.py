@@ -1,25 +1,29 @@
-"""The course of an order: when its steps start and end, and the longest path through them.
+"""Computes when the tasks of an order start and end, and the longest path through them.
 
-An order is a list of steps (tasks) for each device. A step starts when the step before it on its
-device has ended and its input has arrived. One pass over the lists, device by device as far as each
-can go, finds all times. The same pass backwards finds the tail of each step: the time from the
-step's end to the end of the order that the order needs at least. A walk back from the step that
-ends last, to a step that starts at time 0, finds a longest path.
+An order is a list of tasks for each device. This file calls a task a step, and stores it as a
+number. The course of an order is its lists with the times of all steps. Legend:
 
-    device 0   F0 F1 F2 .. B0 B1 B2        columns are equal times; .. is a pause
-    device 1      F0 B0 F1 B1 F2 B2
-               +- block --+                a run of steps of device 1 on the longest path
+    V, M    the stages; the micro-batches
+    kind    0 is a forward, 1 a whole backward or a first half, 2 a second half
+    step    the number (kind * V + stage) * M + micro-batch
+    cell    a stage and a micro-batch, as the number stage * M + micro-batch
+    tail    the seconds that the order needs at least after a step's end
+    block   steps of a longest path that one device runs one after the other without a pause
 
-A step's number is (kind * V + stage) * M + micro-batch, for V stages and M micro-batches. Kind 0 is
-a forward, kind 1 a backward or its first half, kind 2 a second half. A cell is a pair of a stage
-and a micro-batch, and has the number of its forward, stage * M + micro-batch.
+A step starts when the step before it on its device has ended and its input has arrived. One pass
+over the lists, device by device as far as each can go, finds all times (`run`). The same pass
+backwards finds all tails (`follow`). A walk back from the step that ends last finds a longest path
+and its blocks (`path`). Columns of this drawing are equal times; dots are pauses:
 
-A block is a run of steps of one device on a longest path, each of which starts when the one before
-it ends. A backward may begin early: it may recompute for `early_s` seconds before it reads its
-cotangents.
+    device 0   F0 F1 F2 B0 .. B1 .. B2      the longest path is F0 here, the block below, and B2
+    device 1   .. F0 B0 F1 B1 F2 B2
+                  +--- a block ---+
+
+A backward may begin early: it may recompute for `early_s` seconds before it reads its cotangents.
 
 The times are those that the simulator finds if nothing is swapped and no two transfers share a
-link; a test compares both. Plans are finally chosen by simulated times (`simulated_step_s`).
+link. A test compares both. This file is faster than the simulator, so a search can judge thousands
+of orders. Plans are finally chosen by simulated times (`simulated_step_s`).
 """
 
 from collections.abc import Sequence
@@ -34,11 +38,11 @@ from jvpipe.planners.joint.order_loads import Loads, Order, Step
 from jvpipe.util.sizes import ROUNDING
 
 NOT_YET = -1.0
-"""The time at which an input arrives that was not sent yet; any negative number would do."""
+"""Stands for the arrival of an input that was not sent yet; any negative number serves."""
 
 
 class CourseBlock(NamedTuple):
-    """A block: a device, and the indices in its list of the block's first step and its last one."""
+    """A block: a device, and where the block's first and last step are in the device's list."""
 
     device: int
     first: int
@@ -46,22 +50,34 @@ class CourseBlock(NamedTuple):
 
 
 class Course:
-    """An order as lists of step numbers, which may be changed, and its times at the last `run`.
+    """An order whose lists may be changed, and its times as of the last `run`.
 
-    A caller that changes `lists[d]` must call `placed(d)` afterwards, and `run` to update the
-    times. `half` must be changed by `cut` alone, which also updates seconds and bytes.
+    A caller that changes `lists[d]` must then call `placed(d)`. It must call `run` to update the
+    times, and `follow` after that to update the tails. `half` is changed only by `cut`, which also
+    updates seconds and bytes.
 
     Attributes:
-        M: micro-batches.
-        cells: the number of cells, which is stages times micro-batches.
+        M: the number of micro-batches.
+        cells: the number of cells.
         lists: the steps of each device.
         half: for each cell, whether its backward runs in halves.
-        to: for each step the step that waits for its result; -1 if none does.
-        source: for each step the step that makes its input; -1 if none does.
-        device: for each step the device that it runs on.
-        place: for each step its index in the list of its device.
-        held: for each device the bytes that it holds after each of its steps.
-        step_s: the seconds of the whole order.
+        to: for each step, the step that waits for its result; -1 if none does.
+        source: for each step, the step that makes its input; -1 if none does.
+        seconds: for each step, how long it takes.
+        bytes: for each step, what it adds to the bytes that its device holds.
+        send_s: for each step, the seconds of sending its result.
+        early_s: for each step, how long it may run before it reads its input.
+        updates_s: for each device, the seconds of its updates after all steps.
+        device: for each step, the device that it runs on.
+        place: for each step, its index in the list of its device.
+        held: for each device, the bytes that it holds after each of its steps.
+        there: for each step, the time from which its input lets it start (from `run`).
+        starts: for each step, when it starts (from `run`).
+        ends: for each step, when it ends (from `run`).
+        ran: all steps in the order in which they were looked at (from `run`).
+        step_s: the seconds of the whole order (from `run`).
+        tails: for each step, its tail (from `follow`).
+        answers: for each step, its tail if nothing followed on its own device (from `follow`).
     """
 
     def __init__(self, loads: Loads, order: Order) -> None:
@@ -95,7 +111,7 @@ class Course:
         return [[self._step(step) for step in steps] for steps in self.lists]
 
     def copy(self) -> tuple[list[list[int]], list[bool]]:
-        """Copies the lists and `half`, by which the order can be restored."""
+        """Copies the lists and `half`, from which the order can be restored."""
         return [list(steps) for steps in self.lists], list(self.half)
 
     def _step(self, step: int) -> Step:
@@ -106,7 +122,7 @@ class Course:
         return (Kind.F, backward, Kind.W)[kind], s, m
 
     def cut(self, cell: int, *, half: bool) -> None:
-        """Makes a cell's backward run in halves, or whole."""
+        """Sets whether a cell's backward runs in halves; its lists and times stay as they are."""
         s = cell // self.M
         step = self.cells + cell
         handed = self.loads.handed_bytes[s] if half else 0.0
@@ -123,11 +139,11 @@ class Course:
         self.held[d] = list(accumulate(map(self.bytes.__getitem__, steps)))
 
     def run(self) -> None:
-        """Finds the times of all steps; `step_s` is infinite if steps wait for each other.
+        """Finds the times of all steps; `step_s` is infinite if steps wait in a circle.
 
         A device runs its steps until it reaches one whose input was not sent yet. The step that
-        sends the input later lets the device go on. So every step is looked at once, and once more
-        for each stop.
+        later sends the input lets the device go on. So each step is looked at once, and once more
+        if its device has stopped at it.
         """
         cells = self.cells
         lists = self.lists
@@ -136,8 +152,8 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        # The time at which each step's input lets it begin. The last `cells` entries are never
-        # read: they let the line that is marked below write for second halves too.
+        # The last `cells` entries are never read. They are there so that the line marked (*) needs
+        # no test for second halves.
         there = [NOT_YET] * (4 * cells)
         there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
         starts = [0.0] * (3 * cells)
@@ -146,8 +162,8 @@ class Course:
         free_s = [0.0] * len(lists)
         done = [0] * len(lists)
         ready = list(range(len(lists)))  # devices that can go on
-        waits = dict[int, int]()  # the device that has stopped at a step
-        links = dict[tuple[int, int], float]()  # when the last transfer of a link ends
+        waits = dict[int, int]()  # by step: the device that has stopped at it
+        links = dict[tuple[int, int], float]()  # by link: when its last transfer ends
         while ready:
             d = ready.pop()
             now = free_s[d]
@@ -156,8 +172,8 @@ class Course:
                 step = steps[at]
                 begin = there[step]
                 if begin < 0.0:
-                    # The step that sends this input wakes the device. If no step does, steps wait
-                    # for each other, and not all steps have run at the end.
+                    # The step that sends this input will wake the device. If that never happens,
+                    # not all steps have run at the end.
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
@@ -167,14 +183,14 @@ class Course:
                 ends[step] = now
                 ran.append(step)
                 if step >= cells:
-                    there[step + cells] = now  # marked: a second half may follow its first half
+                    there[step + cells] = now  # (*) a second half may follow its first half
                 target = to[step]
                 if target < 0:
                     continue
                 arrives = now
                 if takes_s := send_s[step]:
-                    # Transfers between two devices keep the order of the sender's list. The list
-                    # is walked in that order, so the link's last transfer is the one before.
+                    # A link carries its transfers in the order of the sender's list, in which they
+                    # are met here.
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives
@@ -192,10 +208,11 @@ class Course:
         self.step_s = max(ends_s) if all_ran else float("inf")
 
     def follow(self) -> None:
-        """Counts after a run each step's tail (`tails`), and its tail by way of its result alone.
+        """Finds `tails` and `answers` from the last `run`.
 
-        The latter (`answers`) is the time that the order needs from the step's end on for what the
-        step sends, and for all that waits for it, whatever follows on the step's own device.
+        After a step's end, the order needs time for what follows on the step's own device, and for
+        what follows from its result: the transfer, and all that waits for it. A tail is the larger
+        of the two. An answer is the second alone.
         """
         tails = [0.0] * (3 * self.cells)
         answers = [0.0] * (3 * self.cells)
@@ -203,16 +220,18 @@ class Course:
         to = self.to
         send_s = self.send_s
         device = self.device
-        later_s = list(self.updates_s)  # from the start of the last step seen on a device
-        links = dict[tuple[int, int], float]()  # from the start of the last transfer seen
-        # All that follows a step ran after it. In reverse order, the tails that a step's tail is
-        # computed from are therefore known.
+        # What the order needs from the start of the step last seen on each device, and from the
+        # start of the transfer last seen on each link.
+        later_s = list(self.updates_s)
+        links = dict[tuple[int, int], float]()
+        # A step ran before all that follows it. So in reverse order, the tails of all that follows
+        # are known.
         for step in reversed(self.ran):
             d = device[step]
             target = to[step]
             if target >= 0:
                 answer = seconds[target] - self.early_s[target] + tails[target]
-                # The transfer is followed by its target, and by the next transfer on its link.
+                # After the transfer come its target and the next transfer on the link.
                 if takes_s := send_s[step]:
                     link = d, device[target]
                     answer = takes_s + max(answer, links.get(link, 0.0))
@@ -226,7 +245,10 @@ class Course:
         self.answers = answers
 
     def path(self, draw: Random) -> list[CourseBlock]:
-        """Finds the blocks of a longest path, the last block first; draws one of several paths."""
+        """Finds the blocks of a longest path, the last block first.
+
+        If several paths are longest, one is drawn.
+        """
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s
@@ -235,9 +257,9 @@ class Course:
         _, step = max((ends[step] + update_s, step) for step, update_s in lasts)
         blocks = list[CourseBlock]()
         last = self.place[step]
-        # Go back from step to step: to the step before on the device if it ends when this step
-        # starts, or to the step that sent the input if that arrives when this step starts. A step
-        # that waited for neither started at time 0.
+        # Each step starts when the step before it on the device ends, or when its input arrives, or
+        # at time 0. The walk goes back to what the step waited for: to the step before (`follows`),
+        # or to the step that sent the input (`waits`).
         while True:
             d = self.device[step]
             at = self.place[step]
@@ -254,10 +276,14 @@ class Course:
             last = self.place[step]
 
     def _sender(self, step: int, near_s: float) -> int:
-        """Finds the step at whose end the wait for a step's input began.
+        """Finds the step that made another step wait for its input.
 
-        It is the step that makes the input, if the transfer of the input starts at once. If the
-        link was busy, it is the step whose transfer began the busy period of the link.
+        If the input was sent at once, it is the step that makes the input. If the link was busy, it
+        is the step whose transfer began the link's busy period.
+
+        Args:
+            step: the step that waited.
+            near_s: times that differ by at most this count as equal.
         """
         source = self.source[step]
         arrives = self.there[step] + self.early_s[step]
@@ -267,8 +293,8 @@ class Course:
             other = self.lists[d][at]
             if not self.send_s[other] or self.device[self.to[other]] != e:
                 continue
-            # Go back by one transfer. If `other` ended before the transfer could start, the link
-            # was busy with an earlier transfer.
+            # `arrives` becomes the time when the transfer of `other` started. If `other` ended
+            # before that, the link was busy with an earlier transfer.
             arrives -= self.send_s[other]
             if self.ends[other] >= arrives - near_s:
                 return other
@@ -276,12 +302,7 @@ class Course:
 
 
 def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Lists the seconds and bytes of each step if backwards are whole.
-
-    Returns:
-        For each step its seconds, the bytes that it adds (or frees, if negative), the seconds of
-        sending its result, and the seconds that it may compute before it reads its input.
-    """
+    """Lists `seconds`, `bytes`, `send_s` and `early_s` of a course in which backwards are whole."""
     M = loads.microbatches
     stages = len(loads.places)
     seconds = [loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W)]
@@ -302,8 +323,9 @@ def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     """Lists for each step the step that waits for its result, and the step that makes its input.
 
     An entry is -1 if there is no such step. The result of a forward goes to the forward of the next
-    stage; on the last stage, to the backward of the same stage. The result of a backward goes to
-    the backward of the stage before. A second half waits for its first half, which sends nothing.
+    stage; on the last stage, it goes to the backward of the same stage. The result of a backward or
+    a first half goes to the backward of the stage before. A second half waits for its first half,
+    but nothing is sent between the two: only the second list has an entry.
     """
     nowhere = [-1] * M
     last_stage = range(cells - M, cells)
