@@ -6,16 +6,17 @@ and W are the first and the second half of a split backward. The search has thes
 
     placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee (`PLACEMENTS`)
     cuts        all cuts of a placement if there are few, else those that give devices equal work
-    fates       those that fit the limit with a rule's micro-batches in flight, and with fewer
+    fates       the fastest that fit the limit with as many micro-batches in flight as a rule has,
+                and also with fewer
     orders      those of the rules, list scheduling (`order_list.py`), rounds (`order_rounds.py`),
                 and rules with W as late as bytes allow
-    refining    of the best candidates: bounds and orders change by small moves (`order_refine.py`)
-    simulating  of the best: the simulator's seconds decide. Swaps, which only the simulator can
-                time, are tried for the best orders
+    refining    bounds and orders of the best candidates change by small moves (`order_refine.py`)
+    simulating  the best are simulated, and the simulator's seconds decide; swaps, which only the
+                simulator can time, are tried for the best orders
 
 The plans of 1F1B, called rivals, are simulated too, so the answer is never worse than any of them.
 Under a limit there are also rivals with fewer micro-batches in flight, down to one. No order holds
-less than one in flight: if that does not fit, nothing fits. `ORDER` in `effort.py` sets the effort.
+less than one in flight: if that fits, the search has an answer. `effort.py` sets how much is tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +58,7 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (Interleaved(chunks=4, split=True), Interleaved(chunks=4)),
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
-"""The rules of each placement. Searched orders may split backwards, so the first rule must, too."""
+"""The rules of each placement. The first must split backwards, because searched orders do."""
 Placement = tuple[tuple[Schedule, ...], DeviceFates]
 """The rules of a placement, and the search that chooses fates for its devices."""
 
