@@ -89,7 +89,7 @@ class OrderedPlan:
         return self.step_s * (1 - self.lent * self.idle)
 
     def answered(self, problem: Problem) -> Problem:
-        """Returns the problem under the order that was found, with as many stages as the decision."""
+        """Returns the problem under the order that was found, with the stages of the decision."""
         stages = len(self.decision.bounds) - 1
         return replace(problem, schedule=self.schedule, stages=stages)
 

@@ -40,7 +40,7 @@ class RoughPlan:
 
     @cached_property
     def estimate_s(self) -> float:
-        """The estimated seconds of a step; simulated ones for a plan of few tasks, which is fast."""
+        """The estimated seconds of a step; simulated ones if the plan has few tasks."""
         stages = self.evaluation.stages
         if self.problem.microbatches * len(stages) <= SHAPE.few_tasks:
             return self.simulated().step_s

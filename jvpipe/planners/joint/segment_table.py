@@ -337,7 +337,7 @@ class Table:
         return tuple(choice for cell in cells(path) for choice in self.cell_choices(cell))
 
     def cell_choices(self, cell: Cell) -> tuple[int, ...]:
-        """Returns the choices of a settled cell that fits; without a search, it keeps everything."""
+        """Returns the choices of a settled cell that fits; it keeps all if no search was needed."""
         if cell in self.fates:
             return self.fates[cell].choices
         _, i, j = cell

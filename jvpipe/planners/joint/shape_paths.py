@@ -79,7 +79,7 @@ class Ground:
 
     @cached_property
     def crossing_bytes(self) -> Grid:
-        """The bytes of a micro-batch that each segment receives, and those that it returns, summed."""
+        """The bytes of a micro-batch that each segment receives, plus those that it returns."""
         return self.here(self.segments.crossing_bytes(self.size))
 
     @cached_property
