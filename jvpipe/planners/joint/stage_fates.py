@@ -150,7 +150,7 @@ class FateSearch:
         query = self.query
         without_fates_s = self.alpha * query.compute_s + (1 - self.alpha) * query.traffic_s
         bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
-        # The further a choice is from its layer's best, the less it counts. The distance is measured
+        # The farther a choice is from its layer's best, the less it counts. The distance is measured
         # in parts of what a layer takes on average.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
         least_s = max(1e-12 * most_s, 1e-300)
@@ -260,7 +260,7 @@ class FateSearch:
         return states[self.growth.fixed_rows + self.moment]
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
-        """Counts the seconds that states take: of compute or of the link, whichever are more."""
+        """Counts the seconds that states take: of compute or of the link, the larger number."""
         compute_s = self.query.compute_s + states[EXTRA]
         link_s = self.query.traffic_s + 2 * self._swap_s(states)
         return np.maximum(compute_s, link_s)

@@ -169,7 +169,7 @@ def _beyond_s(
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """Returns the solution, or, if it swaps more than the host may hold, one that swaps less."""
+    """Returns the solution, or one that swaps less if this one swaps more than the host may hold."""
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
@@ -179,8 +179,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
-        # `swapped` wants a choice for each layer from 0 on. Those of earlier stages may not exist on
-        # this stage's devices, so 0 stands for them.
+        # `swapped` takes the choices of all layers from 0 on. The choices of earlier stages may not
+        # exist on this stage's devices, so 0 stands for them.
         inside = (0,) * i + decision.choices[i:j]
         swapped = pricing.at(s).choices.swapped(inside)
         moves.append(k[s] * float(swapped[i:j].sum()))

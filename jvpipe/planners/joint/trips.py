@@ -4,9 +4,9 @@ Legend: t_s is the seconds of stage s per micro-batch, c_s the seconds of the li
 directions, and T a cap on the seconds per micro-batch. A round trip through stages a to r takes a
 micro-batch forward from stage a to stage r and back:
 
-    stage a     F . . . . . . B        . is time on links, or at a stage farther on
-    ...           F . . . . B
-    stage r           F B
+    stage a     F . . . . B        . is time on links or on later stages
+    ...           F . . B
+    stage r         F B
 
 Stage a has only r - a more micro-batches in flight than stage r. So r - a + 1 micro-batches pass
 during one round trip, which may therefore take at most r - a + 1 times the cap:
@@ -83,7 +83,7 @@ class Trips:
         return high
 
     def path(self, cap_s: float, share: float = np.inf) -> tuple[int, ...] | None:
-        """Finds a path under a cap with a small sum of t + c + share * u; None if none was found.
+        """Finds a path under a cap with a small sum of t + c + share * u; None if it finds none.
 
         With an infinite share it is the path with the least u, and None says that no path keeps the
         cap. With any other share, one path is kept per cut, and the result may not be the best.
