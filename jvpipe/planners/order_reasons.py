@@ -89,7 +89,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Explains an order that was searched: its origin, its lower bound, and what rules would take."""
+    """Explains an order that was searched: its origin, its bound, and the seconds of rules."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (

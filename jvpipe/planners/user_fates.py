@@ -5,7 +5,7 @@ memory) or `recompute`. A candidate is a value inside a layer whose fate can be 
 tensor between layers.
 
 Fates and cuts decide where and when a value is computed, and never change the value. So a user may
-choose them freely: training gives the same results, with other seconds and bytes.
+choose them freely.
 """
 
 import logging
@@ -56,10 +56,10 @@ def with_fates(
 ) -> Plan:
     """Changes the fates of tensors by name, such as `{"*/attention/*": "swap"}`.
 
-    A tensor's name is that of its layer, a slash, and the operation that makes the tensor; `explain`
-    lists the names. If several patterns match, the last one wins. A pattern may match no tensor
-    whose fate can be chosen, but begin with the name of a layer. Then all candidates of that layer
-    get the fate, and a warning says so.
+    A tensor's name is its layer's name, a slash, and the operation that makes the tensor; `explain`
+    lists all names. If several patterns match, the last one wins. If a pattern matches none of
+    these names, but names a layer before its last slash, all candidates of that layer get the fate,
+    and a warning says so.
 
     Args:
         graph: the model's layers.

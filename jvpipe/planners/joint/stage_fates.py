@@ -150,8 +150,8 @@ class FateSearch:
         query = self.query
         without_fates_s = self.alpha * query.compute_s + (1 - self.alpha) * query.traffic_s
         bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
-        # The farther a choice is from its layer's best, the less it counts. The distance is measured
-        # in parts of what a layer takes on average.
+        # The farther a choice is from its layer's best, the less it counts. Distances are measured
+        # as fractions of what a layer takes on average.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
         least_s = max(1e-12 * most_s, 1e-300)
         near_s = max(FATE.near_best * bound_s / len(cost), least_s)

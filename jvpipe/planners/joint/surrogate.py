@@ -169,7 +169,7 @@ def _beyond_s(
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """Returns the solution, or one that swaps less if this one swaps more than the host may hold."""
+    """Returns the solution if the host may hold what it swaps, else one that swaps less."""
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution

@@ -63,8 +63,8 @@ class Trips:
 
     def least_cap_s(self) -> float:
         """Finds nearly the least cap under which there is a path; infinite if there is none."""
-        # The sum of the slowest stage, the slowest link and the largest `busy_s` is a cap that every
-        # path keeps.
+        # Every path keeps a cap that is the sum of the slowest stage, the slowest link and the
+        # largest `busy_s`.
         caps = []
         for matrices in (self.seconds, self.comm_s, self.busy_s):
             slowest = (x[np.isfinite(x)].max(initial=0.0) for x in matrices)
