@@ -57,8 +57,8 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
             return True, math.inf
-        # Seconds of equally fast plans may differ in the last digits. Rounding makes them equal, and
-        # `sorted` leaves equals in the order in which the planners were asked.
+        # Rounding makes the seconds of equally fast plans equal, and `sorted` leaves equals in the
+        # order in which the planners were asked.
         step_s = simulated_step_s(problem, answer.evaluation.stages)
         return not answer.fits(problem), float(f"{step_s:.9g}")
 

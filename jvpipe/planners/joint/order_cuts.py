@@ -61,8 +61,8 @@ def shifted_bounds(
 ) -> list[tuple[int, ...]]:
     """Lists the neighbours in which one bound is removed and one is inserted farther away.
 
-    The stages between the two then have other numbers, and so lie on the next or the previous
-    device. Bounds whose busiest device works least come first.
+    The numbers of the stages in between change by one, which puts these stages on the next or the
+    previous device. Bounds whose busiest device works least come first.
 
     Args:
         problem: gives the stages and the devices.
@@ -74,8 +74,8 @@ def shifted_bounds(
     for gone in range(1, len(bounds) - 1):
         kept = [*bounds[:gone], *bounds[gone + 1 :]]
         for new in others:
-            # A bound that is inserted right where one was removed has only moved: no stage changes
-            # its device, and `moved_bounds` lists that neighbour.
+            # A cut between the two neighbours of the removed bound only moves that bound: no stage
+            # changes its device, and `moved_bounds` lists the result.
             if not bounds[gone - 1] < new < bounds[gone + 1]:
                 shifted.append(tuple(sorted([*kept, new])))
     return sorted(shifted, key=partial(busiest_s, problem))

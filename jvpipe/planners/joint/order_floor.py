@@ -1,16 +1,17 @@
 """Finds the plans that hold the least: they decide whether any order of tasks keeps a limit.
 
-Devices hold the least if one micro-batch at a time is in flight (the schedule `one_by_one`). So if
-a plan keeps a limit in any order, it also keeps the limit in that order. It is therefore enough to
-find the emptiest plan in that order, the plan whose fullest device holds the least.
+Devices hold the least in the order with one micro-batch in flight at a time (the schedule
+`one_by_one`). A plan that keeps a limit in some order also keeps it in this one. So it is enough to
+find the emptiest plan in this order: the plan whose fullest device holds the least.
 
     one stage per device     `min_bytes_plan` (`smallest_limit.py`) finds it
     several, few cuts        all choices of cuts are tried
     several, many cuts       one bound moves at a time, as long as the fullest devices get emptier
 
-Several stages of a device work one at a time, and share the bytes that only a stage at work needs.
-So what a stage costs depends on the other stages of its device, and `min_bytes_plan`, which counts
-each stage alone, does not suffice. How many cuts are tried is set by `LIMIT` in `effort.py`.
+Several stages of a device work one at a time, and share the bytes that a stage needs only while it
+works. So what a stage costs depends on the other stages of its device, and `min_bytes_plan`,
+which counts each stage alone, is not enough. How many cuts are tried is set by `LIMIT` in
+`effort.py`.
 """
 
 import sys
@@ -110,6 +111,6 @@ def emptied(
 
 
 def _fullness(problem: Problem, decision: Decision) -> list[int]:
-    """Lists the limits of the problem that the devices need to keep this plan, largest first."""
+    """Lists for each device the problem's limit under which the plan would fit, largest first."""
     device_sizes = evaluate_decision(problem, decision).device_bytes
     return sorted(needed_bytes(problem, device_sizes), reverse=True)

@@ -139,9 +139,9 @@ class Listing:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
-        """Picks the task for a ready backward: I, or, if what I hands to W would not fit, another.
+        """Picks the task that runs for a ready backward: I, if what I hands to W fits.
 
-        The other is the W of an earlier backward, which makes room; or B if no W was left.
+        If not, it is the W of an earlier backward, which makes room, or B if no W was left.
         """
         if s == 0 or not self.loads.splits[s]:
             return Kind.B

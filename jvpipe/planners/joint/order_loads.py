@@ -37,8 +37,8 @@ class Loads:
         microbatches: how many a training step has.
         seconds: for each kind of task, what it takes on each stage. B and I include what is
             recomputed before them.
-        send_s: what sending the stage's values to the next stage takes; 0 within a device.
-        return_s: what returning the stage's cotangents to the stage before takes; 0 within a
+        send_s: the seconds of sending values to the next stage; 0 if it is on the same device.
+        return_s: the seconds of returning cotangents to the stage before; 0 if it is on the same
             device.
         kept_bytes: what a micro-batch in flight holds.
         handed_bytes: what a micro-batch holds between the halves I and W of its backward.

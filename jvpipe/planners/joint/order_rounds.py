@@ -10,8 +10,8 @@ of a forward and a backward, and a W whenever it would otherwise wait for longer
 
 A gap may also be shorter than W. Then either W delays the next task, or the device is idle. The
 heuristic takes the device that has been idle the longest as the one that decides how long the step
-takes. A device's slack is how much longer that one has been idle. A wait within the slack is free,
-and W is kept for a later gap. A longer gap is filled.
+takes. The slack of another device is by how much it has been idle for less time. A wait within the
+slack is free, and W is kept for a later gap. A longer gap is filled.
 
 This is the heuristic of Zero Bubble Pipeline Parallelism (Qi et al. 2024, section 3.1), for one
 stage per device. Three of its decisions may go either way (`TieBreak`), which makes eight forms;
@@ -174,11 +174,11 @@ class Rounds:
             done = self._devices[s].done[Kind.F]
             following = self._devices[s + 1].done[Kind.F]
             is_ahead = done >= following + 2 and done != self._loads.microbatches
-            if is_ahead and self._is_awaited(s):
+            if is_ahead and self._should_wait(s):
                 first = s + 1
         return first
 
-    def _is_awaited(self, s: int) -> bool:
+    def _should_wait(self, s: int) -> bool:
         """Tells whether a device does better to wait for its backward than to take a forward now.
 
         It does if its backward could begin by now, or if the forward would delay the backward and
@@ -239,7 +239,7 @@ class Rounds:
             self._take(s, Kind.W)
 
     def _arrives_s(self, s: int, kind: Kind) -> float:
-        """Returns when the input of a device's next task of a kind is there for it to begin."""
+        """Returns when a device's next task of a kind has its input, and may begin."""
         loads = self._loads
         m = self._devices[s].done[kind]
         if kind is Kind.F and s:

@@ -1,8 +1,8 @@
 """jvpipe's own planner: chooses cuts and fates together, for the fastest step under a memory limit.
 
-Only the simulator knows how long devices wait for each other, but few plans can be simulated in
-the time. The surrogate is a closed form that estimates the seconds of a step from those of its
-stages. So the planner has two steps:
+Only the simulator knows how long devices wait for each other, but it is too slow for many plans.
+The surrogate is a closed form that estimates the seconds of a step from those of its stages. So the
+planner has two steps:
 
     1. Find the best plans by the surrogate, among all cuts and fates (`surrogate.py`).
     2. Simulate these plans, plans with the cuts of simpler planners, and the neighbours of both

@@ -9,8 +9,8 @@ in two steps:
                stage, round trip or network needs
     simulate   the shapes with the best estimates; of many micro-batches, only some
 
-`shape_search.py` ranks shapes by these numbers. Only which shapes are planned exactly depends on
-them, and so the estimate may be changed.
+`shape_search.py` ranks shapes by these numbers. They only decide which shapes are planned exactly,
+so the estimate may be changed.
 """
 
 from collections import defaultdict

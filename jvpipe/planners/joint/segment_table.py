@@ -1,16 +1,17 @@
 """Holds the seconds of all possible stages between given cuts, for a search for the best cuts.
 
-The search needs the seconds of each stage with its best fates. To choose fates takes long, and most
+The search needs the seconds of each stage with its best fates. Choosing fates takes long, and most
 stages never matter. So each stage first has a lower bound of its seconds, which is counted quickly,
-and the search asks for more only along the paths that look best so far:
+and the search refines only the stages of the plans that look best so far:
 
     open       the seconds are a lower bound: at first those without recomputation and swaps; then
                also one by prices of bytes and seconds (`dual_bounds.py`)
     settled    the seconds are those of fates that were found (`stage_fates.py`), or of keeping
                everything; infinite if no fates fit
 
-Bounds only rise. So a path that is the best by these numbers, and whose stages are all settled, is
-the best of all paths. If a search for fates may have missed the best, its stage is `unproven`.
+Bounds only rise. So if a plan is the best by these numbers and its stages are all settled, no plan
+is better. There is one exception: a search for fates may miss the best ones, and says so
+(`Table.unproven`).
 
 Legend: a cell (s, i, j) is the segment of layers [i, j) as stage s. A path is the bounds of all
 stages, from 0 to the number of layers.
@@ -244,7 +245,7 @@ class Table:
             self._choose(cell)
 
     def _price(self, open_cells: Sequence[Cell]) -> None:
-        """Finds the best prices of some cells, and raises the bounds of all their stages' cells."""
+        """Finds the best prices of some cells, and raises the bounds of all cells of their stages."""
         bounds = DualBounds([self._relaxed(cell) for cell in open_cells])
         every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
         for cell, prices, bound_s in every:

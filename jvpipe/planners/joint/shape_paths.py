@@ -9,8 +9,8 @@ rest of the way is H_(e-1)(j, m - r).
     stages              [ first  ][      e - 1      ]
 
 Ways grow from the last stage to the first. So the distance of a new stage from the end is known,
-which gives its micro-batches in flight; m and r give its devices and so its links. All numbers but
-M are seconds:
+which gives its micro-batches in flight; m and r give its devices and so its links. Below, all but M
+are seconds:
 
     M          the number of micro-batches
     t, c       of the first stage, and of the link after it in both directions, per micro-batch
@@ -127,8 +127,8 @@ class Ground:
 class _Ways(NamedTuple):
     """The ways of e stages: rows are i, columns are m; `key_s` is infinite if there is no way.
 
-    `key_s` is the number that is to be least. The first stage of a way ends at the cut with index
-    `cut`, and has the number of replicas with index `kth`.
+    `key_s` is the number by which the module's ways are compared. The first stage of a way ends at
+    the cut with index `cut`, and has the number of replicas with index `kth`.
     """
 
     key_s: OverM
