@@ -8,8 +8,8 @@ and W are the first and the second half of a split backward. The search has thes
     cuts        all cuts of a placement if there are few, else those that give devices equal work
     fates       the fastest that fit the limit with as many micro-batches in flight as a rule has,
                 and also with fewer
-    orders      those of the rules, list scheduling (`order_list.py`), rounds (`order_rounds.py`),
-                and rules with W as late as bytes allow
+    orders      from rules, from rules with W as late as bytes allow, from list scheduling
+                (`order_list.py`) and in rounds (`order_rounds.py`)
     refining    bounds and orders of the best candidates change by small moves (`order_refine.py`)
     simulating  the best are simulated, and the simulator's seconds decide; swaps, which only the
                 simulator can time, are tried for the best orders
@@ -187,7 +187,7 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
 
 
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Leaves backwards whole whose halves take much longer; returns the problem and these layers.
+    """Returns the problem without splits that cost too much, and the layers left unsplit.
 
     Halves gain time only because W fills gaps. On D devices with M micro-batches, gaps take
     (D - 1) / M of a step's work. So nothing is gained if the two halves take longer than the whole
@@ -488,7 +488,7 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
 
 
 def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
-    """Tells whether an eager 1F1B, which is not held up by transfers, may beat all candidates."""
+    """Tells whether 1F1B with eager forwards, which hide transfers, may beat all candidates."""
     if problem.peer == INFINITE:
         return False
     if problem.peer_uses_host:  # the seconds of candidates leave out waits for shared links

@@ -245,7 +245,7 @@ class Table:
             self._choose(cell)
 
     def _price(self, open_cells: Sequence[Cell]) -> None:
-        """Finds the best prices of some cells, and raises the bounds of all cells of their stages."""
+        """Finds the best prices of some cells, and raises by them the bounds of their stages."""
         bounds = DualBounds([self._relaxed(cell) for cell in open_cells])
         every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
         for cell, prices, bound_s in every:

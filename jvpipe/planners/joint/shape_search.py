@@ -11,9 +11,9 @@ everything (`rough_plan.py`). The search has four steps:
 3. Give the fastest shapes better cuts, and simulate them again.
 4. Climb from the fastest: move a bound, move a replica, or change the size of micro-batches.
 
-The caller then plans the best shapes exactly, as if the user had fixed them. The search has no
-proof that it finds the best shape; how much it tries is set by `SHAPE` in `effort.py`, which may be
-changed.
+The caller then plans the best shapes exactly, as if the user had fixed them. The search does
+not prove that it finds the best shape. How much it tries is set by `SHAPE` in `effort.py`, which
+may be changed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -78,11 +78,11 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
 
 
 def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
-    """Simulates the rough plans of these paths, and returns those in the limits, fastest first.
+    """Returns the rough plans of paths that keep the limits, simulated, the fastest first.
 
     Args:
         shapes: the possible shapes.
-        paths: a shape and its bounds each.
+        paths: shapes, each with the bounds of its stages.
     """
     plans = (plan.simulated() for plan in _Search(shapes).ranked(paths))
     return sorted(plans, key=_step_s)

@@ -3,7 +3,7 @@
 Peak bytes are the most that a device of a stage holds at once. The smallest limit is that of the
 emptiest plan, whose fullest stage has the least peak. Its seconds do not matter.
 
-To find the fewest bytes of one segment takes long (`min_bytes.py`). So each segment first has a
+Finding the fewest bytes of one segment takes long (`min_bytes.py`). So each segment first has a
 lower bound of its peak. A search settles segments, that is, it finds their true peaks, only along
 the path of cuts that looks emptiest so far. It ends when that path is settled: all other paths have
 bounds that are not lower. For models of many layers the search ends sooner, near the smallest
@@ -122,7 +122,7 @@ class Peaks:
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def _least_bytes(self, block: CutBlock) -> Grid:
-        """Bounds the peak bytes of a block's segments from below; infinite without layers."""
+        """Bounds the peak bytes of segments from below; infinite for segments without layers."""
         least = self.pricing.at(block.s).least_bytes(block)
         peaks = np.maximum(least, block.reducing_bytes)
         return np.where(block.inside, peaks, np.inf)
@@ -134,13 +134,13 @@ class Peaks:
         b: int,
         below: float,
     ) -> float:
-        """Returns a segment's peak bytes; if `below` or more, perhaps only a bound that is as high.
+        """Returns a segment's peak bytes, exactly if they are less than `below`.
 
         Args:
             s: the stage.
             a: the index of the segment's start among the cuts of bound s.
             b: the index of the segment's end among the cuts of bound s + 1.
-            below: from this many bytes on, the exact number does not matter.
+            below: from this many bytes on, a lower bound is enough, if it is not less than `below`.
         """
         peaks = self.bytes[s]
         if (s, a, b) in self.choices or peaks[a, b] >= below:

@@ -5,12 +5,13 @@ begins with one state, for no layers. With each further layer, a state becomes s
 choice of the layer. Then three kinds of states are dropped:
 
     - states that cannot fit, whatever the layers to come choose;
-    - states whose lower bound of seconds (`dual_bounds.py`) is not below the best known;
+    - states whose lower bound of seconds (`dual_bounds.py`) is not below the best that is known;
     - states that another state dominates, because it is at least as good in every number.
 
-None of these can lead to the only best choices, so the result is the best. There is one exception:
-if more than twice `width` states are left, only the most promising stay. The answer's `bound_s`
-then tells how much faster the best may be.
+Dropping them loses nothing: what they lead to does not fit, or is no better than what is known or
+what another state leads to. So the result is the best, with one exception: if more than twice
+`width` states are left, only the most promising stay. The answer's `bound_s` then tells how much
+faster the best may be.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
 
 BELOW_FACTOR = 1 - 1e-12
-"""A bound counts as below the best known only if it is below this fraction of it: rounding."""
+"""The best known seconds are lowered by this factor: a bound must be lower by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class FateSearch:
         _alive: np.ndarray,
         done: int,
     ) -> np.ndarray:
-        """Picks the states that stay: the best `width` by bounds, and by expected seconds.
+        """Picks the states that stay: the best `width` by bound, and as many by expected seconds.
 
         Expected seconds are those of a state, plus the estimates of `_expected` for the layers to
         come, plus a price for each byte that would then be over the limit.

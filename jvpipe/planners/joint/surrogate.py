@@ -85,7 +85,7 @@ def solve(
     Args:
         problem: what is asked.
         pricing: of the problem's choices.
-        most_swapped_bytes: what each stage may swap per micro-batch; empty: as much as it likes.
+        most_swapped_bytes: what each stage may swap per micro-batch; empty: any amount.
     """
     everything = pricing.segments.windows
 
@@ -134,7 +134,7 @@ def trips(
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    # Several factors may lead to the same path: a dictionary keeps each once, in order.
+    # Several factors may lead to the same path. A dictionary keeps each path once, in order.
     every_path = dict[tuple[int, ...], None]()
     for factor in CUTS.transfer_factors:
         slower_s = [factor * c for c in comm_s]
@@ -187,7 +187,7 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     if sum(moves) <= limit:
         return solution
     # There are two ways out, and the faster one is taken: each stage may swap in proportion to what
-    # it has swapped now, or no stage swaps.
+    # it swaps now, or no stage swaps.
     total = sum(moves)
     parts = [limit * want / total // kept for want, kept in zip(moves, k, strict=True)]
     others = [
