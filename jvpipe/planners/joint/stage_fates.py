@@ -36,7 +36,7 @@ from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
 
 BELOW_FACTOR = 1 - 1e-12
-"""The best known seconds are lowered by this factor: a bound must be lower by more than rounding."""
+"""The best known seconds are lowered by this factor, more than rounding may raise a bound."""
 
 
 @dataclass(frozen=True)
