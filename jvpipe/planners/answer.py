@@ -17,9 +17,17 @@ from jvpipe.planners.model.stage_cost import Evaluation
 class Answer:
     """A planner's answer: a decision with its evaluation, or the reason why there is none.
 
-    `kinds` are the best rough plans of each kind of shape, if the planner also decided the shape
-    (how many devices each stage has). `compiled` is what the hardware's compiler reports about each
-    stage, if it was asked.
+    Attributes:
+        planner: the planner's name.
+        planning_s: how long planning took.
+        decision: the cuts and fates; None if no plan was found.
+        evaluation: the decision's seconds and bytes.
+        infeasible: why no plan was found, and a limit that would suffice.
+        splits: the positions of `Plan.splits`, at which layers are cut in two.
+        plan: the decision as a plan.
+        kinds: the best rough plan of each kind of shape, if the planner also decided the shape (how
+            many devices each stage has).
+        compiled: what the hardware's compiler reports about each stage, if it was asked.
     """
 
     planner: str
@@ -33,7 +41,7 @@ class Answer:
     compiled: tuple[CompiledStage, ...] = ()
 
     def fits(self, problem: Problem) -> bool:
-        """Tells whether the answer has a plan that keeps the limit."""
+        """Tells whether the answer has a plan, and the plan keeps the problem's limit."""
         limit = problem.memory_limit_bytes
         return self.evaluation is not None and (
             limit is None or self.evaluation.limit_bytes <= limit
@@ -43,13 +51,14 @@ class Answer:
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     """Sorts answers: first plans that fit, then plans over the limit, then answers without a plan.
 
-    Faster plans come first. Plans whose seconds differ by rounding alone stay in the given order.
+    Within each of these groups, faster plans come first.
     """
 
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
             return True, math.inf
-        # Rounded to 9 digits, so that of equally fast plans the planner asked first stays first.
+        # Rounding makes the seconds of equally fast plans equal, and `sorted` leaves equals in the
+        # order in which the planners were asked.
         step_s = simulated_step_s(problem, answer.evaluation.stages)
         return not answer.fits(problem), float(f"{step_s:.9g}")
 

@@ -1,4 +1,9 @@
-"""Reasons for the place of each cut: what would happen if it were one layer later."""
+"""Explains the place of each cut: what would happen if the cut were one layer later.
+
+Then the first layer of a stage would be the last one of the stage before. `_reason` takes the first
+reason that applies: something forbids it, the memory limit does, or it is not faster. Further
+reasons may be added there.
+"""
 
 from itertools import pairwise
 
@@ -56,8 +61,9 @@ def _reason(
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
-    # A layer that is recomputed (its choice is negative) counts as keeping its values on the other
-    # stage, because the run of recomputed layers that it belongs to does not reach there.
+    # If the layer is recomputed (a negative choice), it may belong to a run of layers that are
+    # recomputed together. The run ends at the cut, so on the stage before the layer is counted as
+    # keeping its values.
     choices = list(decision.choices)
     choices[j] = max(choices[j], 0)
     before = stage_cost(problem, s - 1, i, j + 1, choices)

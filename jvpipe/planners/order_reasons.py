@@ -19,9 +19,11 @@ def order_reasons(
 ) -> list[str]:
     """Compares a plan's order with 1F1B without a limit: seconds, idle time, transfers, bytes.
 
+    The list is empty if there is nothing to compare: for streams, one device, or unknown seconds.
+
     Args:
-        problem: that the plan answers; its schedule has the plan's lists of tasks.
-        decision: of the plan.
+        problem: the question that the plan answers, with the plan's order as its schedule.
+        decision: the plan's cuts and fates.
         cross_layer: transformations of the optimizer that need a value computed from all layers.
     """
     is_timed = any(layer.forward_s for layer in problem.costs.layers)
@@ -62,11 +64,13 @@ def order_reasons(
 
 
 def update_reasons(problem: Problem, decision: Decision) -> list[str]:
-    """Describes a plan's updates in a line: how long and how often; empty if seconds are unknown.
+    """Describes in a line how long a plan's updates take, and how often they run.
+
+    The list is empty if the seconds of updates are unknown.
 
     Args:
-        problem: that the plan answers.
-        decision: of the plan.
+        problem: the question that the plan answers.
+        decision: the plan's cuts and fates.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),), update_s=0.5),) * 4)
@@ -85,7 +89,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Explains an order that was searched: its origin, the lower bound, and the rules' seconds."""
+    """Explains an order that was searched: its origin, its bound, and the seconds of rules."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (

@@ -1,4 +1,8 @@
-"""Explains in words why stages have as many devices as they have."""
+"""Explains in words why each place of a pipeline has as many devices as it has.
+
+A place is a position along the pipeline; its devices are replicas, which share each micro-batch. A
+shape says which devices each place has.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +15,7 @@ from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps
 
 
 def shape_words(problem: Problem) -> str:
-    """Says in words how many devices each place of a pipeline has."""
+    """Says in words what shape a problem has."""
     shape = shape_of(problem)
     counts = ":".join(map(str, shape.replicas))
     match shape.kind:
@@ -35,13 +39,16 @@ def shape_reasons(
     decision: Decision,
     kinds: Mapping[str, RoughPlan],
 ) -> list[str]:
-    """Explains in lines the devices of each place, and what the best plans of other shapes take.
+    """Explains why places have several devices, and how slow the best plans of other shapes are.
 
     Args:
         shapes: the possible shapes.
-        problem: of the shape that was chosen.
-        decision: of the plan.
+        problem: the problem of the shape that was chosen.
+        decision: the cuts and fates that were chosen for it.
         kinds: the best plan of each kind of shape that was tried.
+
+    Returns:
+        The lines of the explanation.
     """
     best_s = simulated_step_s(problem, evaluate_decision(problem, decision).stages)
     present_kind = shape_of(problem).kind
@@ -62,7 +69,7 @@ def _replica_reasons(
     problem: Problem,
     decision: Decision,
 ) -> list[str]:
-    """Says for each place of several devices what would happen with one device less."""
+    """Says for each place of several devices what would happen with one device fewer."""
     reasons = []
     shape = shape_of(problem, shapes.batch // problem.microbatches)
     for p, devices in enumerate(shape.places):
@@ -86,7 +93,7 @@ def _not_work(
     problem: Problem,
     stages: Sequence[StageCost],
 ) -> str:
-    """Says which part of a step is not work: all-reduces, and idle time."""
+    """Says how much of a step is not work: the longest all-reduce, and idle time."""
     longest_s = max(stage.reduce_s for stage in stages)
     idle = simulated_bubble_fraction(problem, stages, shapes.devices)
     reduced = f"all-reduces of up to {1e3 * longest_s:.2f} ms, " if longest_s else ""

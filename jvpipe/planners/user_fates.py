@@ -1,7 +1,11 @@
-"""Fates and cuts that a user gives: torchgpipe's modes, fates by pattern of names, new cuts.
+"""Changes a plan as its user asks: torchgpipe's checkpoint modes, fates by name, or new cuts.
 
 A fate says what happens to a value between its forward and its backward: `keep`, `swap` (to host
-memory) or `recompute`. A candidate is a value inside a layer whose fate can be chosen.
+memory) or `recompute`. A candidate is a value inside a layer whose fate can be chosen. An edge is a
+tensor between layers.
+
+Fates and cuts decide where and when a value is computed, and never change the value. So a user may
+choose them freely.
 """
 
 import logging
@@ -19,13 +23,16 @@ _log = logging.getLogger("jvpipe")
 
 
 def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
-    """Applies one of torchgpipe's modes, which recompute a stage from its input.
+    """Applies one of torchgpipe's checkpoint modes, which recompute whole stages from their inputs.
 
     Args:
         graph: the model's layers.
-        plan: whose fates are replaced.
-        mode: `always` recomputes every micro-batch, `except_last` all but the last micro-batch of a
-            step, `never` none.
+        plan: the plan whose fates are replaced.
+        mode: which micro-batches are recomputed: `always` all, `except_last` all but the last one
+            of a step, `never` none.
+
+    Raises:
+        ValueError: an unknown mode.
     """
     if mode not in MODES:
         raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
@@ -47,16 +54,17 @@ def with_fates(
     plan: Plan,
     patterns: Mapping[str, str],
 ) -> Plan:
-    """Changes the fates of tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
+    """Changes the fates of tensors by name, such as `{"*/attention/*": "swap"}`.
 
-    Tensors are named by their layer and the operation that makes them, as `explain` lists them. If
-    a pattern matches no tensor whose fate can be chosen, but begins with a layer's name, all
-    candidates of that layer get the fate, and a warning says so.
+    A tensor's name is its layer's name, a slash, and the operation that makes the tensor; `explain`
+    lists all names. If several patterns match, the last one wins. If a pattern matches none of
+    these names, but names a layer before its last slash, all candidates of that layer get the fate,
+    and a warning says so.
 
     Args:
         graph: the model's layers.
-        plan: whose fates are changed.
-        patterns: fates by pattern.
+        plan: the plan whose fates are changed.
+        patterns: fates by pattern, with the wildcards of `fnmatch`.
 
     Raises:
         ValueError: an unknown fate, or a pattern that matches nothing.
@@ -68,8 +76,8 @@ def with_fates(
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
         matches = _matching(names, pattern)
-        # A pattern may name a value inside a layer that is not a candidate. Then the candidates of
-        # that layer are taken, from which the value is computed.
+        # The pattern may name a value that is not a candidate. It is computed from the candidates
+        # of its layer, so they are taken in its place.
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
@@ -91,14 +99,15 @@ def with_state_fates(
     plan: Plan,
     patterns: Mapping[str, str],
 ) -> Plan:
-    """Changes the fates of optimizer state by parameter path; the last pattern wins.
+    """Changes the fates of the optimizer's state between updates, by the paths of parameters.
 
-    `{"*": "swap"}` swaps the state of all parameters.
+    For example, `{"*": "swap"}` swaps the state of all parameters. If several patterns match a
+    path, the last one wins.
 
     Args:
         graph: the model's layers.
-        plan: whose fates are changed.
-        patterns: fates by pattern.
+        plan: the plan whose fates are changed.
+        patterns: fates by pattern, with the wildcards of `fnmatch`.
 
     Raises:
         ValueError: a fate that state cannot have, or a pattern that matches no trained parameter.
@@ -133,7 +142,7 @@ def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
 
 
 def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
-    """Says which names of the stages are nearest to a pattern that matches none of them."""
+    """Says which names are nearest to a pattern that matches no name."""
     every = list(chain.from_iterable(names))
     return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
 
@@ -143,7 +152,7 @@ def _give(
     names: Sequence[Sequence[str]],
     fate: Fate,
 ) -> None:
-    """Gives a fate to some names of each stage."""
+    """Gives a fate to the tensors with these names, in the fates of each stage."""
     for fates, matches in zip(stages, names, strict=True):
         fates.update(dict.fromkeys(matches, fate))
 
@@ -153,8 +162,8 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
 
     Args:
         graph: the model's layers.
-        plan: whose cuts are changed.
-        cuts: the number of layers of each stage.
+        plan: the plan whose cuts are changed.
+        cuts: the number of layers of each stage, in order.
     """
     every_fate = dict[str, Fate]()
     every_state_fate = dict[str, Fate]()
@@ -166,7 +175,7 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     for old, (i, j) in zip(plan.stages, spans, strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
         possible = {fate: set(_names(graph, stage, fate)) for fate in FATES}
-        # A value that two stages hold has a fate on each: the fate on this stage wins.
+        # If two stages hold a value, each of them has a fate for it. On this stage, its own wins.
         carried = every_fate | dict(old.fates)
         fates = {name: fate for name, fate in carried.items() if name in possible[fate]}
         trained = [name for name in _trained(graph, stage) if name in every_state_fate]
@@ -178,8 +187,8 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
     """Returns the fates that recompute everything on a stage from the stage's input.
 
-    They include the tensors that the stage makes for other stages. So the forward of the stage's
-    last layer also runs again, before its cotangents arrive, and not within its own backward.
+    Among them are the tensors that the stage makes for other stages. So the forward of the stage's
+    last layer, too, runs again before cotangents arrive, and not within that layer's backward.
     """
     return dict.fromkeys(_names(graph, stage, Fate.RECOMPUTE), Fate.RECOMPUTE)
 
@@ -187,8 +196,8 @@ def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
 def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     """Lists the tensors that can have a fate on a stage: candidates of its layers, and edges.
 
-    An edge is a tensor between layers. An edge that the stage makes can be recomputed; an edge that
-    the stage reads can be kept or swapped.
+    An edge can be recomputed on the stage that makes it, and kept or swapped on a stage that reads
+    it.
     """
     inside = set(stage.layers)
     layers = [graph.layers[i] for i in stage.layers]
@@ -213,9 +222,9 @@ def _nearest(
     stage: Stage,
     pattern: str,
 ) -> list[str]:
-    """Lists the candidates of the layers that a pattern names, whatever value it names in them.
+    """Lists all candidates of the layers that a pattern names before its last slash.
 
-    The layer is the part before the last slash. It must not consist of wildcards alone.
+    The list is empty if the pattern has only wildcards there.
     """
     start = pattern.rpartition("/")[0]
     if not start.strip("*?/"):

@@ -1,4 +1,12 @@
-"""The neighbours of given bounds (moved, removed or inserted), and how long devices then work."""
+"""Lists the bounds that a search may try: the neighbours of given bounds, or all bounds.
+
+The bounds of a plan are the cuts that it uses. Bounds (0, 2, 5) make two stages: layers 0 and 1,
+and layers 2 to 4. A neighbour of some bounds has a few of them moved, or one of them removed and
+another cut inserted.
+
+A device may have several stages. So long lists begin with the bounds whose busiest device works
+least: a search that ends early has then seen the most promising ones.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,14 +26,14 @@ def moved_bounds(
     count: int = 1,
     first: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Lists bounds with a run of adjacent ones moved, all by the same number of cuts.
+    """Lists the neighbours in which adjacent bounds have moved together, by as many cuts each.
 
     Args:
         bounds: of the stages; the first and the last stay.
         cuts: where a stage may begin or end.
         run: how many adjacent bounds move together.
-        count: the most cuts by which they move.
-        first: the index of the first bound that moves; None: any.
+        count: the most cuts by which they move, towards either end of the model.
+        first: the index of the first bound that moves; None: each index is tried.
 
     >>> moved_bounds((0, 2, 4, 6), np.arange(7), run=2)
     [(0, 1, 3, 6), (0, 3, 5, 6)]
@@ -38,7 +46,7 @@ def moved_bounds(
         for step in range(1, count + 1):
             for by in (-step, step):
                 moved = [place + by for place in places[s:behind]]
-                # Bounds stay in order, so that no stage loses its last layer.
+                # Bounds stay in strict order: between two equal bounds is a stage without layers.
                 follows = behind < len(places) and places[s - 1] < moved[0]
                 if follows and moved[-1] < places[behind]:
                     inner = cuts[moved].tolist()
@@ -51,9 +59,10 @@ def shifted_bounds(
     bounds: Sequence[int],
     cuts: Cuts,
 ) -> list[tuple[int, ...]]:
-    """Lists bounds with one removed and one inserted; the stages between move by one device.
+    """Lists the neighbours in which one bound is removed and one is inserted farther away.
 
-    Bounds whose busiest device works least come first.
+    The numbers of the stages in between change by one, which puts these stages on the next or the
+    previous device. Bounds whose busiest device works least come first.
 
     Args:
         problem: gives the stages and the devices.
@@ -65,15 +74,15 @@ def shifted_bounds(
     for gone in range(1, len(bounds) - 1):
         kept = [*bounds[:gone], *bounds[gone + 1 :]]
         for new in others:
-            # A new bound between the neighbours of the removed one only moves that bound: no stage
-            # gets another device.
+            # A cut between the two neighbours of the removed bound only moves that bound: no stage
+            # changes its device, and `moved_bounds` lists the result.
             if not bounds[gone - 1] < new < bounds[gone + 1]:
                 shifted.append(tuple(sorted([*kept, new])))
     return sorted(shifted, key=partial(busiest_s, problem))
 
 
 def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
-    """Lists all possible bounds; those whose busiest device works least come first.
+    """Lists all possible bounds; bounds whose busiest device works least come first.
 
     Args:
         problem: gives the stages and the devices.
@@ -86,7 +95,7 @@ def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 
 
 def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
-    """Counts the seconds of the device that works longest, per micro-batch.
+    """Counts for how many seconds per micro-batch the busiest device works.
 
     Args:
         problem: gives the stages and the devices.
@@ -104,5 +113,5 @@ def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
 
 
 def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
-    """Returns the seconds of each layer's forward plus backward on a device without slowness."""
+    """Returns the seconds of each layer's forward plus backward, on a device of usual speed."""
     return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])

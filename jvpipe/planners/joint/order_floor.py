@@ -1,12 +1,17 @@
-"""The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight.
+"""Finds the plans that hold the least: they decide whether any order of tasks keeps a limit.
 
-The order that holds the least has one micro-batch in flight at a time (the schedule `one_by_one`).
-So some order of a plan keeps a limit exactly if that order keeps it, and the emptiest plan under
-that order decides. With one stage per device it is `min_bytes_plan`.
+Devices hold the least in the order with one micro-batch in flight at a time (the schedule
+`one_by_one`). A plan that keeps a limit in some order also keeps it in this one. So it is enough to
+find the emptiest plan in this order: the plan whose fullest device holds the least.
 
-With several stages per device, the stages of a device share the bytes that they need beyond what
-they hold, so that cuts depend on each other. If there are few choices of cuts, all are tried. If
-there are many, one bound is moved at a time, as long as the fullest devices become emptier.
+    one stage per device     `min_bytes_plan` (`smallest_limit.py`) finds it
+    several, few cuts        all choices of cuts are tried
+    several, many cuts       one bound moves at a time, as long as the fullest devices get emptier
+
+Several stages of a device work one at a time, and share the bytes that a stage needs only while it
+works. So what a stage costs depends on the other stages of its device, and `min_bytes_plan`,
+which counts each stage alone, is not enough. How many cuts are tried is set by `LIMIT` in
+`effort.py`.
 """
 
 import sys
@@ -40,7 +45,7 @@ def order_floors(
     problem: Problem,
     placements: Iterable[Schedule],
 ) -> Iterator[OrderFloor]:
-    """Yields the emptiest plan of each placement; nothing is swapped if the host has a limit.
+    """Yields the emptiest plan of each placement; no plan swaps if the host has a limit.
 
     Args:
         problem: its schedule and its memory limit are ignored.
@@ -55,13 +60,13 @@ def order_floors(
 
 
 def _emptiest(problem: Problem) -> Decision:
-    """Returns the emptiest plan found for a problem whose micro-batches go one by one."""
+    """Returns the emptiest plan found for a problem with one micro-batch in flight at a time."""
     fates = DeviceFates.of(problem, swaps=problem.host_limit_bytes is None)
     least = min_bytes_plan(fates.pricing).decision
     if problem.schedule.chunks == 1:
         return least
-    # `least` counts each stage as if it had a device of its own. Stages of one device share what
-    # they need beyond what they hold, so that these bounds are only where the search begins.
+    # `least` counts each stage as if it had a device of its own. Its bounds need not be the best
+    # ones for stages that share a device, but the search may begin at them.
     cuts = fates.pricing.segments.cuts
     if comb(len(cuts) - 2, problem.stages - 1) <= LIMIT.cuts:
         plans = (fates.emptiest(problem, bounds) for bounds in all_cuts(problem, cuts))
@@ -80,14 +85,16 @@ def emptied(
     places: int = 1,
     tries: int = sys.maxsize,
 ) -> Iterator[Decision]:
-    """Yields emptier and emptier plans: bounds move as long as the fullest devices hold less.
+    """Yields emptier and emptier plans, with one bound moved from each plan to the next.
+
+    Ends when no such move makes the fullest devices emptier, or when `tries` plans were counted.
 
     Args:
         problem: gives the order of tasks.
         fates: chooses fates for the problem's placement.
-        bounds: to begin with.
-        places: the most cuts by which a bound moves.
-        tries: how many bounds are tried in all.
+        bounds: of the stages, to begin with.
+        places: the most cuts by which a bound moves at once.
+        tries: the most plans whose bytes are counted.
     """
     cuts = fates.pricing.segments.cuts
     best = fates.emptiest(problem, bounds)
@@ -104,6 +111,6 @@ def emptied(
 
 
 def _fullness(problem: Problem, decision: Decision) -> list[int]:
-    """Lists for each device the problem's limit that it needs, the largest first."""
+    """Lists for each device the problem's limit under which the plan would fit, largest first."""
     device_sizes = evaluate_decision(problem, decision).device_bytes
     return sorted(needed_bytes(problem, device_sizes), reverse=True)

@@ -1,15 +1,20 @@
-"""Orders by list scheduling: the device that is free first takes a task that is ready and fits.
+"""Makes an order of tasks by list scheduling: a free device takes a task that is ready and fits.
 
-A device that is free takes the first of these that it can:
+F is a forward, B a whole backward, I and W the first and the second half of a backward. A task is
+ready once its input has arrived. A free device takes the first of these that it can:
 
 1. A backward that is ready.
-2. A forward that is ready and leaves room. The room is for the first micro-batch whose forwards on
-   this device's stages did not all run: without it, the device could block itself.
-3. The second half of a backward, if it ends before the next task that the device knows of is ready,
+2. A forward that is ready, if enough room is left afterwards: the oldest micro-batch with forwards
+   still to run on this device must be able to run them all. Otherwise later micro-batches could
+   fill the device, and the oldest one could never free its bytes.
+3. The W of an earlier backward, if it ends before the next task that the device knows of is ready,
    or if no other task is to come.
 
-A backward is whole if its two halves would not fit. Times are counted as tasks are taken; a test
-compares them with those of `order_course.py`.
+A backward runs whole if what I hands to W would not fit. The caller may vary these rules: `eager`
+puts forwards first, and with `patience` a W may delay the next task.
+
+Times are counted as tasks are taken. `order_course.py` counts those of a complete order; a test
+compares both (tests/planners/joint/test_order_list.py).
 """
 
 import heapq
@@ -25,9 +30,10 @@ NEVER = float("inf")
 
 @dataclass
 class _Device:
-    """The state of a device: its tasks so far, what it holds, and its second halves left for later.
+    """The state of a device: its tasks so far, what it holds, and each W left for later (`late`).
 
-    `cap_bytes` is its room, `unit_bytes` what one micro-batch holds on all of its stages.
+    `cap_bytes` is the most that micro-batches may hold on the device. `unit_bytes` is what one
+    micro-batch holds if it is in flight on all stages of the device.
     """
 
     stages: list[int]
@@ -41,10 +47,11 @@ class _Device:
 
 @dataclass
 class _Way:
-    """The forwards of all stages, or their backwards: next micro-batches, and arrivals of inputs.
+    """One direction, all forwards or all backwards: the next micro-batches, and when inputs arrive.
 
     `next[s]` is the next micro-batch of stage s. `there[s][m]` is when the input of micro-batch m
-    arrives at stage s; a last column stays `NEVER`, for stages that have no micro-batch left.
+    arrives at stage s; `NEVER` if that is not known yet. A further column stays `NEVER`, so that a
+    stage without a micro-batch left is never ready.
     """
 
     there: list[list[float]]
@@ -59,7 +66,7 @@ class _Way:
 class Listing:
     """One run of the list scheduler.
 
-    Its `order` is None if not all tasks could run, because micro-batches are too large for a room.
+    `order` is the order of tasks; None if some tasks could not run because a device had no room.
     """
 
     def __init__(
@@ -76,10 +83,9 @@ class Listing:
         Args:
             loads: of the plan's stages.
             cap_bytes: for each device, the bytes that micro-batches in flight may hold.
-            patience: for how long a second half may delay the next task, as a share of the second
-                half's seconds.
-            eager: whether a forward that is ready comes before a backward.
-            in_flight: micro-batches that each stage may have in flight; empty: as many as fit.
+            patience: for how long a W may delay the next task, as a share of the seconds of W.
+            eager: whether a forward that is ready comes before a backward that is ready.
+            in_flight: the most micro-batches in flight on each stage; empty: as many as fit.
         """
         self.loads = loads
         self.patience = patience
@@ -96,9 +102,8 @@ class Listing:
         self.forward.there[0][:-1] = [0.0] * loads.microbatches
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
-        # The queue has times at which a device may have something to do, and may have a device
-        # several times. A turn while the device still works is skipped, because the time at which
-        # it becomes free is in the queue too.
+        # An entry of the queue is a time at which a device may find something to do. An entry whose
+        # device still works at that time is skipped, because the end of that work is an entry too.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
@@ -109,6 +114,7 @@ class Listing:
         self.order: Order | None = steps if is_whole else None
 
     def _turn(self, now: float, d: int) -> None:
+        """Gives a free device its next task, or an entry in the queue for when it may have one."""
         device = self.devices[d]
         backward, following = self._first_backward(device, now)
         forward, arrival = self._first_forward(device, now)
@@ -121,8 +127,8 @@ class Listing:
             self._run(now, d, Kind.F, *forward)
             return
         following = min(following, arrival)
-        # Nothing is ready. A second half may fill the gap if it ends in time, or late by no more
-        # than patience allows.
+        # Neither is ready. A W may fill the gap until `following`, or end later by no more than
+        # patience allows.
         if device.late:
             s, _ = device.late[0]
             impatient_s = (1 - self.patience) * self.loads.seconds[Kind.W][s]
@@ -133,7 +139,10 @@ class Listing:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
-        """Picks I if its W can come later, W of an earlier backward if that makes room, else B."""
+        """Picks the task that runs for a ready backward: I, if what I hands to W fits.
+
+        If not, it is the W of an earlier backward, which makes room, or B if no W was left.
+        """
         if s == 0 or not self.loads.splits[s]:
             return Kind.B
         between = device.held_bytes + self.loads.handed_bytes[s] - self.loads.kept_bytes[s]
@@ -146,10 +155,10 @@ class Listing:
         device: _Device,
         now: float,
     ) -> tuple[tuple[int, int] | None, float]:
-        """Picks the ready backward of the lowest micro-batch, and of equals the last stage's.
+        """Picks the ready backward of the lowest micro-batch, on the last stage that has it ready.
 
-        Also returns the earliest time at which a backward of this device is ready; `NEVER` if none
-        is known.
+        Also returns the earliest time at which any backward of this device is ready; `NEVER` if no
+        such time is known.
         """
         first = None
         following = NEVER
@@ -167,10 +176,10 @@ class Listing:
         device: _Device,
         now: float,
     ) -> tuple[tuple[int, int] | None, float]:
-        """Picks the ready forward of the last stage that has room.
+        """Picks a ready forward that has room, on the last stage that has one.
 
-        Also returns the earliest time at which a forward that has room is ready; `NEVER` if none is
-        known.
+        Also returns the earliest time at which a forward that has room is ready; `NEVER` if no such
+        time is known.
         """
         following = NEVER
         way = self.forward
@@ -184,10 +193,10 @@ class Listing:
         return None, following
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
-        """Tells whether a forward leaves room for the first micro-batch that is not through.
+        """Tells whether a forward fits and leaves room for the first micro-batch not yet through.
 
-        A micro-batch is through once its forwards on all stages of this device ran. What a device
-        holds of such micro-batches is freed by their backwards, without further forwards here.
+        A micro-batch is through once its forwards on all stages of this device ran. After that it
+        needs no more room here: only its backwards are left, which free what it holds.
         """
         kept = self.loads.kept_bytes
         nexts = self.forward.next
@@ -195,11 +204,11 @@ class Listing:
         is_full = nexts[s] - ended[s] >= self.most[s]
         if is_full or device.held_bytes + kept[s] > device.cap_bytes:
             return False
-        first = min(nexts[stage] for stage in device.stages)  # the first that is not through
+        first = min(nexts[stage] for stage in device.stages)  # the first not yet through
         if m == first:
             return True
-        # Later micro-batches keep what they hold until the first is through. The first one may come
-        # to hold a unit on the way, and its own backwards free it.
+        # At worst, all later micro-batches keep what they hold until the first one is through, and
+        # the first one comes to hold a whole unit. All of this has to fit together.
         later = kept[s] + device.unit_bytes
         for stage in device.stages:
             behind_first = nexts[stage] - max(first + 1, ended[stage])
@@ -214,6 +223,7 @@ class Listing:
         s: int,
         m: int,
     ) -> None:
+        """Runs a task, counts what its device holds then, and notes when its result arrives."""
         loads = self.loads
         device = self.devices[d]
         kept = loads.kept_bytes[s]

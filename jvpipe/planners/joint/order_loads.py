@@ -1,11 +1,15 @@
-"""Loads: the seconds and bytes of a plan's stages, for which an order of tasks is chosen.
+"""Counts the loads of a plan: what a search for an order of tasks knows of the plan's stages.
+
+Loads are the seconds of each stage's tasks and transfers, and the bytes that micro-batches hold on
+the stage. Given an order, they tell whether the order fits the devices. They also bound the seconds
+of any order from below (`bound_s`).
 
 Counts are kept simple, because thousands of orders are judged. Tests compare bytes with
-`device_bytes` (tests/planners/joint/test_order_loads.py), and the bound with the times of orders
-(test_order_course.py there).
+`device_bytes` of `stage_cost.py` (tests/planners/joint/test_order_loads.py), and the bound with the
+times of orders (test_order_course.py in the same folder).
 
-Legend: a step is a plain tuple (kind, stage, micro-batch) with the content of a `Task`. An order
-has a list of steps for each device.
+Legend: a step is one task, written as a plain tuple (kind, stage, micro-batch) because a tuple is
+faster than a `Task`. An order has a list of steps for each device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,21 +34,24 @@ class Loads:
 
     Attributes:
         places: the device of each stage.
-        microbatches: of a step.
-        seconds: of each kind of task. B and I include what is recomputed before them.
-        send_s: of sending a stage's values on; 0 between stages of one device.
-        return_s: of returning a stage's cotangents; 0 between stages of one device.
-        kept_bytes: that a micro-batch in flight holds.
-        handed_bytes: that a micro-batch holds between the halves of its backward.
-        room_bytes: per device, what micro-batches in flight may hold; infinite without a limit. It
-            is counted for `in_flight` micro-batches on each stage (see `rooms_bytes`).
+        microbatches: how many a training step has.
+        seconds: for each kind of task, what it takes on each stage. B and I include what is
+            recomputed before them.
+        send_s: the seconds of sending values to the next stage; 0 if it is on the same device.
+        return_s: the seconds of returning cotangents to the stage before; 0 if it is on the same
+            device.
+        kept_bytes: what a micro-batch in flight holds.
+        handed_bytes: what a micro-batch holds between the halves I and W of its backward.
+        room_bytes: per device, what micro-batches in flight may hold; infinite without a limit.
+            This room is right for orders with `in_flight` micro-batches on each stage;
+            `rooms_bytes` corrects it for any other order.
         splits: whether backwards may run in two halves.
         in_flight: the most micro-batches in flight under the problem's schedule.
-        early: values that arrive early, as (stage that reads, stage that makes, bytes). The reader
-            holds the bytes once for each micro-batch that is in flight on the maker but not on the
-            reader.
-        early_s: the part of recomputation that a backward may do before its cotangents arrive.
-        update_s: of an update. Devices end with their updates.
+        early: values that arrive before the reading stage's forward, as (stage that reads, stage
+            that makes, bytes). The reader holds the bytes once for each micro-batch that is in
+            flight on the maker but not on the reader.
+        early_s: the seconds of recomputation that may run before a backward's cotangents arrive.
+        update_s: the seconds of an update. A device's updates come after all of its steps.
     """
 
     places: tuple[int, ...]
@@ -72,7 +79,7 @@ class Loads:
         spans = pairwise(decision.bounds)
         stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(spans)]
         places = problem.places
-        # Each direction takes half of `comm_s`. Between stages of one device nothing is sent.
+        # `comm_s` counts both directions of the link before a stage, so each takes half of it.
         ways_s = list[float]()
         for s in range(1, len(stages)):
             is_near = places[s] == places[s - 1]
@@ -105,11 +112,11 @@ class Loads:
         return [s for s, place in enumerate(self.places) if place == d]
 
     def updates_s(self, d: int) -> float:
-        """Counts the seconds of a device's updates, which come after all of its steps."""
+        """Counts the seconds of all updates of a device."""
         return sum((self.update_s[s] for s in self.stages_on(d)), 0.0)
 
     def peak_bytes(self, steps: Sequence[Step]) -> float:
-        """Counts the most that micro-batches in flight hold on a device that takes these steps."""
+        """Counts the most bytes that micro-batches hold at once on a device with these steps."""
         now_bytes = peak = 0.0
         for kind, s, _ in steps:
             now_bytes += self._more_bytes[kind][s]
@@ -128,7 +135,7 @@ class Loads:
         }
 
     def over_bytes(self, order: Order) -> list[float]:
-        """Counts by how much each device exceeds its room under an order; below 0 if it fits."""
+        """Counts by how many bytes each device exceeds its room; not above 0 if it fits."""
         rooms = zip(order, self.rooms_bytes(order), strict=True)
         return [self.peak_bytes(steps) - room for steps, room in rooms]
 
@@ -142,8 +149,8 @@ class Loads:
         """Counts the bytes that micro-batches in flight may hold on each device under an order."""
         rooms = list(self.room_bytes)
         k = self._most_in_flight(order) if self.early else []
-        # `room_bytes` was counted for the problem's schedule. If an order has fewer micro-batches
-        # between maker and reader, the reader holds fewer early values, and has more room.
+        # `room_bytes` was counted for the problem's schedule. An order with fewer micro-batches
+        # between a maker and its reader lets the reader hold fewer early values: it has more room.
         for s, maker, size in self.early:
             before = self.in_flight[maker] - self.in_flight[s]
             now = k[maker] - k[s]
@@ -163,12 +170,12 @@ class Loads:
     def bound_s(self) -> float:
         """Bounds the seconds of any order from below.
 
-        A device is idle until its first micro-batch can arrive, and then, at best, works without a
-        pause for all micro-batches and updates.
+        A device cannot begin before its first micro-batch has arrived. After that it has to do the
+        work of all micro-batches and its updates, at best without a pause.
         """
         arrived_s = 0.0
-        first_s = dict[int, float]()  # when a device's first micro-batch can arrive
-        works_s = [0.0] * self.devices  # per micro-batch
+        first_s = dict[int, float]()  # the earliest arrival of a micro-batch at each device
+        works_s = [0.0] * self.devices  # the work of one micro-batch on each device
         for s, place in enumerate(self.places):
             forward_s = self.seconds[Kind.F][s]
             backward_s = self.seconds[Kind.B][s]
@@ -186,7 +193,7 @@ class Loads:
 
 
 def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, ...]:
-    """Counts what micro-batches in flight may hold on each device: its limit less fixed bytes."""
+    """Counts what micro-batches in flight may hold on each device: the limit less fixed bytes."""
     rooms = list[float]()
     for d in range(problem.devices):
         limit = problem.limit_of(d)
@@ -194,7 +201,8 @@ def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, .
             rooms.append(float("inf"))
             continue
         here = [stages[s].held for s, place in enumerate(problem.places) if place == d]
-        # One stage of a device works at a time, so that the largest `beyond` counts.
+        # `beyond` is what a stage needs while it works. Stages of a device work one at a time, so
+        # only the largest counts.
         beyond = max(stage.beyond for stage in here)
         fixed = sum(stage.static for stage in here) + beyond
         rooms.append(float(limit - fixed))
@@ -202,13 +210,13 @@ def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, .
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yields the early values that `waiting_bytes` counts: reading stage, making stage, bytes."""
+    """Yields the early values of `waiting_bytes` in `stage_cost.py`, each as in `Loads.early`."""
     for s, (i, j) in enumerate(pairwise(bounds)):
         for edge in problem.costs.edges_at(i, j):
             is_read = any(i <= reader < j for reader in edge.readers)
             if edge.producer < i and is_read:
-                # Each stage has at least one layer, so that the maker is at most `away` stages
-                # before the reader.
+                # `waiting_bytes` takes the making stage to be as early as possible: each stage has
+                # at least one layer, so it is at most `away` stages before the reader.
                 away = i - edge.producer
                 yield s, max(0, s - away), edge.bytes
 

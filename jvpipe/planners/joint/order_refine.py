@@ -1,9 +1,16 @@
-"""Refines many candidate orders to a few fast ones, by climbs from all and more from the best.
+"""Refines many candidates, which are plans with an order of tasks, to a few fast ones.
 
-A candidate is a plan with an order of tasks. A candidate that starts slower than others may end
-faster, above all if memory is scarce. So climbs begin from all candidates that are near the
-fastest. The best results are climbed from again with more moves, and then their bounds and fates
-move too, under what their orders have in flight by then.
+Two searches take turns. A climb changes the order and leaves cuts and fates (`order_climb.py`).
+Moving bounds changes cuts and fates and leaves the order (`climb.py`): fates are then chosen for
+what that order has in flight. Each search may find a gain that the other one has made possible.
+
+    1. Climb    from all candidates that are nearly as fast as the fastest.
+    2. Move     the bounds of the best candidates of each family (the origin of their order).
+    3. Climb    from the best results of both, fewer than before and so with more moves each.
+    4. Move     the bounds of the best again, and climb from what this finds.
+
+Many candidates enter the first climb because one that starts slower may end faster, above all if
+memory is scarce. All of the effort is set by `RefineEffort`, whose numbers may be changed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,23 +31,23 @@ CLIMBED = ", climbed"
 class RefineEffort:
     """How hard to search for a faster order: numbers that trade planning time for faster steps.
 
-    On chains of 4 to 7 layers under a limit, three times `climbed_tasks`, four times `moves` and a
-    `near` that leaves twice as many candidates found nothing faster
-    (tests/planners/joint/exact_plans.py). For larger models they were not measured one by one.
+    On chains of 4 to 7 layers under a limit, more effort found nothing faster: three times
+    `climbed_tasks`, four times `moves`, and a `near` that leaves twice as many candidates
+    (tests/planners/joint/exact_plans.py). On larger models the numbers were not measured.
 
     Attributes:
-        near: a candidate that takes at most this many times the fastest is climbed from.
-        moved_near: the same for candidates whose bounds are moved.
-        moved: how many families have bounds moved after a climb; twice as many candidates for
-            models of few layers.
-        rules_moved: how many rules have bounds moved in the rule's own order; twice as many
-            candidates for models of few layers.
-        kept: how many plans are climbed from next.
-        left: how many plans have their bounds moved again.
-        climbed_tasks: how many tasks are timed in each round.
-        moves: the most moves from one order in a round.
-        attempts: how many times an order is climbed from, each time with less room, until the
-            result fits.
+        near: the first climb starts from candidates that take at most this many times as long as
+            the fastest.
+        moved_near: the same number for candidates whose bounds are moved.
+        moved: how many families have the bounds of their best candidate moved after the first
+            climb. For models of few layers, as many other candidates have theirs moved too.
+        rules_moved: the same number for candidates that are still in a rule's own order.
+        kept: how many plans the second climb starts from.
+        left: how many plans have their bounds moved again at the end.
+        climbed_tasks: how many tasks each climb may time, over all candidates that it starts from.
+        moves: the most moves from one candidate in a climb.
+        attempts: how many times a climb is repeated, each time with less room, until its result
+            fits.
     """
 
     near: float = 1.15
@@ -58,26 +65,24 @@ EFFORT = RefineEffort()
 
 
 def refined(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Returns the best plans and orders found from candidates, the fastest first.
+    """Returns the best plans and orders found from candidates that fit, the fastest first.
 
-    All of them fit.
-
-    Args:
-        candidates: to begin with, which must fit.
+    What it returns fits too.
     """
     # Candidates with the same plan and the same seconds are climbed from once.
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
     some = _climbed(_near(list(distinct.values()), EFFORT.near))
     best = _of_families(some, EFFORT.moved)
-    same_family = [one for one in candidates if one.family == one.problem.schedule.name]
-    best += [one for one in _of_families(same_family, EFFORT.rules_moved) if one not in best]
+    # A candidate in its rule's own order has the name of the rule as its family.
+    own_order = [one for one in candidates if one.family == one.problem.schedule.name]
+    best += [one for one in _of_families(own_order, EFFORT.rules_moved) if one not in best]
     some = _best_of([*some, *_moved(best)])[: EFFORT.kept]
     some = _best_of([*some, *_climbed(some)])
     return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]))])
 
 
 def _of_families(candidates: Sequence[RuledPlan], count: int) -> list[RuledPlan]:
-    """Lists the best of each family; for models of few layers, also as many other candidates."""
+    """Lists the best of each of `count` families; for models of few layers, also `count` others."""
     near = sorted(_near(candidates, EFFORT.moved_near), key=_step_s)
     best = first_of_families(near)[:count]
     are_few = all(len(one.decision.choices) <= RULE.few_layers for one in near)
@@ -106,11 +111,12 @@ def _near(candidates: Sequence[RuledPlan], near: float) -> list[RuledPlan]:
 
 
 def _moved(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Lists the candidates with moved bounds and fates that are faster in the same order."""
+    """Lists what is found by moving each candidate's bounds; nothing if that gains nothing."""
     return [moved for one in candidates for moved in _with_moved_bounds(one)]
 
 
 def _with_moved_bounds(one: RuledPlan) -> Iterator[RuledPlan]:
+    """Yields the candidate in the same order with better bounds and fates, if any are found."""
     lines = lines_of(order_lists(one.order))
     problem = replace(one.problem, schedule=given_lists(lines))
     are_many = len(one.decision.choices) > PLAN.hasty_layers
@@ -125,7 +131,7 @@ def _with_moved_bounds(one: RuledPlan) -> Iterator[RuledPlan]:
 
 
 def _best_of(candidates: Iterable[RuledPlan]) -> list[RuledPlan]:
-    """Returns the fastest order of each plan, the fastest first."""
+    """Keeps the fastest order of each plan (cuts, fates and placement), the fastest plan first."""
     best: dict[object, RuledPlan] = {}
     for one in sorted(candidates, key=_step_s):
         best.setdefault((one.decision, one.problem.schedule.vee), one)
@@ -133,7 +139,7 @@ def _best_of(candidates: Iterable[RuledPlan]) -> list[RuledPlan]:
 
 
 def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Climbs from each candidate."""
+    """Climbs from each candidate; the fewer there are, the more moves each of them gets."""
     tasks = sum(len(steps) for one in candidates for steps in one.order)
     moves = min(EFFORT.moves, EFFORT.climbed_tasks // max(1, tasks))
     return [_fitting_climb(one, moves) for one in candidates]
@@ -142,8 +148,9 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
     """Climbs from a candidate; returns the candidate itself if no result fits."""
     rooms = one.loads.rooms_bytes(one.order)
-    # The room depends on the order, because another order may have more early values. If a result
-    # is over its own room, the climb is repeated with less room, by the bytes it is over.
+    # The climb takes the room of the first order as fixed, although an order with more early values
+    # (`Loads.early`) has less. If the result is over its own room, the climb is repeated with less
+    # room, by the bytes that are over.
     for _ in range(EFFORT.attempts):
         order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
         if order == one.order:

@@ -1,4 +1,4 @@
-"""Orders in rounds of a forward and a backward per device; second halves fill the gaps.
+"""Makes orders in rounds of a forward and a backward per device; second halves fill the gaps.
 
     device 0    F F F F F      I F I F I W F I W ...         time goes from left to right; F is a
     device 1      F F F      I F I F I W F I W ...           forward, I and W are the first and the
@@ -6,15 +6,19 @@
                            ^ the first backward; from here on in rounds
 
 Before its first backward, a device runs as many forwards as there is time for. Then it runs rounds
-of a forward and a backward.
+of a forward and a backward, and a W whenever it would otherwise wait for longer than W takes.
 
-A device's slack is by how much it has been idle for less than the device that was idle the longest.
-A device may wait for as long as its slack without making the step longer. So its second halves
-need not fill every gap, and some are kept for later gaps. This is the heuristic of Zero Bubble
-Pipeline Parallelism (Qi et al. 2024, section 3.1), for one stage per device, in the eight forms
-that the three switches of `TieBreak` give.
+A gap may also be shorter than W. Then either W delays the next task, or the device is idle. The
+heuristic takes the device that has been idle the longest as the one that decides how long the step
+takes. The slack of another device is by how much it has been idle for less time. A wait within the
+slack is free, and W is kept for a later gap. A longer gap is filled.
 
-Times are counted as tasks are taken; a test compares them with those of `order_course.py`.
+This is the heuristic of Zero Bubble Pipeline Parallelism (Qi et al. 2024, section 3.1), for one
+stage per device. Three of its decisions may go either way (`TieBreak`), which makes eight forms;
+all of them are tried. Another switch may be added there.
+
+Times are counted as tasks are taken. `order_course.py` counts those of a complete order; a test
+compares both (tests/planners/joint/test_order_rounds.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +35,9 @@ class TieBreak(NamedTuple):
     """The switches of the heuristic, for decisions where either answer may be better.
 
     Attributes:
-        late: whether forwards before the first backward may delay that backward.
+        late: whether the forwards before the first backward may delay that backward.
         hurries: whether a device skips a forward that would delay its own next backward.
-        fills: whether a second half may fill a gap that is too short for it even if the device
-            could wait at no cost.
+        fills: whether W fills a gap that is too short for it even if the gap is within the slack.
     """
 
     late: bool
@@ -48,7 +51,7 @@ RULES = tuple(TieBreak(*switches) for switches in product((False, True), repeat=
 
 @dataclass
 class _Device:
-    """The state of a device; `done` counts the micro-batches for which each kind of task ran."""
+    """The state of a device; `done` counts its tasks, each whole backward as both an I and a W."""
 
     end_s: float = 0.0
     idle_s: float = 0.0
@@ -58,12 +61,12 @@ class _Device:
 
     @property
     def late(self) -> int:
-        """The number of second halves that were left for later."""
+        """How many second halves are left for later."""
         return self.done[Kind.I] - self.done[Kind.W]
 
 
 class Rounds:
-    """One run of the heuristic; `order` is None if tasks do not fit the rooms.
+    """One run of the heuristic; its `order` is None if the forwards do not fit the rooms.
 
     Args:
         loads: of the plan's stages, one on each device.
@@ -93,7 +96,7 @@ class Rounds:
         self.order: Order | None = [x.steps for x in self._devices] if fits else None
 
     def _begin(self) -> None:
-        """Takes the forwards before the first backward, and then the first backward, everywhere."""
+        """Takes on each device the forwards before its first backward, and then that backward."""
         for s in range(self._count):
             self._take(s, Kind.F)
         for s, more in enumerate(self._before_backward()):
@@ -103,9 +106,9 @@ class Rounds:
             self._take(s, Kind.I)
 
     def _before_backward(self) -> list[int]:
-        """Counts the forwards of each device, beyond one, before its first backward.
+        """Counts for each device the forwards after its first one and before its first backward.
 
-        Each device takes fewer than the device before, which feeds it.
+        Each device takes fewer than the device before, which makes its inputs.
         """
         loads = self._loads
         more = [0] * self._count
@@ -119,8 +122,8 @@ class Rounds:
             kept = loads.kept_bytes[s]
             end_s = device.end_s
             held_bytes = device.held_bytes
-            # Devices are visited from the last to the first: the end of the next device's backward
-            # says how long this device would be idle, so how many forwards there is time for.
+            # The backward of the next device ends at `ready_s`, because devices are visited from
+            # the last to the first. Until it arrives, this device has time for forwards.
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
                 needed_s = end_s if self._rule.late else end_s + taking_s
                 if needed_s >= arrives_s:
@@ -130,7 +133,7 @@ class Rounds:
                 more[s] += 1
             backward_s = loads.seconds[self._first_half(s)][s]
             ready_s = max(end_s, arrives_s) + backward_s
-        # A device cannot be as far ahead as the device that feeds it.
+        # A device cannot be as far ahead as the device that makes its inputs.
         for s in range(1, self._count):
             if 1 + more[s] < loads.microbatches:
                 fewer = max(0, more[s - 1] - 1)
@@ -138,7 +141,7 @@ class Rounds:
         return more
 
     def _round(self) -> bool:
-        """Takes a forward on some devices and a backward on all; False if forwards have no room."""
+        """Takes a forward on some devices and a backward on all; False if a forward has no room."""
         loads = self._loads
         for s in range(self._first_forwarding(), self._count):
             if self._devices[s].done[Kind.F] == loads.microbatches:
@@ -152,17 +155,17 @@ class Rounds:
                 self._make_room(s, loads.handed_bytes[s] - loads.kept_bytes[s])
             self._fill(s, Kind.I)
             if s == 0 and self._devices[0].done[Kind.F] == loads.microbatches:
-                # No device waits for backwards of device 0, and its forwards are all done: its
-                # second halves may run first.
+                # No device waits for a backward of device 0, and device 0 has no forward left. So
+                # each W that it has left may run now.
                 self._finish(0)
             self._take(s, Kind.I)
         return True
 
     def _first_forwarding(self) -> int:
-        """Finds the first device that takes a forward in a round; all devices after it take one.
+        """Finds the first device that takes a forward in a round; all devices after it do too.
 
-        With `hurries` a device may skip its forward if it is at least two forwards ahead of the
-        next device and the forward would delay its next backward at a cost.
+        With `hurries`, a device that is at least two forwards ahead of the next one may skip its
+        forward, to be in time for its backward. The devices before it then skip theirs too.
         """
         first = 0
         if not self._rule.hurries:
@@ -171,24 +174,28 @@ class Rounds:
             done = self._devices[s].done[Kind.F]
             following = self._devices[s + 1].done[Kind.F]
             is_ahead = done >= following + 2 and done != self._loads.microbatches
-            if is_ahead and self._is_awaited(s):
+            if is_ahead and self._should_wait(s):
                 first = s + 1
         return first
 
-    def _is_awaited(self, s: int) -> bool:
-        """Tells whether a forward now would delay the device's next backward at a cost."""
+    def _should_wait(self, s: int) -> bool:
+        """Tells whether a device does better to wait for its backward than to take a forward now.
+
+        It does if its backward could begin by now, or if the forward would delay the backward and
+        the wait is within the device's slack.
+        """
         loads = self._loads
         seconds = loads.seconds
         device = self._devices[s]
         following = self._devices[s + 1]
-        # `wanted_s` is when this device could begin its backward if the next device took its
-        # forward and its backward now.
+        # If the next device takes its own forward and backward now, this device can begin its
+        # backward at `wanted_s`.
         backward = self._first_half(s + 1)
         wanted_s = following.end_s + seconds[Kind.F][s + 1] + loads.return_s[s + 1]
         wanted_s += seconds[backward][s + 1] - loads.early_s[s]
         if device.end_s >= wanted_s:
             return True
-        # If the forward lacks room, second halves have to run first to make it.
+        # If there is no room for the forward, some W have to run first.
         over = device.held_bytes + loads.kept_bytes[s] - self._rooms[s]
         handed = loads.handed_bytes[s]
         halves = min(device.late, -(-over // handed)) if over > 0 and handed else 0
@@ -197,11 +204,11 @@ class Rounds:
         return ends_s > wanted_s and idle_s <= self._slack_s(s)
 
     def _slack_s(self, s: int) -> float:
-        """Counts for how long a device may wait until it has been idle for as long as any other."""
+        """Counts how much longer the most idle device has been idle than device `s`."""
         return max(device.idle_s for device in self._devices) - self._devices[s].idle_s
 
     def _first_half(self, s: int) -> Kind:
-        """Returns the kind of task that the device before waits for."""
+        """Returns the kind of task that the device before waits for; B for an unsplit backward."""
         return Kind.I if self._loads.splits[s] else Kind.B
 
     def _make_room(self, s: int, more_bytes: float) -> bool:
@@ -218,8 +225,8 @@ class Rounds:
         arrives_s = self._arrives_s(s, kind)
         while device.late and device.end_s + half_s <= arrives_s:
             self._take(s, Kind.W)
-        # A gap is left that is too short for a second half. Waiting costs nothing if the gap is
-        # within the device's slack; a longer gap is filled, although that delays the next task.
+        # The gap that is left is too short for W. Within the slack, waiting is free; a longer gap
+        # is filled, although W then delays the next task.
         gap_s = arrives_s - device.end_s
         if device.late and gap_s > 0:
             fills = self._rule.fills or gap_s > self._slack_s(s)
@@ -227,11 +234,12 @@ class Rounds:
                 self._take(s, Kind.W)
 
     def _finish(self, s: int) -> None:
+        """Takes all second halves that a device has left."""
         while self._devices[s].late:
             self._take(s, Kind.W)
 
     def _arrives_s(self, s: int, kind: Kind) -> float:
-        """Returns when a device's next task of a kind may begin because of its input."""
+        """Returns when a device's next task of a kind has its input, and may begin."""
         loads = self._loads
         m = self._devices[s].done[kind]
         if kind is Kind.F and s:

@@ -1,21 +1,22 @@
-"""Searches `schedule="auto"`: cuts, chunks, fates and an order of tasks, chosen together.
+"""Searches the plan for `schedule="auto"`: cuts, chunks, fates and an order of tasks together.
 
 A placement says how stages lie on devices: how many chunks (stages per device), in a loop (0, 1, 0,
 1) or in a vee (0, 1, 1, 0). A rule is a schedule that gives an order of tasks for a placement. I
 and W are the first and the second half of a split backward. The search has these steps:
 
-    placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee
+    placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee (`PLACEMENTS`)
     cuts        all cuts of a placement if there are few, else those that give devices equal work
-    fates       chosen under the limit (`device_fates.py`), so that all micro-batches that a rule
-                has in flight fit, or fewer
-    orders      every rule that fits; W as late as bytes allow; and list scheduling within the room
-    refining    the bounds of the best candidates are moved, and their orders are climbed from
+    fates       the fastest that fit the limit with as many micro-batches in flight as a rule has,
+                and also with fewer
+    orders      from rules, from rules with W as late as bytes allow, from list scheduling
+                (`order_list.py`) and in rounds (`order_rounds.py`)
+    refining    bounds and orders of the best candidates change by small moves (`order_refine.py`)
     simulating  the best are simulated, and the simulator's seconds decide; swaps, which only the
                 simulator can time, are tried for the best orders
 
-The plans of 1F1B, called rivals, are simulated too, so that the answer is never worse than any of
-them. Under a limit the rivals include 1F1B with fewer micro-batches in flight, down to one. One in
-flight holds the least of all: if that fits, the search has an answer.
+The plans of 1F1B, called rivals, are simulated too, so the answer is never worse than any of them.
+Under a limit there are also rivals with fewer micro-batches in flight, down to one. No order holds
+less than one in flight: if that fits, the search has an answer. `effort.py` sets how much is tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +58,7 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (Interleaved(chunks=4, split=True), Interleaved(chunks=4)),
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
-"""The rules of each placement; the first rule must split backwards, because listed orders may."""
+"""The rules of each placement. The first must split backwards, because searched orders do."""
 Placement = tuple[tuple[Schedule, ...], DeviceFates]
 """The rules of a placement, and the search that chooses fates for its devices."""
 
@@ -68,8 +69,8 @@ class OrderedPlan:
 
     No order of the decision's tasks takes less than `bound_s`. `family` names the rule or search
     that the order comes from; `others` are the seconds of the best candidate of each family.
-    `whole` are layers whose backwards could be split but stay whole. Devices are idle for the share
-    `idle` of the step, of which other devices can use the share `lent`.
+    `whole` are layers whose backwards could be split but stay whole. Devices are idle for the
+    fraction `idle` of the step; other devices can use the fraction `lent` of their idle time.
     """
 
     decision: Decision
@@ -88,7 +89,7 @@ class OrderedPlan:
         return self.step_s * (1 - self.lent * self.idle)
 
     def answered(self, problem: Problem) -> Problem:
-        """Returns the problem with the order that was found, and as many stages as it has."""
+        """Returns the problem under the order that was found, with the stages of the decision."""
         stages = len(self.decision.bounds) - 1
         return replace(problem, schedule=self.schedule, stages=stages)
 
@@ -147,8 +148,8 @@ def _worth_simulating(
 ) -> list[RuledPlan]:
     """Refines candidates and picks those worth simulating, with and without swaps.
 
-    More are picked if transfers share a link: then they wait for each other, which the times by
-    which candidates are ranked (`order_course.py`) leave out.
+    More are picked if transfers share a link and wait for each other. Candidates are ranked by the
+    times of `order_course.py`, which leave these waits out.
     """
     some = refined(candidates)
     sends = any(any(one.loads.send_s) for one in candidates)
@@ -176,20 +177,21 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if it gains little."""
+    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if that is near."""
     best = min(answers, key=lambda one: one.worth_s)
-    # Measured seconds are uncertain if devices share workers: a small gain is then doubtful.
+    # Devices that lend time share workers, so their measured seconds are uncertain, and a small
+    # gain is doubtful.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
     doubtful = usual and best.worth_s > (1 - ORDER.doubt * lent) * usual[0].worth_s
     return usual[0] if doubtful else best
 
 
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Returns the problem in which backwards stay whole if their halves take much longer.
+    """Returns the problem without splits that cost too much, and the layers left unsplit.
 
-    Second halves gain time only by filling gaps, which are (D - 1) / M of a step's work on D
-    devices with M micro-batches. Nothing is gained if the halves take longer than the whole
-    backward by more than that share. Also returns the layers whose backwards stay whole.
+    Halves gain time only because W fills gaps. On D devices with M micro-batches, gaps take
+    (D - 1) / M of a step's work. So nothing is gained if the two halves take longer than the whole
+    backward by more than that fraction.
     """
     gaps = (problem.devices - 1) / problem.microbatches
     layers = list(problem.costs.layers)
@@ -206,7 +208,8 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[RuledPlan]:
     """Makes plans with orders, for all placements, cuts, rules and ways to make room.
 
-    If a placement has few cuts, all are tried whose lower bound is below the best plan so far.
+    If a placement has few choices of cuts, each is tried whose lower bound is below the seconds of
+    the best plan so far.
     """
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()
@@ -230,7 +233,7 @@ def _of_cuts(
     *,
     few: bool,
 ) -> Iterator[RuledPlan]:
-    """Yields plans with these bounds: in the order of each rule, and in orders that are listed.
+    """Yields plans with these bounds: in the order of each rule, and in searched orders.
 
     Args:
         placed: the problem under each rule of a placement.
@@ -242,7 +245,8 @@ def _of_cuts(
     kept = Loads.of(placed[0], Decision.keeping_all(bounds))
     if kept.bound_s() >= below_s:
         return
-    # An ordered set of decisions, and of micro-batches that may be in flight; (): as many as fit.
+    # Keys are a decision and the most micro-batches in flight on each stage; (): as many as fit.
+    # A dictionary, unlike a set, keeps them in order.
     lists: dict[tuple[Decision, tuple[int, ...]], None] = {}
     for one in placed:
         decision = fates.fastest(one, bounds)
@@ -266,15 +270,15 @@ def _moments(
     *,
     few: bool,
 ) -> Iterator[tuple[tuple[int, ...], Moments]]:
-    """Yields numbers of micro-batches in flight that fates may be asked to leave room for.
+    """Yields numbers of micro-batches in flight for which fates are to leave room.
 
-    Each number comes with room for a backward between its halves. With `few` it also comes without
-    such room, in which case backwards stay whole; and devices may each have one fewer in flight
-    than the device before.
+    Each comes with room for one backward between its halves. With `few` there are more: numbers
+    without that room, under which backwards stay whole, and numbers that fall by one from each
+    device to the next.
 
     Yields:
-        The micro-batches in flight on each stage, and for each device its moments: what is in
-        flight on its stages at once, as in `Schedule.held`.
+        The micro-batches in flight on each stage, and the moments of each device: what its stages
+        have in flight at once, as `Schedule.held` gives it.
     """
     limit = min(problem.microbatches, 2 * problem.devices)
     chunks = problem.schedule.chunks
@@ -284,7 +288,7 @@ def _moments(
     for first, falling in product(firsts, range(1 + few)):
         half = (first + 1) // 2
         for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
-            # A device's first stage has k in flight, each of its other stages as many or fewer.
+            # A device's first stage has k in flight, each of its other stages min(later, k).
             counts = [max(1, first - falling * d) for d in range(problem.devices)]
             full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in counts]
             in_flight = _in_flight(problem, full)
@@ -294,13 +298,13 @@ def _moments(
 
 
 def _in_flight(problem: Problem, full: Sequence[Holding]) -> tuple[int, ...]:
-    """Lists the micro-batches in flight for each stage, from a moment for each device."""
+    """Lists the micro-batches in flight on each stage, given one moment of each device."""
     of_device = [iter(moment) for moment in full]
     return tuple(next(of_device[d])[0] for d in problem.places)
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
-    """Yields for each stage the moment with one of its micro-batches between the halves."""
+    """Yields the moment once per stage, with one micro-batch of that stage between its halves."""
     for c, (k, _) in enumerate(moment):
         yield with_entry(moment, c, (k - 1, 1))
 
@@ -313,7 +317,7 @@ def _under(problem: Problem, rule: Schedule) -> Problem:
 def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
     """Yields the rules of each placement for which the problem has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
-    # One device gains nothing by chunks. Layers with carried model state must share a stage.
+    # One device gains nothing by chunks, and layers that carry model state must share a stage.
     together = problem.devices == 1 or bool(problem.costs.carried)
     for rules in PLACEMENTS:
         rule = rules[0]
@@ -329,11 +333,10 @@ def _listed(
     fates: DeviceFates,
     in_flight: tuple[int, ...] = (),
 ) -> Iterator[RuledPlan]:
-    """Yields plans with this decision in listed orders.
+    """Yields plans with this decision in searched orders: listed, in rounds, or with W late.
 
-    `in_flight` are the micro-batches that each stage may have in flight; empty: as many as fit.
-    Then there are also orders in rounds, with one chunk, and, under a limit and in a loop, the
-    rule's own order with W as late as bytes allow.
+    `in_flight` are the most micro-batches in flight on each stage; empty: as many as fit. Rounds
+    are for one chunk, and W is late under a limit in a loop; both only if `in_flight` is empty.
     """
     loads = Loads.of(problem, decision)
     schedule = problem.schedule
@@ -361,7 +364,7 @@ def _listed(
 
 
 def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
-    """Lists rooms for multiples of D micro-batches in flight that are below every device's room.
+    """Lists rooms for `ORDER.caps` times D micro-batches, if less than what every device has.
 
     A room is what micro-batches in flight may hold on each device. D is the number of devices.
     """
@@ -376,7 +379,7 @@ def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
 
 
 def _late(problem: Problem, loads: Loads, d: int) -> int:
-    """Counts the most backwards by which W may be late on device `d` within its room."""
+    """Counts by how many backwards W can be late on device `d` within the device's room."""
     for late in range(d, 0, -1):
         order = _all_late(problem.schedule.chunks, late, loads.devices, problem.microbatches)
         if loads.peak_bytes(order[d]) <= loads.room_bytes[d]:
@@ -393,8 +396,7 @@ def _all_late(
 ) -> Order:
     """Makes the order in which W is equally late on all devices; cached for `_late`.
 
-    It may be used for one device at a time, because a device's order depends on how late W is on
-    that device alone.
+    `_late` takes one device's tasks from it, which depend on how late W is on that device alone.
     """
     lists = InterleavedLists(chunks, split=True, late=(late,) * devices)
     return order_of(lists(devices, microbatches))
@@ -446,9 +448,9 @@ def _planned(
     *,
     refine: bool = True,
 ) -> Iterator[RuledPlan]:
-    """Yields the plan of a form of 1F1B, with cuts and fates by the planner; nothing if none fits.
+    """Yields the plan of a form of 1F1B, with cuts and fates by `jvpipe`; nothing if none fits.
 
-    Fates may swap.
+    Its fates may swap, unlike those of other candidates.
     """
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
@@ -457,7 +459,7 @@ def _planned(
 
 
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
-    """Yields 1F1B's plan; unless that keeps everything, also those of 1, 2, 4, ... in flight.
+    """Yields the plan of 1F1B and, unless it keeps everything, plans of 1, 2, 4, ... in flight.
 
     With fewer micro-batches in flight, devices are idle for longer, but recompute less.
     """
@@ -465,8 +467,8 @@ def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
     devices = problem.devices
     in_flight = 1
     yield from usual
-    # Doubled while the plan fits: if k in flight do not fit, more do not fit either. With as many
-    # in flight as there are devices it is 1F1B itself.
+    # The number doubles as long as a plan fits: if k in flight do not fit, more do not either. It
+    # stays below the number of devices, which is what 1F1B itself has in flight.
     while in_flight < devices and all(any(one.decision.choices) for one in usual):
         rule = OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)])
         fewer = list(_planned(problem, rule, refine=False))
@@ -486,10 +488,10 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
 
 
 def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
-    """Tells whether an eager 1F1B, which is not held up by transfers, may beat all candidates."""
+    """Tells whether 1F1B with eager forwards, which hide transfers, may beat all candidates."""
     if problem.peer == INFINITE:
         return False
-    if problem.peer_uses_host:  # candidates were timed without waits for shared links
+    if problem.peer_uses_host:  # the seconds of candidates leave out waits for shared links
         return True
     least_s = lower_bound(replace(problem, schedule=EAGER)) * (1 - problem.lent)
     return least_s < min((one.step_s for one in candidates), default=float("inf"))
@@ -499,7 +501,7 @@ def _from_rival(
     placements: Sequence[Placement],
     rival: RuledPlan,
 ) -> Iterator[RuledPlan]:
-    """Yields other orders for a plan of 1F1B; if the plan swaps, with its cuts and other fates."""
+    """Yields a rival's cuts in searched orders, with its fates, or with new ones if it swaps."""
     problem = rival.problem
     decision = rival.decision
     schedule = rival.problem.schedule
@@ -515,7 +517,7 @@ def _from_rival(
 
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:
-    """Yields the candidate's order with fates that may swap, which only the simulator can time."""
+    """Yields the candidate with new fates, which may swap and which only the simulator can time."""
     problem = _in_lists(one)
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)

@@ -1,9 +1,14 @@
-"""jvpipe's own planner: cuts and fates jointly, for the fastest step under the memory limit.
+"""jvpipe's own planner: chooses cuts and fates together, for the fastest step under a memory limit.
 
-First the surrogate of `stage_cost.py`, a closed form of a step's seconds, is minimized
-(`surrogate.py`, `cap_search.py`). The surrogate of a synchronous schedule is only an estimate. So
-the surrogate's best plans, the cuts of simpler planners, and the neighbours of both are then
-simulated (`climb.py`), and the fastest is the answer.
+Only the simulator knows how long devices wait for each other, but it is too slow for many plans.
+The surrogate is a closed form that estimates the seconds of a step from those of its stages. So the
+planner has two steps:
+
+    1. Find the best plans by the surrogate, among all cuts and fates (`surrogate.py`).
+    2. Simulate these plans, plans with the cuts of simpler planners, and the neighbours of both
+       (`climb.py`). The fastest simulated plan is the answer.
+
+How much is tried is set by `PLAN` and `CUTS` in `effort.py`, which may be changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,12 +38,12 @@ def jvpipe(
     """Searches for the plan with the fewest simulated seconds per step.
 
     Args:
-        problem: that is planned.
+        problem: what is asked; its schedule stays as it is.
         refine: whether plans are simulated; if not, the surrogate's best plan is the answer.
-        begin: plans that keep the limits, from which the search also begins.
+        begin: further plans to begin from, which must keep the limits.
 
     Raises:
-        Infeasible: nothing fits; the error names the smallest limit that suffices.
+        Infeasible: no plan fits; the error names a limit that suffices.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -64,7 +69,7 @@ def _fits(
     decision: Decision,
     share: float = 1,
 ) -> bool:
-    """Tells whether a decision keeps `share` times the limit; False if there is no limit."""
+    """Tells whether a decision needs at most `share` times the limit; False without a limit."""
     limit = problem.memory_limit_bytes
     if limit is None:
         return False
@@ -76,27 +81,30 @@ def _kept_best(
     refine: bool,
     begin: Sequence[Decision],
 ) -> Decision | None:
-    """Finds the best plan without a limit, which keeps everything, if it nearly keeps the limit.
+    """Finds the best plan as if there were no limit; it keeps everything.
 
-    If it keeps the limit it is the answer, because no other fates are faster. For models of many
-    layers the plan is sought only if even cuts that keep everything keep the limit.
+    If this plan keeps the limit it is the answer, because no other fates are faster. If not, its
+    cuts are good cuts to begin from.
 
     Returns:
-        The plan; None if there is no limit, or if the plan is far over it.
+        The plan; None if there is no limit, or if the plan is probably far over the limit.
     """
     if problem.memory_limit_bytes is None:
         return None
     are_many = len(problem.costs.layers) > PLAN.hasty_layers
+    # For many layers even the surrogate takes long. Even cuts, with everything kept, tell whether
+    # it is worth asking.
     if are_many and not _fits(problem, even(problem)):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
-    # Simulating takes long: it is done only if the surrogate's best plan nearly fits.
+    # Simulating takes longer still: plans are simulated only if the surrogate's best nearly fits.
     if not _fits(problem, hasty, PLAN.near_limit):
         return None
     return jvpipe(problem.unlimited, refine, begin)
 
 
 def _surrogate_best(problem: Problem) -> Decision:
+    """Returns the surrogate's best plan, or raises `Infeasible`."""
     pricing = pricing_of(problem)
     solution = within_host_limit(problem, solve(problem, pricing))
     if solution.feasible:
@@ -107,10 +115,15 @@ def _surrogate_best(problem: Problem) -> Decision:
 
 
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
-    """Tells whether swaps may make a faster plan than the best one without swaps.
+    """Tells whether plans with swaps are worth a search of their own.
 
-    They may if any choice swaps. For models of many layers, it must also be that no plan without
-    swaps was found, or that its slowest stage takes clearly more than its share of the work.
+    There must be a limit and a choice that swaps. For models of many layers there is a further
+    condition: no plan without swaps fits, or the slowest stage of the best one takes clearly more
+    than its even share of the work.
+
+    Args:
+        problem: what is asked.
+        plain: the surrogate's best plans without swaps.
     """
     if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
         return False
@@ -125,14 +138,14 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
 def _simulated_best(
     problem: Problem, others: Sequence[Decision], kept: Decision | None
 ) -> Decision:
-    """Returns the fastest simulated plan among the surrogate's, plain cuts, and their neighbours.
+    """Returns the fastest simulated plan, of those by the surrogate, of simple cuts, and near both.
 
-    Fates are chosen without swaps, and also with swaps as if the link to the host were slower.
+    Fates are chosen without swaps, and, if that may help, with swaps too (`crowded`).
 
     Args:
-        problem: that is planned.
-        others: plans from which the search also begins.
-        kept: the best plan without a limit, if it is known.
+        problem: what is asked.
+        others: further plans to begin from.
+        kept: the best plan without a limit, if it was searched.
     """
     plain = pricing_of(problem, swaps=False)
     solutions = [solve(problem, plain)]
@@ -147,10 +160,10 @@ def _simulated_best(
         begin += [solution.decision(path) for path in best]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
-    # The surrogate does not count that devices wait for round trips over slow links.
+    # Over slow links, devices wait for round trips, which the surrogate leaves out.
     if _link_share(problem, begin[0]) > PLAN.noticed_link:
         begin += trips(problem, plain, PLAN.paths)
-    # For models of many layers a climb does not choose fates again, because that takes too long.
+    # If there are many layers and a limit, the climb chooses no fates again: it takes too long.
     are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     ways = list[DeviceFates]()
     if are_few or problem.memory_limit_bytes is None:
@@ -163,7 +176,10 @@ def _simulated_best(
 
 
 def crowded(problem: Problem) -> Problem:
-    """Returns the problem with a slower link to the host (`PlanEffort.host_crowding` says why)."""
+    """Returns the problem with a slower link to the host, for choosing fates that may swap.
+
+    `PlanEffort.host_crowding` in `effort.py` says why.
+    """
     host = Link(problem.host.bytes_per_s / PLAN.host_crowding, problem.host.latency_s)
     return replace(problem, host=host)
 
@@ -172,8 +188,8 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
     """Yields even cuts, cuts of equal work, and, under a limit, the best cuts without a limit.
 
     Args:
-        problem: that is planned.
-        kept: the best plan without a limit, if it is known.
+        problem: what is asked.
+        kept: the best plan without a limit, if it was searched.
     """
     cuts = Segments(problem).cuts
     seconds = [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
@@ -184,7 +200,7 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
 
 
 def _link_share(problem: Problem, decision: Decision) -> float:
-    """Returns the seconds of a micro-batch's transfers, divided by the seconds of its work."""
+    """Returns the seconds of a micro-batch's transfers as a fraction of the seconds of its work."""
     stages = evaluate_decision(problem, decision).stages
     comm_s = sum(stage.comm_s for stage in stages)
     compute_s = sum(stage.compute_s for stage in stages)

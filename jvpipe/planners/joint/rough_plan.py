@@ -1,9 +1,16 @@
-"""Rough plans of shapes, in which each stage keeps everything or recomputes everything.
+"""Judges shapes quickly, by rough plans: each stage keeps everything or recomputes everything.
 
-A shape says which devices each place of the pipeline has. The seconds of a step are estimated
-first: the time to fill and drain the pipeline, and the period, which is the time between two
-micro-batches in the long run. The period depends on stages, round trips and networks. Shapes are
-ranked by this estimate, and the best are simulated.
+A shape says which devices each place along the pipeline has, and how many examples a micro-batch
+has. Many shapes are possible, and an exact plan of each would take too long. So a shape is judged
+in two steps:
+
+    estimate   seconds to fill and drain the pipeline, plus a period per further micro-batch. The
+               period is the time between two micro-batches in the long run: the longest that any
+               stage, round trip or network needs
+    simulate   the shapes with the best estimates; of many micro-batches, only some
+
+`shape_search.py` ranks shapes by these numbers. They only decide which shapes are planned exactly,
+so the estimate may be changed.
 """
 
 from collections import defaultdict
@@ -23,7 +30,7 @@ from jvpipe.planners.model.stage_cost import Evaluation, StageCost, evaluation_o
 
 @dataclass(frozen=True)
 class RoughPlan:
-    """A shape with a plan that was found quickly; `step_s` is infinite until it is simulated."""
+    """A shape with a plan found quickly; its `step_s` is infinite until the plan is simulated."""
 
     shape: Shape
     problem: Problem
@@ -33,7 +40,7 @@ class RoughPlan:
 
     @cached_property
     def estimate_s(self) -> float:
-        """An estimate of the seconds of a step; a plan of few tasks is simulated instead."""
+        """The estimated seconds of a step; simulated ones if the plan has few tasks."""
         stages = self.evaluation.stages
         if self.problem.microbatches * len(stages) <= SHAPE.few_tasks:
             return self.simulated().step_s
@@ -41,11 +48,11 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """Returns the plan with simulated seconds; of many micro-batches, some are simulated."""
+        """Returns the plan with simulated seconds; of many micro-batches, simulates only some."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
-        # In the long run micro-batches are equally far apart. The difference of two short runs
-        # tells how far.
+        # In the long run, micro-batches are equally far apart in time. The difference between two
+        # short runs tells how far, and so how long the other micro-batches take.
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
         half = count // 2
@@ -64,19 +71,17 @@ class RoughPlan:
 def kept_or_again(problem: Problem, bounds: tuple[int, ...]) -> Decision:
     """Decides for each stage to keep everything, or, if that is over the limit, to recompute all.
 
-    Args:
-        problem: gives the limits.
-        bounds: of the stages.
+    The limit may still be exceeded.
     """
     return RoughStages().evaluate(problem, bounds)[0]
 
 
 class RoughStages:
-    """A cache of the stages of a model's shapes, each counted once.
+    """A cache of the stages of a model's shapes, so that each stage is counted once.
 
-    Neighbouring shapes have nearly all stages in common: a bound that moves changes two stages. A
-    stage does not depend on which devices it has, only on how many there are, how slow they are,
-    and which links they use.
+    Similar shapes have nearly all stages in common: a bound that moves changes only two. The cost
+    of a stage does not depend on which devices it has, only on their number, speed, memory and
+    links.
     """
 
     def __init__(self) -> None:
@@ -87,12 +92,7 @@ class RoughStages:
         problem: Problem,
         bounds: tuple[int, ...],
     ) -> tuple[Decision, Evaluation]:
-        """Decides which stages keep everything, and counts their seconds and bytes.
-
-        Args:
-            problem: of a shape.
-            bounds: of the shape's stages.
-        """
+        """Decides for each stage as `kept_or_again` does, and counts its seconds and bytes."""
         choices = list[int]()
         stages = list[StageCost]()
         for s, (i, j) in enumerate(pairwise(bounds)):
@@ -111,8 +111,8 @@ class RoughStages:
     ) -> tuple[int, StageCost]:
         """Returns the choice for all layers of a stage, and the stage's cost."""
         group = problem.group(s)
-        # All that distinguishes this stage from the same layers on other devices; whatever a
-        # stage's cost depends on must be part of the key.
+        # Everything that a stage's cost depends on must be part of the key. `apart` is what differs
+        # between devices.
         apart = group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
         key = problem.microbatches, problem.stages, s, i, j, apart
         if key not in self._known:
@@ -127,7 +127,7 @@ class RoughStages:
 
 
 def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:
-    """Picks the first plan of each kind of shape."""
+    """Picks the first plan of each kind of shape, such as "straight" (see `Shape.kind`)."""
     kinds: dict[str, RoughPlan] = {}
     for plan in plans:
         kinds.setdefault(plan.shape.kind, plan)
@@ -135,12 +135,13 @@ def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:
 
 
 def _period_s(stages: Sequence[StageCost]) -> float:
-    """Estimates the period: seconds between two micro-batches in the long run, without networks.
+    """Estimates the period, the seconds between two micro-batches in the long run.
 
-    The period is at least the seconds of the slowest stage, and those of the slowest link in one
-    direction. It is also at least the seconds of a round trip through stages a to r, and the links
-    between them, divided by r - a + 1, because r - a + 1 more micro-batches are in flight on stage
-    a than after stage r (see `trips.py`).
+    Networks are left out (see `_network_s`). The period is the largest of these numbers:
+
+    - the seconds of a stage, or of one direction of a link;
+    - the seconds of a round trip through stages a to r and the links between them, divided by
+      r - a + 1. That many micro-batches pass during one round trip (see `trips.py`).
     """
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]
@@ -153,16 +154,17 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 
 
 def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Counts for how long a micro-batch keeps one direction of the busiest network busy.
+    """Counts the seconds for which a micro-batch keeps the busiest machine's network busy.
 
-    The other direction is busy for as long.
+    Each network has two directions; both are busy for as long.
     """
     busy_s: defaultdict[int, float] = defaultdict(float)
     for s in range(1, len(stages)):
         before = problem.group(s - 1).machines
         here = problem.group(s).machines
         if before != here and len({*before, *here}) > 1:
-            # Values leave the machines of one stage, cotangents leave those of the other.
+            # Values leave the machines of one stage, and cotangents leave those of the other, so
+            # each machine sends for half of `comm_s`.
             for machine in (*set(before), *set(here)):
                 busy_s[machine] += stages[s].comm_s / 2
     return max(busy_s.values(), default=0.0)
@@ -175,13 +177,14 @@ def _estimate_s(
 ) -> float:
     """Estimates a step: fill and drain, M - 1 periods, and all-reduces and updates that end late.
 
-    Stage s ends its last backward earlier than stage 0, by the backwards of the stages before it
-    and half of the links up to it. What it does once per step counts as far as it takes longer.
+    Stage s ends its last backward earlier than stage 0 does, because that micro-batch still has to
+    go back through the stages and links before s. So the all-reduce and the update of stage s count
+    only as far as they take longer than that.
 
     Args:
-        stages: with their seconds.
+        stages: in the order of the pipeline.
         microbatches: M.
-        period_s: seconds between two micro-batches.
+        period_s: the seconds between two micro-batches.
     """
     fill_s = sum(stage.compute_s + stage.comm_s for stage in stages)
     late_s = earlier_s = 0.0

@@ -8,7 +8,8 @@ although cuts farther away may be better. So the search climbs from several cuts
     always                  cuts that give devices equal work
     if sends take time      the best cuts by the surrogate, a closed formula that counts links
     under a memory limit    the cuts that this search finds without the limit
-    without a limit         the cuts of jvpipe's plan as if each stage had a device of its own
+    without a limit         the cuts that `jvpipe` (`planner.py`) finds as if each stage had a
+                            device of its own
 
 How long it climbs is set by `RULE` and `PLAN` (`effort.py`), which may be changed.
 """
@@ -37,11 +38,11 @@ from jvpipe.planners.model.unfolded import on_devices
 
 @dataclass(frozen=True)
 class RuledPlan:
-    """A plan with an order of tasks, the family that the order comes from, and its seconds.
+    """A plan with an order of tasks, the family that the order comes from, and seconds of a step.
 
-    The seconds are those of `order_course.py`, which leave out swaps and shared links. `fates`
-    chooses fates again if other cuts are tried with the same placement (the device of each stage).
-    If it is None, other cuts are tried only without a memory limit, where everything is kept.
+    `step_s` is counted by `order_course.py`, which leaves out swaps and waits for shared links.
+    `fates` chooses fates for other cuts of the same placement (the device of each stage). Without
+    it, other cuts are tried only if there is no memory limit, because then everything is kept.
     """
 
     problem: Problem
@@ -56,14 +57,16 @@ class RuledPlan:
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     """Searches for the decision with the fastest simulated step under the problem's schedule.
 
+    If the schedule has one chunk per device and whole backwards, the planner `jvpipe` answers in
+    place of this search.
+
     Args:
-        problem: that is planned.
-        begin: further plans to begin from, which keep the problem's limits. They are ignored if the
-            schedule has several chunks per device or splits backwards; otherwise they are passed on
-            to the planner `jvpipe`, which answers in place of this search.
+        problem: what is asked; its schedule is the rule.
+        begin: further plans for `jvpipe` to begin from, which keep the limits. This search ignores
+            them.
 
     Raises:
-        Infeasible: nothing fits; the error names a limit that suffices.
+        Infeasible: no plan fits; the error names a limit that suffices.
     """
     if problem.schedule.chunks == 1 and not problem.splits:
         return jvpipe(problem, begin=begin)
@@ -74,7 +77,7 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
     begins = [decision for bounds in first for decision in climb.refitted(bounds)]
     best = climb.top([*begins, *_asked(problem)])
-    # If nothing fits at fast cuts, bounds move to where devices hold less, however slow that is.
+    # If no plan near fast cuts fits, bounds move to where devices hold less, however slow that is.
     if best is None:
         begins = list[Decision]()
         for bounds in first:
@@ -85,9 +88,9 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
 
 
 def _ways(problem: Problem) -> list[DeviceFates]:
-    """Prepares choosers of fates: one without swaps and, if a residual can be swapped, one with.
+    """Prepares searches for fates: one without swaps and, if a residual can be swapped, one with.
 
-    Without a memory limit everything is kept, so that no chooser with swaps is needed.
+    Without a memory limit everything is kept, and no search with swaps is needed.
     """
     plain = DeviceFates.of(problem)
     if problem.memory_limit_bytes is None:
@@ -112,10 +115,10 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 
 
 def _asked(problem: Problem) -> list[Decision]:
-    """Returns one more beginning: jvpipe's plan as if each stage had a device of its own.
+    """Returns one more plan to begin from, made as if each stage had a device of its own.
 
-    Under a memory limit there is none, because that plan does not know which stages share the
-    memory of a device.
+    Under a memory limit the list is empty, because that plan does not count that the stages of a
+    device share its memory.
     """
     if problem.memory_limit_bytes is not None:
         return []
@@ -128,7 +131,7 @@ def ruled(
     decision: Decision,
     fates: DeviceFates,
 ) -> Iterator[RuledPlan]:
-    """Yields the plan in the rule's own order, if that fits.
+    """Yields the plan in the rule's own order, if that order fits.
 
     Args:
         problem: whose schedule is the rule.
@@ -147,9 +150,9 @@ def fitting(
     order: Order,
     family: str = "",
 ) -> Iterator[RuledPlan]:
-    """Yields the candidate in another order, if that fits.
+    """Yields the candidate in another order, if that order fits.
 
-    Where the backward of a stage cannot be split, the two halves in the order become one backward.
+    If the backward of a stage cannot be split, its two halves in the order become one backward.
 
     Args:
         one: the candidate; its cuts and fates stay the same.

@@ -1,9 +1,20 @@
-"""A table of the seconds of all segments between given cuts, which a search refines cell by cell.
+"""Holds the seconds of all possible stages between given cuts, for a search for the best cuts.
 
-Legend: a cell (s, i, j) is the segment of layers [i, j) on stage s. A cell is open at first: its
-seconds are a lower bound. A cell is settled once choices of fates are known that take its seconds,
-or it is known that no choices fit, in which case its seconds are infinite. A path is the bounds of
-all stages, from 0 to the number of layers.
+The search needs the seconds of each stage with its best fates. Choosing fates takes long, and most
+stages never matter. So each stage first has a lower bound of its seconds, which is counted quickly,
+and the search refines only the stages of the plans that look best so far:
+
+    open       the seconds are a lower bound: at first those without recomputation and swaps; then
+               also one by prices of bytes and seconds (`dual_bounds.py`)
+    settled    the seconds are those of fates that were found (`stage_fates.py`), or of keeping
+               everything; infinite if no fates fit
+
+Bounds only rise. So if a plan is the best by these numbers and its stages are all settled, no plan
+is better. There is one exception: a search for fates may miss the best ones, and says so
+(`Table.unproven`).
+
+Legend: a cell (s, i, j) is the segment of layers [i, j) as stage s. A path is the bounds of all
+stages, from 0 to the number of layers.
 """
 
 from collections.abc import Sequence
@@ -29,11 +40,11 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to search; more effort changes plans for the better, and takes longer.
+    """How hard to search: more effort finds better plans, and takes longer (see `surrogate.py`).
 
     Attributes:
-        quick: states that a first search for a cell's fates keeps after each layer.
-        thorough: the same for a second search, which runs if the first may have missed the best.
+        quick: how many states a first search for a cell's fates keeps after each layer.
+        thorough: how many a second search keeps; it runs if the first may have missed the best.
         tolerance: the relative difference up to which seconds count as equal.
         layers: the search ends once fates were chosen for this many layers, over all cells.
     """
@@ -45,7 +56,7 @@ class Effort:
 
 
 class StageTable:
-    """The cells of one stage."""
+    """The cells of one stage, as matrices with a row for each start and a column for each end."""
 
     def __init__(self, pricing: Pricing, block: CutBlock) -> None:
         self.pricing = pricing
@@ -69,10 +80,10 @@ class StageTable:
         return np.where(self.settled, self.known_s, self.bounds_s)
 
     def _keeping_bytes(self) -> Matrix:
-        """Counts the bytes of segments that keep everything.
+        """Counts the bytes of segments that keep everything; infinite if that may not be fastest.
 
-        They are infinite if some other choice of a layer may take fewer seconds, or if keeping
-        swaps something: then a cell is not settled by keeping everything.
+        It may not be if another choice of some layer takes fewer seconds, or if the choice that
+        keeps everything swaps something. Then a cell that could keep everything stays open.
         """
         block = self.block
         choices = self.pricing.choices
@@ -100,15 +111,19 @@ class StageTable:
         rows: np.ndarray,
         columns: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the seconds of cells as `least_steps_s` takes them; bounds if cells are open.
+        """Returns the seconds of cells in the form that `least_steps_s` (`forecast.py`) takes.
 
         All seconds beyond those of keeping everything count as recomputation that may run while a
-        backward waits for its cotangents. That never makes a step longer than it is, so that the
-        result stays a bound.
+        backward waits for its cotangents. No kind of work delays a step less. So `least_steps_s`
+        still bounds a step from below, even if some of these seconds are swaps.
 
         Args:
             rows: the row of each cell.
             columns: the column of each cell.
+
+        Returns:
+            The seconds of each part of the work (`PARTS`), and those of the traffic; for an open
+            cell they come from its lower bound.
         """
         block = self.block
         at = (rows, columns)
@@ -119,7 +134,7 @@ class StageTable:
         traffic_s = block.traffic_s[at]
         kept_s = np.maximum(compute_s, traffic_s)
         work_s = np.where(seconds > kept_s, seconds, compute_s)
-        # Parts for halves of backwards stay 0: cuts are searched by a table for whole backwards.
+        # The halves of split backwards get 0 seconds: these cells stand for whole backwards.
         by_part = {
             Kind.F: forward_s,
             Kind.B: compute_s - forward_s,
@@ -131,12 +146,12 @@ class StageTable:
         return np.array([by_part.get(part, nothing) for part in PARTS]), traffic_s
 
     def price(self, prices: Prices) -> None:
-        """Raises the lower bounds of all cells to those that these prices prove."""
+        """Raises the lower bound of each cell to the one that these prices prove, if higher."""
         proven_s = self.pricing.bound_s(self.block, *prices)
         self.bounds_s = np.maximum(self.bounds_s, proven_s)
 
     def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Keeps the cells of some starts and ends, given by their indices."""
+        """Drops all cells but those of the starts and the ends at these indices."""
         at = np.ix_(rows, columns)
         self.block = self.block.at(rows, columns)
         self.bounds_s = self.bounds_s[at]
@@ -162,9 +177,9 @@ class Table:
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
         self.fates: dict[Cell, StageChoices] = {}
         self.prices: dict[Cell, Prices] = {}
-        # Lower bounds of the settled cells for which better choices may exist than are known.
+        # Lower bounds of the settled cells whose known choices may not be the best.
         self.unproven: dict[Cell, float] = {}
-        self.layers = 0  # layers for which fates were chosen so far, over all cells
+        self.layers = 0  # for how many layers fates were chosen so far, over all cells
 
     def stage(self, cell: Cell) -> StageTable:
         """Finds the stage of a cell."""
@@ -177,7 +192,7 @@ class Table:
 
     @property
     def seconds(self) -> list[Matrix]:
-        """The seconds of all stages' cells, which are lower bounds for open cells."""
+        """The seconds of all cells, one matrix per stage; lower bounds for open cells."""
         return [stage.seconds for stage in self.stages]
 
     @property
@@ -201,13 +216,13 @@ class Table:
         return self.layers > self.effort.layers
 
     def narrow(self, places: Sequence[np.ndarray]) -> None:
-        """Keeps some of each bound's cuts, given by their indices."""
+        """Drops all cuts of each bound but those at these indices."""
         self.cuts = [cuts[kept] for cuts, kept in zip(self.cuts, places, strict=True)]
         for s, stage in enumerate(self.stages):
             stage.narrow(places[s], places[s + 1])
 
     def shortest(self, matrices: Sequence[Matrix]) -> tuple[float, Path | None]:
-        """Returns the least sum of these matrices along a path, and the path; None if infinite."""
+        """Returns the least sum of these matrices over a path, and the path; None if infinite."""
         total, places = least_sum(matrices)
         return total, self.path(places) if places else None
 
@@ -221,7 +236,7 @@ class Table:
         return [cell for cell, stage, at in every if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
-        """Refines open cells: by prices the first time, then by choices of fates, which settle."""
+        """Refines open cells: first by prices, then by choosing fates, which settles them."""
         new = [cell for cell in open_cells if cell not in self.prices]
         if new:
             self._price(new)
@@ -230,7 +245,7 @@ class Table:
             self._choose(cell)
 
     def _price(self, open_cells: Sequence[Cell]) -> None:
-        """Finds the best prices of some cells, and raises the bounds of their stages by them."""
+        """Finds the best prices of some cells, and raises by them the bounds of their stages."""
         bounds = DualBounds([self._relaxed(cell) for cell in open_cells])
         every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
         for cell, prices, bound_s in every:
@@ -240,6 +255,7 @@ class Table:
                 stage.price(prices)
 
     def _relaxed(self, cell: Cell) -> Relaxation:
+        """Describes a cell for the bounds by prices."""
         query = self.query(cell)
         pricing = self.stage(cell).pricing
         return pricing.relaxed(
@@ -250,7 +266,7 @@ class Table:
         )
 
     def _choose(self, cell: Cell) -> None:
-        """Searches a cell's best choices, and settles the cell with the choices found."""
+        """Searches the best choices of a cell, and settles the cell with what is found."""
         stage, at = self._found(cell)
         bound_s = float(stage.bounds_s[at])
         self.layers += cell[2] - cell[1]
@@ -266,6 +282,7 @@ class Table:
             better = search.least_seconds(self.effort.thorough, fates.seconds)
             within_s = min(fates.seconds, better.bound_s)
             fates = better if better.choices else replace(fates, bound_s=within_s)
+        # Nothing was found, but states were dropped that may have led to choices that fit.
         if not fates.choices and np.isfinite(fates.bound_s):
             fates = self._min_bytes_choices(cell)
         self.fates[cell] = fates
@@ -288,7 +305,7 @@ class Table:
         )
 
     def _min_bytes_choices(self, cell: Cell) -> StageChoices:
-        """Finds the choices that hold the fewest bytes, for a search that dropped all that fit."""
+        """Finds the choices that hold the fewest bytes; empty if even they do not fit."""
         query = self.query(cell)
         pricing = self.stage(cell).pricing
         choices = pricing.choices
@@ -304,7 +321,7 @@ class Table:
         return StageChoices(choices_of, max(compute_s, link_s), held_bytes, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """Returns a cell's seconds, those of its forward, and those of the link before the cell."""
+        """Returns the seconds of a cell, of its forward, and of the link before its stage."""
         stage, at = self._found(cell)
         return (
             float(stage.seconds[at]),
@@ -313,7 +330,7 @@ class Table:
         )
 
     def fits(self, cell: Cell) -> bool:
-        """Tells whether a settled cell has choices that fit."""
+        """Tells whether choices that fit are known for a settled cell."""
         return bool(np.isfinite(self.parts_s(cell)[0]))
 
     def choices(self, path: Path) -> tuple[int, ...]:
@@ -321,7 +338,7 @@ class Table:
         return tuple(choice for cell in cells(path) for choice in self.cell_choices(cell))
 
     def cell_choices(self, cell: Cell) -> tuple[int, ...]:
-        """Returns the choices of a settled cell that fits; a cell without a search keeps all."""
+        """Returns the choices of a settled cell that fits; it keeps all if no search was needed."""
         if cell in self.fates:
             return self.fates[cell].choices
         _, i, j = cell

@@ -1,11 +1,16 @@
-"""A lower bound on the step of any plan of any shape.
+"""Bounds the seconds of a step from below, whatever the shape of the pipeline and its cuts.
 
-Legend: t(i, j, r) are the seconds of a step on the segment of layers [i, j), as a stage of r
-replicas. Under a cap T on these seconds, the segment needs rho(i, j) replicas, the fewest with
-t <= T. The fewest devices for the whole model are then the length of a shortest path over cuts,
-with rho as the lengths of segments; the number of stages is free. The least cap under which that
-length is at most the number of devices is a lower bound, because every plan's slowest stage takes
-at least that long.
+A shape says how many devices (replicas) each stage has. A step takes at least as long as its
+slowest stage. So the question is how fast the slowest stage can be, with the devices that exist.
+
+    t(i, j, r)   the seconds per step of layers [i, j) as a stage of r replicas
+    T            a cap on these seconds
+    rho(i, j)    the fewest replicas r with t(i, j, r) <= T
+
+If all stages keep the cap, a stage of layers [i, j) has at least rho(i, j) replicas. Cuts are a
+path from layer 0 to the last layer, and the length of the shortest path, with rho as the lengths of
+its segments, is the fewest devices that can keep the cap. If there are fewer devices, no plan keeps
+the cap. A larger cap needs no more devices, so the least cap is found by halving an interval.
 """
 
 import numpy as np
@@ -19,10 +24,12 @@ from jvpipe.planners.model.shapes import Shapes
 
 
 def least_step_s(shapes: Shapes) -> float:
-    """Bounds a step from below: one micro-batch on all stages, or all of them on the slowest.
+    """Bounds the seconds of a step from below, over all shapes and sizes of micro-batches.
 
-    The seconds of a stage include its all-reduce, or the part that its last backward cannot hide.
-    Unlike devices count as being as fast, for each layer, as the fastest of them.
+    For each size, the bound is the larger of two numbers: the seconds of one micro-batch on all
+    stages, and of all micro-batches on the slowest stage. A stage's seconds include its all-reduce,
+    less what its last backward can hide. If devices differ, each layer counts as on the device that
+    is the fastest for it.
 
     Args:
         shapes: the possible shapes.
@@ -40,7 +47,7 @@ def least_step_s(shapes: Shapes) -> float:
         through_s = np.min(every, axis=0).sum()
         work_s = np.min(every * counts[:, None], axis=0).sum()
         shared_s = m * work_s / shapes.devices
-        # Two cheap bounds come first. They show for most sizes that these cannot lower the minimum.
+        # Two cheap bounds come first. For most sizes they show that the minimum does not change.
         if max(through_s, shared_s) >= least_s:
             continue
         once_s = np.array([between(sums(x), segments.cuts, segments.cuts) for x in every])
@@ -58,17 +65,17 @@ def least_step_s(shapes: Shapes) -> float:
 
 
 def _fastest(shapes: Shapes) -> Float[np.ndarray, " layers"]:
-    """Returns for each layer how many times as long as the costs the fastest device takes."""
+    """Returns the slowness of each layer on its fastest device: a multiple of what costs say."""
     alike = np.ones(shapes.layers)
     every = [np.array(group.slowness or alike) for group in shapes.apart]
     return np.min(every, axis=0) if every else alike
 
 
 def _reduce_s(cluster: Cluster, replicas: int, sizes: Grid) -> Grid:
-    """Bounds an all-reduce from below, by a chord of its least seconds over bytes.
+    """Bounds the seconds of all-reduces of many sizes from below, by a chord.
 
-    The least seconds are the least of several straight lines, so they are concave in the bytes: a
-    chord from no bytes to the most bytes lies below them.
+    As a function of bytes, the least seconds are the minimum of several straight lines, so they are
+    concave. A chord, here from nearly no bytes to the largest size, lies below a concave function.
     """
     most_bytes = max(float(sizes.max()), 1.0)
     few_s = cluster.least_reduce_s(replicas, 1e-12)
@@ -86,10 +93,10 @@ def _least_cap_s(
     """Finds nearly the least cap under which there are enough devices; never more than that cap.
 
     Args:
-        stages_s: the seconds t of all segments, for each number of replicas.
-        counts: the numbers of replicas, rising.
-        devices: the number of all devices.
-        high_s: an upper end of the interval that is halved.
+        stages_s: t(i, j, r) of the module, indexed by number of replicas, start and end.
+        counts: the possible numbers of replicas, rising.
+        devices: how many devices there are in all.
+        high_s: a cap that some plan surely keeps, where the interval ends.
     """
     low_s = 0.0
     for _ in range(SHAPE.bisections):

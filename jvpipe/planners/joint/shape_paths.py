@@ -1,25 +1,30 @@
 """Finds shapes and their cuts together, for one micro-batch size and one order of devices.
 
-A way H_e(i, m) puts the layers from cut i on into e stages, on the last m devices of the order. Its
-first stage has the layers from i to j on r devices; the rest of the way is H_(e-1)(j, m - r).
-Stages are added from the last to the first, so that a stage's distance from the end, and with it
-its micro-batches in flight, is known when it is added. Its devices, and so its links, follow from
-m and r. In seconds, t is what the first stage takes per micro-batch, c what the link after it takes
-in both directions, and A what shows of its all-reduce. M is the number of micro-batches.
+This is a dynamic program. A way H_e(i, m) puts the layers from cut i on into e stages, on the last
+m devices of the order. If its first stage has the layers between cuts i and j on r devices, the
+rest of the way is H_(e-1)(j, m - r).
+
+    cuts      0 ....... i ------- j ----------------- end
+    devices   ......... [   r    ][      m - r      ]
+    stages              [ first  ][      e - 1      ]
+
+Ways grow from the last stage to the first. So the distance of a new stage from the end is known,
+which gives its micro-batches in flight; m and r give its devices and so its links. Below, all but M
+are seconds:
+
+    M          the number of micro-batches
+    t, c       of the first stage, and of the link after it in both directions, per micro-batch
+    A          of the first stage's all-reduce, less what the shortest possible backwards of the
+               layers before cut i hide
+    floor      what some stage before cut i may take anyway: a faster stage is worth nothing
 
     sum of H_e(i, m)     = t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
     slowest of H_e(i, m) = max(t, c, slowest of H_(e-1)(j, m - r))
 
-Of all j and r, the way with the least
-
-    sum + (M - 1) max(slowest, floor)
-
-is kept, one for each (e, i, m). The floor is a number of seconds that stages before i may take
-anyway, so that it is worth nothing to be below it. A counts the part of the all-reduce that is not
-hidden by the backwards of the layers before i, at their shortest.
-
-The search is not exact: one way is kept for each (e, i, m), and seconds are rough
-(`local_segments.py`). The paths it finds are counted again exactly (`stage_cost.py`) and simulated.
+Of all j and r, the way with the least sum + (M - 1) max(slowest, floor) is kept. This is not exact,
+because a way that is worse alone may be part of a better whole, and because seconds are rough
+(`local_segments.py`). So the paths that are found are counted again exactly (`stage_cost.py`) and
+simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,15 +44,15 @@ OverM = Float[np.ndarray, "n m"]
 
 @dataclass(frozen=True)
 class Ground:
-    """The ground that paths are searched on.
+    """What paths are searched on: cuts, and devices in an order.
 
     Attributes:
-        segments: with the rough seconds.
+        segments: the rough seconds and bytes of all segments.
         size: examples of a micro-batch.
-        order: of the devices.
-        counts: the numbers of devices that a stage may have.
+        order: the devices, in the order in which micro-batches pass them.
+        counts: the possible numbers of devices of a stage, all multiples of `unit`.
         cuts: where stages may begin or end.
-        unit: how many devices are counted as one: m of the legend counts units.
+        unit: how many devices are placed together. The m of the module counts units.
     """
 
     segments: LocalSegments
@@ -74,12 +79,12 @@ class Ground:
 
     @cached_property
     def crossing_bytes(self) -> Grid:
-        """The bytes that each segment receives and returns of a micro-batch."""
+        """The bytes of a micro-batch that each segment receives, plus those that it returns."""
         return self.here(self.segments.crossing_bytes(self.size))
 
     @cached_property
     def shown_s(self) -> list[Float[np.ndarray, "n n m"]]:
-        """A of the legend, for each number of replicas."""
+        """A of the module, for each number of replicas: by i, j and m."""
         segments = self.segments
         reducing = segments.shapes.cluster.reducing
         shares = [segments.share(self.size, r) for r in self.counts]
@@ -88,7 +93,7 @@ class Ground:
         every = []
         for r, b in zip(self.counts, shares, strict=True):
             links = [reducing(self.devices(m, r)) for m in range(self.places)]
-            # Many m lead to equal links for the all-reduce: each different link is counted once.
+            # Many m have equal links for the all-reduce. The seconds of a link are counted once.
             shown_s = {}
             for link in links:
                 if link not in shown_s:
@@ -99,9 +104,10 @@ class Ground:
 
     @cached_property
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
-        """The latency, in both directions, and the seconds of a byte of the link after a stage.
+        """The link after a stage: its latency in both directions, and its seconds per byte.
 
-        Indices are m, the number of replicas of the stage, and that of the stage after it.
+        Both are indexed by m, the index in `counts` of the stage's number of replicas, and that of
+        the next stage's.
         """
         way = self.segments.shapes.cluster.way
         kinds = len(self.counts)
@@ -121,8 +127,8 @@ class Ground:
 class _Ways(NamedTuple):
     """The ways of e stages: rows are i, columns are m; `key_s` is infinite if there is no way.
 
-    `key_s` is the number by which ways are chosen. The first stage of a way ends at `cut` and has
-    the `kth` number of replicas.
+    `key_s` is the number by which the module's ways are compared. The first stage of a way ends at
+    the cut with index `cut`, and has the number of replicas with index `kth`.
     """
 
     key_s: OverM
@@ -154,7 +160,7 @@ def paths(
     Args:
         ground: that is searched.
         stages: the most stages of a path.
-        floor_s: seconds of a stage below which a faster stage is worth nothing.
+        floor_s: the floor of the module.
     """
     levels = [_Ways.none(len(ground.cuts), ground.places)]
     levels[0].sum_s[-1, 0] = 0.0
@@ -175,7 +181,7 @@ def _longer(
     e: int,
     floor_s: float,
 ) -> _Ways:
-    """Finds the ways of e stages from the ways of e - 1 stages."""
+    """Finds the ways of e stages from those of e - 1 stages (`after`)."""
     best = _Ways.none(*after.sum_s.shape)
     replicas = ground.segments.pins.replicas
     rows = np.arange(len(ground.cuts))[:, None]
@@ -184,6 +190,7 @@ def _longer(
         units = r // ground.unit
         if units >= ground.places or (replicas and r != replicas[-e]):
             continue
+        # The column m of a way of e stages goes with the column m - units of the way behind it.
         m = slice(units, None)
         behind = slice(ground.places - units)
         readers = after.kth[:, behind]
@@ -197,14 +204,14 @@ def _longer(
         sum_s = t + ground.shown_s[k][:, :, m] + (after.sum_s[:, behind] + c)
         behind_s = np.maximum(after.slowest_s[:, behind], c)
         slowest_s = np.maximum(t, behind_s)
-        # `rest` may be 0, and 0 times infinity is not a number.
+        # The period must be finite, because `rest` may be 0, and 0 times infinity is not a number.
         period_s = np.minimum(np.maximum(slowest_s, floor_s), 1e300)
         key_s = sum_s + rest * period_s
         cut = key_s.argmin(1)
         at_cut = cut[:, None]
         ways = (np.take_along_axis(x, at_cut, 1)[:, 0] for x in (key_s, sum_s, slowest_s))
         new = (*ways, np.full_like(cut, k), cut)
-        # One way stays for each i and m: the best by its key, over the replica counts so far.
+        # One way stays for each i and m: the best over the numbers of replicas tried so far.
         better = new[0] < best.key_s[:, m]
         for old, found in zip(best, new, strict=True):
             np.copyto(old[:, m], found, where=better)
@@ -212,7 +219,7 @@ def _longer(
 
 
 def _path(ground: Ground, levels: Sequence[_Ways], m: int) -> Path:
-    """Makes the shape and the bounds of the last level's way from cut 0 on m units."""
+    """Makes the shape and the bounds of the way of the last level from cut 0 on m units."""
     i = 0
     bounds = [0]
     places = []

@@ -1,16 +1,19 @@
-"""Searches shapes worth planning: devices at each place of the pipeline, and micro-batch sizes.
+"""Searches shapes that are worth an exact plan: devices per place, and examples per micro-batch.
 
-A shape, together with the bounds of its stages, is called a path. A path is judged by a rough plan,
-in which each stage keeps everything or recomputes everything. A rough plan uses 1F1B if the order
-of tasks is still to be decided or if places have several stages. The search has four steps:
+A place is a position along the pipeline; its devices are replicas, which share each micro-batch. A
+shape with the bounds of its stages is called a path. To plan every shape exactly would take too
+long, so paths are judged by rough plans, in which each stage keeps everything or recomputes
+everything (`rough_plan.py`). The search has four steps:
 
-1. Glance at all sizes of micro-batches, and go on with the most promising ones.
-2. For each such size, each order of devices and each number of stages, find a path
-   (`shape_paths.py`), and simulate the best.
-3. Simulate the fastest shapes with better cuts as well.
+1. Glance at sizes of micro-batches, and go on with the most promising ones.
+2. For each of these sizes, each order of devices and each number of stages, find a path
+   (`shape_paths.py`). Simulate the best paths.
+3. Give the fastest shapes better cuts, and simulate them again.
 4. Climb from the fastest: move a bound, move a replica, or change the size of micro-batches.
 
-The caller has the best shapes planned exactly, as if the user had fixed them.
+The caller then plans the best shapes exactly, as if the user had fixed them. The search does
+not prove that it finds the best shape. How much it tries is set by `SHAPE` in `effort.py`, which
+may be changed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,9 +49,6 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
 
     The list is empty if no rough plan keeps the limits.
 
-    Args:
-        shapes: the possible shapes.
-
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.cluster_file import find_cluster
     >>> from jvpipe.cost.local_costs import LocalCosts
@@ -66,7 +66,8 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     search.simulate(of_each_kind(counted).values())
     for plan in search.starts():
         search.simulate(search.ranked(search.recut(plan.shape)))
-    # A climb simulates shapes that no path led to, some of which are worth a climb of their own.
+    # A climb simulates shapes that the steps before did not find. If some are fast enough, the next
+    # round climbs from them.
     for _ in range(SHAPE.rounds):
         starts = search.starts()
         fastest_s = min(map(_step_s, starts), default=inf)
@@ -77,21 +78,20 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
 
 
 def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
-    """Simulates the rough plans of paths that keep the limits, the fastest first.
+    """Returns the rough plans of paths that keep the limits, simulated, the fastest first.
 
     Args:
         shapes: the possible shapes.
-        paths: that are simulated.
+        paths: shapes, each with the bounds of its stages.
     """
     plans = (plan.simulated() for plan in _Search(shapes).ranked(paths))
     return sorted(plans, key=_step_s)
 
 
 def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
-    """Finds shapes that hold few bytes, with the smallest micro-batches and all recomputed.
+    """Finds shapes that hold few bytes, the emptiest first, whatever the limit.
 
-    Args:
-        shapes: the possible shapes; their limit is ignored.
+    They have the smallest micro-batches, and recompute everything.
     """
     costs = tuple(map(computing_again, shapes.local.costs))
     again = LocalCosts(shapes.local.batches, costs)
@@ -103,10 +103,17 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
 
 
 class _Search:
-    """A search in progress: the rough plans of the paths seen so far, and the simulated plans."""
+    """A search in progress.
+
+    Attributes:
+        seen: the rough plan of each path seen so far; None if a pin or a limit forbids it.
+        simulated: the plans that were simulated.
+        climbed: the paths that were climbed from.
+    """
 
     def __init__(self, shapes: Shapes) -> None:
         model = shapes.model
+        # Rough plans have one stage per place and a known order of tasks.
         is_plain = model.schedule.chunks == 1 and model.schedule != AUTO
         if not is_plain:
             model = replace(model, schedule=ONE_F_ONE_B)
@@ -120,7 +127,7 @@ class _Search:
         self._stages = RoughStages()
 
     def sizes(self) -> list[int]:
-        """Lists sizes of micro-batches, the most promising first; leaves some out if many exist."""
+        """Lists sizes of micro-batches, the most promising first; of many sizes, some."""
         every = self.shapes.sizes
         count = min(len(every), SHAPE.glances)
         spread = np.linspace(0, len(every) - 1, count).astype(int)
@@ -132,12 +139,11 @@ class _Search:
         return sorted((every[at] for at in spread), key=promise)
 
     def look(self, size: int) -> None:
-        """Simulates the best paths of a size, and the best path of each kind of shape."""
+        """Simulates the best paths found with a size, and the best of each kind of shape."""
         floor_s = 0.0
         best = list[RoughPlan]()
-        # The floor is the seconds of the best plan's slowest stage. A path gains nothing by stages
-        # that are faster than the floor. Rounds end when the best plan's slowest stage takes
-        # exactly the floor by which the plan was found.
+        # The floor is the seconds of the slowest stage of the best plan so far. Stages that are
+        # faster gain nothing. Rounds end when a round finds the floor that it began with.
         for _ in range(SHAPE.rounds):
             earlier = [plan.path for plan in best]
             best = self.ranked([*earlier, *self.paths(size, floor_s)])
@@ -169,8 +175,8 @@ class _Search:
 
         Args:
             size: examples of a micro-batch.
-            floor_s: seconds of a stage below which a faster stage is worth nothing.
-            hasty: whether to try few cuts and few stages, and to place many devices at a time.
+            floor_s: seconds below which a faster stage is worth nothing.
+            hasty: whether to try few cuts and few stages, and to place many devices at once.
         """
         cuts = self.segments.coarse
         units = SHAPE.units
@@ -193,10 +199,10 @@ class _Search:
         cuts: Cuts,
         units: int,
     ) -> Iterator[Ground]:
-        """Yields the grounds that paths are searched on: orders of devices, divided into units.
+        """Yields what paths are searched on: each order of devices, divided into equal units.
 
-        A unit is a number of devices that are placed together. If a unit has several devices,
-        stages of one device each are searched too.
+        The devices of a unit are placed together. If a unit has several devices, there is one more
+        ground, for stages of one device each.
         """
         orders = self.shapes.orders
         pins = self.shapes.pins
@@ -214,11 +220,14 @@ class _Search:
             yield Ground(self.segments, size, few, (1,), cuts)
 
     def counted(self, path: Path) -> RoughPlan | None:
-        """Makes the rough plan of a path; None if the path breaks a pin or does not fit."""
+        """Makes the rough plan of a path; None if the path does not fit or breaks a pin.
+
+        A pin is a part of the shape that the user has fixed.
+        """
         if path in self.seen:
             return self.seen[path]
         shape, bounds = path
-        # None is recorded first, so that a path that is not allowed is looked at once.
+        # None is recorded first, so that a path that is forbidden is looked at only once.
         self.seen[path] = None
         if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
             problem = self.problem(shape)
@@ -229,7 +238,7 @@ class _Search:
         return self.seen[path]
 
     def ranked(self, every: Iterable[Path]) -> list[RoughPlan]:
-        """Lists the rough plans that fit, those with the least estimates first."""
+        """Lists the rough plans of these paths that fit, the fastest by estimate first."""
         plans = dict[Path, RoughPlan]()
         for path in every:
             plan = self.counted(path)
@@ -244,15 +253,15 @@ class _Search:
                 self.simulated[plan.path] = plan.simulated()
 
     def climb(self, plan: RoughPlan) -> None:
-        """Goes from a plan to its fastest neighbour as long as that one is faster.
+        """Goes from a plan to its fastest neighbour, as long as that neighbour is faster.
 
-        No plan is climbed from twice.
+        Ends at a plan that was climbed from before.
         """
         for _ in range(SHAPE.climbs):
             if plan.path in self.climbed:
                 return
             self.climbed.add(plan.path)
-            # Estimates choose the few neighbours that are simulated.
+            # Simulating all neighbours takes too long: those with the best estimates are chosen.
             near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours]
             near += self.ranked(self.recut(plan.shape))
             self.simulate(near)
@@ -263,7 +272,7 @@ class _Search:
             plan = best
 
     def _recut(self, shape: Shape) -> list[Path]:
-        """Finds the cuts of a shape that the surrogate judges best; empty if the cuts are fixed."""
+        """Finds a shape's best cuts by the surrogate; empty if the user has fixed the cuts."""
         if len(shape.places) == 1 or self.shapes.pins.bounds:
             return []
         with suppress(Infeasible):
@@ -291,7 +300,7 @@ class _Search:
         shape: Shape,
         bounds: Bounds,
     ) -> Iterator[tuple[Replicas, Bounds]]:
-        """Yields replicas and bounds with a device moved, or places exchanged, joined or split."""
+        """Yields replicas and bounds with a replica moved, or places exchanged, joined or split."""
         counts = shape.replicas
         for moved in _moved(counts, self.shapes.devices):
             yield moved, bounds
@@ -321,14 +330,14 @@ class _Search:
         replicas: Replicas,
         bounds: Bounds,
     ) -> Iterator[Path]:
-        """Yields the paths with these numbers of replicas and these bounds, along all orders."""
+        """Yields for each order of devices the path with these replicas and these bounds."""
         starts = [0, *accumulate(replicas)][:-1]
         if bounds and max(replicas) <= size:
             for order in self.shapes.orders:
                 yield Shape.along(order, starts, replicas, size), bounds
 
     def _balanced(self, size: int, replicas: Replicas) -> Bounds:
-        """Finds the bounds whose slowest stage is fastest; empty if no bounds fit."""
+        """Finds the bounds with the fastest slowest stage; empty if no bounds fit."""
         stages = len(replicas)
         if max(replicas) > size:
             return ()

@@ -1,4 +1,14 @@
-"""The smallest memory limit that any plan keeps, and the message for a limit below it."""
+"""Finds the smallest memory limit that any plan keeps, and makes the error for a limit below it.
+
+Peak bytes are the most that a device of a stage holds at once. The smallest limit is that of the
+emptiest plan, whose fullest stage has the least peak. Its seconds do not matter.
+
+Finding the fewest bytes of one segment takes long (`min_bytes.py`). So each segment first has a
+lower bound of its peak. A search settles segments, that is, it finds their true peaks, only along
+the path of cuts that looks emptiest so far. It ends when that path is settled: all other paths have
+bounds that are not lower. For models of many layers the search ends sooner, near the smallest
+limit. `LIMIT` in `effort.py` says when; its numbers may be changed.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +31,7 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 @dataclass(frozen=True)
 class MinBytesPlan:
-    """A decision whose fullest stage holds as little as possible; `stage` is that stage."""
+    """A decision that holds as little as possible; `stage` is its fullest stage."""
 
     decision: Decision
     stage: int
@@ -29,7 +39,7 @@ class MinBytesPlan:
 
 
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
-    """Finds the plan of the smallest limit, whatever its seconds."""
+    """Finds the plan that keeps the smallest limit, whatever its seconds."""
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     if area(cuts) <= LIMIT.all_cells:
@@ -37,8 +47,9 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         assert plan is not None, "without a limit there is a plan"
         return plan
     least = _least_reached_bytes(pricing)
-    # A reach is a bound: under `least` bytes there may be no plan. Windows under larger limits are
-    # tried until a plan is found that keeps the limit of its windows.
+    # Only windows of the cuts are searched, namely the cuts that stages can reach under a limit.
+    # `least` is only a bound, so perhaps no plan keeps it: larger limits are tried. They end at a
+    # plan that keeps the limit of its windows, because all plans that keep this limit lie in them.
     plan = None
     for slack in (1.02, 1.2, 3.0):
         limit = least * slack
@@ -51,10 +62,10 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 
 
 def _least_reached_bytes(pricing: Pricing) -> float:
-    """Finds nearly the least limit under which the last layer can be reached (`Reach`).
+    """Finds nearly the least limit under which stages reach the last layer (`cut_windows.py`).
 
-    The interval that is halved ends at the bytes of a device that has the whole model and
-    recomputes all of it: under that limit the last layer is surely reached.
+    The interval that is halved ends at a limit under which the first stage alone reaches it: the
+    bytes of a device that has the whole model and recomputes all of it.
     """
     segments = pricing.segments
     problem = segments.problem
@@ -73,18 +84,18 @@ def _least_reached_bytes(pricing: Pricing) -> float:
 
 
 def _reach(pricing: Pricing, limit_bytes: float) -> Reach:
-    """Makes the reach of stages under a limit, whatever their seconds."""
+    """Describes how far stages reach under a limit, whatever their seconds."""
     stages = pricing.segments.problem.stages
     return Reach(replace(pricing, limit_bytes=limit_bytes), ((),) * stages)
 
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
-    """Yields the emptiest plan for each choice of cuts, the emptiest first; none if too many."""
+    """Yields the emptiest plan of each choice of cuts, the emptiest first; none if too many."""
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     inner_bounds = len(cuts) - 2
     places = range(1, len(pricing.segments.cuts) - 1)
-    # Without these plans, the caller (`floor`) searches from one plan to its neighbours alone.
+    # The caller (`floor.py`) can do without these plans, and goes from one plan to its neighbours.
     if comb(len(places), inner_bounds) > LIMIT.cuts:
         return
     peaks = Peaks(pricing, cuts)
@@ -99,7 +110,7 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
 
 
 class Peaks:
-    """The peak bytes of the segments between cuts: lower bounds, or, once settled, true numbers."""
+    """The peak bytes of all segments between cuts: lower bounds, or true numbers once settled."""
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments
@@ -111,7 +122,7 @@ class Peaks:
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def _least_bytes(self, block: CutBlock) -> Grid:
-        """Bounds the peak bytes of a block's segments from below; infinite if there is no layer."""
+        """Bounds the peak bytes of segments from below; infinite for segments without layers."""
         least = self.pricing.at(block.s).least_bytes(block)
         peaks = np.maximum(least, block.reducing_bytes)
         return np.where(block.inside, peaks, np.inf)
@@ -123,13 +134,13 @@ class Peaks:
         b: int,
         below: float,
     ) -> float:
-        """Returns a segment's peak bytes; if they are not below `below`, a number not below it.
+        """Returns a segment's peak bytes, exactly if they are less than `below`.
 
         Args:
             s: the stage.
             a: the index of the segment's start among the cuts of bound s.
             b: the index of the segment's end among the cuts of bound s + 1.
-            below: bytes; segments that take as many are not counted exactly.
+            below: from this many bytes on, a lower bound is enough, if it is not less than `below`.
         """
         peaks = self.bytes[s]
         if (s, a, b) in self.choices or peaks[a, b] >= below:
@@ -145,8 +156,8 @@ class Peaks:
             below=below - fixed,
         )
         self.choices[s, a, b] = choices
-        # Longer segments around this one need nearly as much. Raising their bounds now means that
-        # many of them never have to be settled.
+        # Longer segments around this one need nearly as many bytes. Their bounds are raised now, so
+        # that many of them never have to be settled.
         longer = peaks[: a + 1, b:]
         least_bytes = longer_bytes(self.pricing, block, a, b, held_bytes)
         np.maximum(longer, least_bytes, out=longer)
@@ -155,11 +166,11 @@ class Peaks:
         return float(peaks[a, b])
 
     def settle_path(self, places: Sequence[int], below: float) -> float:
-        """Settles the segments of a path, and returns the peak of the fullest.
+        """Settles the segments of a path, and returns the peak bytes of the fullest.
 
         Args:
             places: for each bound, the index of its cut.
-            below: bytes; segments that take as many are not counted exactly.
+            below: from this many bytes on, the exact number does not matter.
         """
         return max(self.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
 
@@ -174,9 +185,10 @@ class Peaks:
 
 
 def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
-    """Finds the emptiest plan between these cuts, or one that is nearly as empty; None if none.
+    """Finds the emptiest plan between these cuts; None if there is no plan.
 
-    Small models (`LIMIT.exact_layers`) get the emptiest one.
+    For models of more than `LIMIT.exact_layers` layers it may be a plan that is nearly as empty, or
+    None if no plan was found in time.
     """
     peaks = Peaks(pricing, cuts)
     near = 1 if peaks.exact else 1 + LIMIT.tolerance
@@ -184,9 +196,9 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
     rounds = 0
     while True:
         rounds += 1
-        # `highest` is the least, over paths, of the highest bound on the path: no plan holds less.
-        # It rises as segments are settled. The search ends at a plan that holds no more. Each round
-        # settles a segment, so that the loop ends.
+        # Each path has a highest bound, that of its fullest segment. `highest` is the least of them
+        # over all paths, so no plan holds less, and a plan that holds no more is the emptiest. The
+        # loop ends, because each round settles another segment.
         highest = least_max(peaks.bytes)
         if highest == np.inf:
             return None
@@ -211,31 +223,35 @@ def longer_bytes(
     b: int,
     held_bytes: float,
 ) -> Grid:
-    """Bounds from below the peak bytes of the segments around one whose bytes are known.
+    """Bounds from below the peak bytes of longer segments, which contain one with known bytes.
 
-    The choices of a longer segment could also be used for the known one inside it, so that the
-    longer one needs at least as much. Three differences are subtracted. If the known segment cuts
-    off the beginning of a run, the input of its first layer is kept, in place of that of an earlier
-    layer. If it cuts off the end of a run, its last layer recomputes its residuals itself. Shared
-    values that only later layers read need no room beside the known segment.
+    The choices of a longer segment also suit the known segment inside it. So the longer one needs
+    at least as many bytes, less three differences:
+
+    - A run (layers that are recomputed together) may begin before the known segment. Inside the
+      known segment it begins with the first layer, whose input is then kept in place of the input
+      of an earlier layer.
+    - A run may end after the known segment. Inside, the last layer recomputes its residuals itself.
+    - Shared values that only later layers read are freed before the known segment works.
 
     Args:
         pricing: of the model.
         block: the segments of a stage.
         a: the index of the known segment's start.
         b: the index of its end.
-        held_bytes: the bytes of the known segment without fixed ones.
+        held_bytes: the fewest bytes of the known segment, without its fixed bytes.
     """
     choices = pricing.at(block.s).choices
     starts = block.starts[: a + 1]
     last = block.ends[b] - 1
     in_flight = pricing.segments.in_flight[block.s]
-    # By how much the input of the known segment's first layer is larger than the smallest input of
-    # a layer from the longer segment's start on.
+    # The first difference: by how much the input of the known segment's first layer is larger than
+    # the smallest input from the start of the longer segment on.
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1]
     begun = on_device_bytes(in_flight, inputs[-1] - least[starts - starts[0]])
-    # What a run needs more if it ends with the known segment; 0 for segments that end there too.
+    # The second: what a run needs more if it ends with the known segment. It is 0 for segments that
+    # end there too.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
     ended = np.full(len(block.ends) - b, max(0.0, more_at_end))
     ended[0] = 0.0
@@ -245,7 +261,7 @@ def longer_bytes(
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
-    """Makes the error that says where the emptiest plan is over the limit, and by how much."""
+    """Makes the error for a limit that no plan keeps; it names the smallest limit that suffices."""
     plan = min_bytes_plan(pricing)
     limit = int(pricing.limit_bytes)
     i, j = plan.decision.bounds[plan.stage : plan.stage + 2]

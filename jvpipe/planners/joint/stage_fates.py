@@ -1,10 +1,17 @@
-"""The search for the fastest choices of a device's layers under its limit, by dominance.
+"""Searches the fastest choices (fates) for the layers of a device under its limit, by dominance.
 
-A state (see `dominance.py`) stands for choices of the first layers. Each further layer multiplies
-the states by its choices. Then states are dropped that cannot fit, whose lower bound
-(`dual_bounds.py`) is not below the best known, or that another state dominates. None of these can
-be the best. If more than twice `width` states are left, only the fittest stay: then the answer may
-not be the best.
+A state stands for choices of the first layers: their seconds and bytes (`dominance.py`). The search
+begins with one state, for no layers. With each further layer, a state becomes several, one for each
+choice of the layer. Then three kinds of states are dropped:
+
+    - states that cannot fit, whatever the layers to come choose;
+    - states whose lower bound of seconds (`dual_bounds.py`) is not below the best that is known;
+    - states that another state dominates, because it is at least as good in every number.
+
+Dropping them loses nothing: what they lead to does not fit, or is no better than what is known or
+what another state leads to. So the result is the best, with one exception: if more than twice
+`width` states are left, only the most promising stay. The answer's `bound_s` then tells how much
+faster the best may be.
 """
 
 from dataclasses import dataclass
@@ -29,30 +36,38 @@ from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
 
 BELOW_FACTOR = 1 - 1e-12
-"""A bound must be below the best known by more than rounding."""
+"""The best known seconds are lowered by this factor, more than rounding may raise a bound."""
 
 
 @dataclass(frozen=True)
 class FateQuery:
-    """The layers of a device, their seconds without extra ones, and the limits that fates keep."""
+    """The layers of a device, their seconds before fates add any, and the limits on fates.
+
+    Attributes:
+        lot: the layers, and the micro-batches of which the device holds something at once.
+        compute_s: of forwards and backwards.
+        traffic_s: of the traffic on the device's link to the host.
+        room_bytes: the limit, less what is held whatever is chosen.
+        most_swapped_bytes: the limit on swapped bytes per micro-batch.
+    """
 
     lot: Lot
     compute_s: float
     traffic_s: float
     room_bytes: float
-    most_swapped_bytes: float = np.inf  # per micro-batch
+    most_swapped_bytes: float = np.inf
 
 
 @dataclass(frozen=True)
 class StageChoices:
     """Choices for the layers of a device; empty, with infinite seconds, if none were found to fit.
 
-    No choices that fit take less than `bound_s`.
+    No choices that fit take less than `bound_s`. `bytes` counts held and working bytes.
     """
 
     choices: tuple[int, ...]
     seconds: float
-    bytes: float  # held and working
+    bytes: float
     bound_s: float
 
     @property
@@ -62,10 +77,12 @@ class StageChoices:
 
 
 class FateSearch:
-    """A search for a query, under given prices of seconds and bytes, or under the best prices.
+    """A search that answers a query; lower bounds come from prices (`dual_bounds.py` defines them).
 
-    If the lot has several moments, prices are put on one of them, the one that holds the most if
-    everything is kept. All moments have to fit.
+    `prices` are (alpha, mu): the weight of compute, and seconds per byte. If they are not given,
+    those that prove the highest bound are used. A lot may have several moments, all of which have
+    to fit. The price of bytes is put on one of them: the one that holds the most if everything is
+    kept.
     """
 
     def __init__(
@@ -87,7 +104,7 @@ class FateSearch:
         self.moment = int(keeping.argmax())
         held_bytes = growth.held[self.moment]
         self.room = query.room_bytes - base[self.moment]
-        # Bytes are at least what all layers hold plus what the last layer works with.
+        # A device needs at least what all layers hold plus what the last layer works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
         if prices is None:
@@ -101,13 +118,14 @@ class FateSearch:
             )
             prices = DualBounds([asked]).solve()[0]
         self.prices = self.alpha, self.mu = prices
-        # Lower bounds of the cost of the layers to come, at these prices.
+        # Lower bounds of what the layers to come cost at these prices.
         finite_s = np.where(there, extra_s, 0.0)
         seconds = self.alpha * finite_s + (1 - self.alpha) * link_s
         cost = np.where(there, seconds, np.inf)
         priced = cost + self.mu * held_bytes
         paid = priced.min(1)
-        # While an earlier layer works, the layers to come have left nothing of its micro-batch.
+        # A backward goes from the last layer to the first. So while an earlier layer works, the
+        # layers to come have already freed what they left of the same micro-batch.
         left = table.left_bytes[at]
         others = cost + self.mu * (held_bytes - left)
         spared = others.min(1) - self.mu * growth.given
@@ -120,10 +138,10 @@ class FateSearch:
         self.expected = self._expected(priced, finite_s, link_s, held_bytes, left)
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
-        """Estimates what the layers to come take, by weighting choices that cost little.
+        """Estimates what the layers to come take: means over choices, mostly over the cheap ones.
 
-        The estimates are scaled so that over all layers they agree with the bound at these prices:
-        a price above 0 says that its seconds or its limit are met exactly.
+        For all layers together, the best choices use exactly the seconds or bytes that have a price
+        above 0 (complementary slackness). So the estimates are scaled until they do that too.
 
         Args:
             cost: of each choice at these prices.
@@ -133,8 +151,8 @@ class FateSearch:
         query = self.query
         without_fates_s = self.alpha * query.compute_s + (1 - self.alpha) * query.traffic_s
         bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
-        # A choice counts less, the further it is from its layer's best. What is near depends on the
-        # bound divided by the number of layers.
+        # The farther a choice is from its layer's best, the less it counts. Distances are measured
+        # as fractions of what a layer takes on average.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
         least_s = max(1e-12 * most_s, 1e-300)
         near_s = max(FATE.near_best * bound_s / len(cost), least_s)
@@ -154,7 +172,11 @@ class FateSearch:
     def least_seconds(self, width: int, below_s: float = np.inf) -> StageChoices:
         """Finds the fastest choices that fit and take less than `below_s`.
 
-        Among equally fast choices, those that swap least are taken, then those that hold least.
+        Ties go to the choices that swap least, then to those that hold least.
+
+        Args:
+            width: how many states stay after a layer, if there are more than twice as many.
+            below_s: seconds; slower choices are not of interest.
         """
         last = follow(
             self.growth,
@@ -183,8 +205,8 @@ class FateSearch:
         query = self.query
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
-        # Three bounds hold: compute alone, the link alone, and both together with bytes at the
-        # prices.
+        # There are three bounds: compute alone, the link alone, and the weighted mean of both with
+        # the price of bytes.
         compute_s = query.compute_s + states[EXTRA]
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
@@ -210,9 +232,10 @@ class FateSearch:
         _alive: np.ndarray,
         done: int,
     ) -> np.ndarray:
-        """Picks the states that stay: half by their bounds, half by expected seconds.
+        """Picks the states that stay: the best `width` by bound, and as many by expected seconds.
 
-        Expected seconds add the estimates of `_expected`, and charge for bytes over the limit.
+        Expected seconds are those of a state, plus the estimates of `_expected` for the layers to
+        come, plus a price for each byte that would then be over the limit.
         """
         extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
         held_bytes = self._held_bytes(states)
@@ -224,12 +247,12 @@ class FateSearch:
         link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
         may = np.isfinite(bound)
         overrun = np.maximum(np.where(may, over, 0.0), 0.0)
-        dear_s = FATE.overrun_price * self.mu * overrun
-        seconds = np.maximum(compute_s, link_s) + dear_s
+        penalty_s = FATE.overrun_price * self.mu * overrun
+        seconds = np.maximum(compute_s, link_s) + penalty_s
         expected_s = np.where(may, seconds, np.inf)
         near = np.argpartition(expected_s, width)[:width]
         low = np.argpartition(bound, width)[:width]
-        # The state that holds the least stays too, so that something is likelier to fit in the end.
+        # The state that takes the fewest bytes stays too: it is the likeliest to fit in the end.
         taken = np.where(may, held_bytes + beyond, np.inf)
         return np.concatenate([near, low, [taken.argmin()]])
 
@@ -238,11 +261,13 @@ class FateSearch:
         return states[self.growth.fixed_rows + self.moment]
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
+        """Counts the seconds that states take: of compute or of the link, the larger number."""
         compute_s = self.query.compute_s + states[EXTRA]
         link_s = self.query.traffic_s + 2 * self._swap_s(states)
         return np.maximum(compute_s, link_s)
 
     def _swap_s(self, states: States) -> Float[np.ndarray, "M"]:
+        """Counts the seconds of copying what states swap, in one direction."""
         swapped = states[SWAPPED]
         seconds = self.host.latency_s + swapped / self.host.bytes_per_s
         return np.where(swapped > 0, seconds, 0.0)

@@ -1,8 +1,13 @@
-"""Finds the surrogate's best cuts and fates: among all cuts, or among those that matter.
+"""Finds the best cuts and fates by the surrogate, a closed form of the seconds of a step.
 
-The surrogate is the closed form of a step's seconds in `stage_cost.py`. A model of few layers is
-searched until the best is proven. A larger model is searched until the best is near enough to its
-bound, or until the effort is used up.
+`cap_search.py` defines the surrogate and searches a table of segments (`segment_table.py`) for it.
+This file chooses the cuts of that table. If there are few, all are taken. If there are many, each
+bound gets a window: the cuts that it can have if no stage takes longer than a cap
+(`cut_windows.py`). The widest windows that the effort allows are taken.
+
+A model of few layers is searched until the best is proven. A larger model is searched until the
+best is near enough to its bound, or until the effort is used up. The numbers of `effort` below, and
+of `CUTS` in `effort.py`, may be changed.
 """
 
 from collections.abc import Sequence
@@ -25,10 +30,10 @@ from jvpipe.util.sizes import MOST_BYTES
 
 @dataclass(frozen=True)
 class Solution:
-    """The paths that the search found, the best first, and the table that it searched.
+    """The paths (cuts of plans) that a search found, the best first, and the table it searched.
 
-    No plan whose cuts are in the table takes less than `result.bound_s`. The slowest stage of any
-    other plan is above `cap_s`, so that no other plan takes less than `beyond_s`.
+    A plan whose cuts are in the table takes at least `result.bound_s`. Any other plan has a stage
+    that takes longer than `cap_s`, and so takes at least `beyond_s`.
     """
 
     result: SearchResult
@@ -38,7 +43,7 @@ class Solution:
 
     @property
     def bound_s(self) -> float:
-        """The seconds that no plan is below."""
+        """A lower bound on the seconds of any plan."""
         return min(self.result.bound_s, self.beyond_s)
 
     @property
@@ -53,7 +58,7 @@ class Solution:
 
 
 def effort(layers: int) -> Effort:
-    """Returns the effort for a model of so many layers; larger models get less for each layer."""
+    """Returns the effort for a model of so many layers; larger models get less per layer."""
     if layers <= 40:
         return Effort(16, 4000, 1e-9, layers=2_000 * layers)
     if layers <= 120:
@@ -78,9 +83,9 @@ def solve(
     """Finds the surrogate's best paths.
 
     Args:
-        problem: that is planned.
+        problem: what is asked.
         pricing: of the problem's choices.
-        most_swapped_bytes: for each stage, what it may swap per micro-batch; empty: no bound.
+        most_swapped_bytes: what each stage may swap per micro-batch; empty: any amount.
     """
     everything = pricing.segments.windows
 
@@ -97,8 +102,8 @@ def solve(
         return area(reach.windows(least_s * (1 + slack))) <= CUTS.window_cells
 
     widest = next(filter(is_small, CUTS.cap_slacks), 0.0)
-    # The widest windows within the effort come first. If nothing in them fits, wider windows are
-    # tried, thinned out.
+    # The widest windows within the effort come first. If no plan in them fits, wider windows are
+    # tried, but thinned out (`bounded`).
     for slack in (widest, 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
@@ -116,7 +121,7 @@ def trips(
     """Finds the most promising plans that keep round trips short (`trips.py`), the best first.
 
     Args:
-        problem: that is planned.
+        problem: what is asked.
         pricing: of the problem's choices.
         paths: the most plans that are returned.
     """
@@ -129,7 +134,7 @@ def trips(
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    # A dictionary that serves as an ordered set, because factors may lead to the same path.
+    # Several factors may lead to the same path. A dictionary keeps each path once, in order.
     every_path = dict[tuple[int, ...], None]()
     for factor in CUTS.transfer_factors:
         slower_s = [factor * c for c in comm_s]
@@ -143,7 +148,7 @@ def trips(
     decisions = []
     for at in ranked[:paths]:
         path = table.path(every[at])
-        # This ends because each round prices or settles open cells of the path.
+        # The loop ends, because each round prices or settles open cells of the path.
         while opened := table.open_cells(path):
             table.refine(opened)
         if all(table.fits(cell) for cell in cells(path)):
@@ -156,7 +161,7 @@ def _beyond_s(
     pricing: Pricing,
     cap_s: float,
 ) -> float:
-    """Bounds from below the seconds of a plan whose slowest stage is above a cap."""
+    """Bounds from below the seconds of a plan whose slowest stage takes longer than a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s
     work_s = float(pricing.segments.least_compute_s[-1])
@@ -164,7 +169,7 @@ def _beyond_s(
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """Returns the solution, or, if it swaps more than the host can hold, one that does not."""
+    """Returns the solution if the host may hold what it swaps, else one that swaps less."""
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
@@ -174,15 +179,15 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
-        # Choices of other stages are replaced by 0, because they may not exist for the layers on
-        # this stage's devices.
+        # `swapped` takes the choices of all layers from 0 on. The choices of earlier stages may not
+        # exist on this stage's devices, so 0 stands for them.
         inside = (0,) * i + decision.choices[i:j]
         swapped = pricing.at(s).choices.swapped(inside)
         moves.append(k[s] * float(swapped[i:j].sum()))
     if sum(moves) <= limit:
         return solution
-    # Either each stage gets a part of the host's limit in proportion to what it wanted, or nothing
-    # is swapped at all: the faster solution is taken.
+    # There are two ways out, and the faster one is taken: each stage may swap in proportion to what
+    # it swaps now, or no stage swaps.
     total = sum(moves)
     parts = [limit * want / total // kept for want, kept in zip(moves, k, strict=True)]
     others = [

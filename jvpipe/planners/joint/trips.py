@@ -1,24 +1,30 @@
-"""Cuts for slow links: no group of adjacent stages waits longer for its round trips than a cap.
+"""Finds cuts for slow links, under which no group of adjacent stages waits long for round trips.
 
-Legend: t is a stage's seconds per micro-batch, c the seconds of the link before it in both
-directions, and T the cap in seconds per micro-batch. A round trip through the group of stages a to
-r takes a micro-batch forward from stage a to stage r and back. Stage a has only r - a more
-micro-batches in flight than stage r, so that r - a + 1 micro-batches pass during one round trip. It
-must therefore take at most r - a + 1 times the cap:
+Legend: t_s is the seconds of stage s per micro-batch, c_s the seconds of the link before it in both
+directions, and T a cap on the seconds per micro-batch. A round trip through stages a to r takes a
+micro-batch forward from stage a to stage r and back:
+
+    stage a     F . . . . B        . is time on links or on later stages
+    ...           F . . B
+    stage r         F B
+
+Stage a has only r - a more micro-batches in flight than stage r. So r - a + 1 micro-batches pass
+during one round trip, which may therefore take at most r - a + 1 times the cap:
 
     t_a + c_(a+1) + t_(a+1) + ... + c_r + t_r  <=  (r - a + 1) T      for all a <= r
 
-Let u_r be the most by which a group that ends with stage r exceeds this. Then
+Let u_r be the most by which a group that ends with stage r exceeds the right side. Then
 
     u_r = t_r - T + max(0, u_(r-1) + c_r)
 
-because the worst group either is stage r alone or extends the worst group that ends with stage
-r - 1. So u grows along the path of cuts, a shortest path has the least u, and u must not be above 0
-at any stage.
+because the worst group is either stage r alone, or the worst group that ends with stage r - 1,
+extended. The path of cuts keeps the cap if u_r <= 0 at every stage. As u_r never falls when u_(r-1)
+rises, the path with the least u up to each cut is found stage by stage, like a shortest path.
 
-In a stream without other traffic on the links, the least T is the time between micro-batches. In a
-step with a flush, only few micro-batches come in such turns, and the sum over all stages counts
-too. So paths are made for several caps, each with the least sum of t + c + share * u.
+If many micro-batches follow each other, the least possible T is the time between two of them. A
+step with a flush has few, and the sum of t and c over all stages counts too. So paths are made for
+several caps, each with a small sum of t + c + share * u. `share` is what a second of u is worth.
+The caps and shares are in `CutEffort` (`effort.py`), and may be changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +41,8 @@ from jvpipe.planners.model.chain_dp import Matrix
 class Trips:
     """The possible stages between given cuts: their seconds, and those of the links before them.
 
-    Under a cap, no entry of `busy_s` on the path may be above the cap either.
+    `busy_s` are further seconds of the stages, such as those of another link. On a path under a
+    cap, none of them is above the cap.
     """
 
     seconds: Sequence[Matrix]
@@ -56,8 +63,8 @@ class Trips:
 
     def least_cap_s(self) -> float:
         """Finds nearly the least cap under which there is a path; infinite if there is none."""
-        # Under a cap that is the sum of the slowest stage, the slowest link and the busiest entry,
-        # every path is allowed.
+        # Every path keeps a cap that is the sum of the slowest stage, the slowest link and the
+        # largest `busy_s`.
         caps = []
         for matrices in (self.seconds, self.comm_s, self.busy_s):
             slowest = (x[np.isfinite(x)].max(initial=0.0) for x in matrices)
@@ -66,7 +73,7 @@ class Trips:
         high = sum(caps) + 1e-300
         if self.path(high) is None:
             return np.inf
-        # The interval may be halved because a larger cap allows all paths that a smaller one does.
+        # Halving the interval is right, because a larger cap allows all paths of a smaller one.
         while high - low > CUTS.trip_tolerance * high:
             middle = (low + high) / 2
             if self.path(middle) is not None:
@@ -76,17 +83,17 @@ class Trips:
         return high
 
     def path(self, cap_s: float, share: float = np.inf) -> tuple[int, ...] | None:
-        """Finds the path with the least sum of t + c + share * u under a cap; None: none keeps it.
+        """Finds a path under a cap with a small sum of t + c + share * u; None if it finds none.
 
-        With an infinite share it is the path with the least u: if that path exceeds the cap, all
-        paths do.
+        With an infinite share it is the path with the least u, and None says that no path keeps the
+        cap. With any other share, one path is kept per cut, and the result may not be the best.
         """
         over = np.zeros(1)
         total = np.zeros(1)
         came = list[np.ndarray]()
         for s, (t, c) in enumerate(zip(self.seconds, self.comm_s, strict=True)):
-            # `grown` is u of this stage: of the stage alone, or of the worst group that ends before
-            # it, extended by the link and this stage.
+            # `grown` is u_r: of this stage alone, or of the worst group before it, extended by the
+            # link and this stage.
             longer = np.maximum(0.0, over[:, None] + c) if s else 0.0
             grown = t - cap_s + longer
             reached = np.isfinite(total)[:, None]
