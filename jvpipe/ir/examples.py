@@ -30,7 +30,7 @@ class Examples(NamedTuple):
 
 
 def divided(examples: int, parts: int) -> tuple[Examples | None, ...]:
-    """Divides a micro-batch into slices whose sizes differ by at most one; None if there is only one.
+    """Divides a micro-batch into slices whose sizes differ by at most one; a single slice is None.
 
     >>> [str(part) for part in divided(8, 3)], divided(8, 1)
     (['0:2', '2:5', '5:8'], (None,))

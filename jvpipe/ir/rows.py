@@ -140,7 +140,7 @@ class GroupRun:
 
 
 Wire = tuple[tuple[int, ...], tuple[int, ...]]
-"""The arrays that a part of a group reads and the arrays that it writes, as `Row.wires` has them."""
+"""The arrays that a part of a group reads, and those that it writes, numbered as in `Row.wires`."""
 
 
 Run = (

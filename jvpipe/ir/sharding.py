@@ -79,7 +79,7 @@ class Sharding:
         return all(size % self._parts(axes) == 0 for size, axes in zip(shape, spec, strict=False))
 
     def batch(self, array: Array) -> Array:
-        """Returns a leaf of a micro-batch, with its examples cut along `batch_axis` if there is one.
+        """Returns a leaf of a micro-batch, cut by examples along `batch_axis` if there is one.
 
         Raises:
             ValueError: the size of that axis does not divide the number of examples.

@@ -55,7 +55,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Everything that a timeline shows of some steps. The levels of each place are in order of time."""
+    """Everything that a timeline shows of some steps. The levels of a place are in time order."""
 
     spans: tuple[Span, ...]
     levels: tuple[Level, ...] = ()
