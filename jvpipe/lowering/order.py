@@ -127,7 +127,7 @@ class _Neighbours:
                 self._connect(parameter.owner, parameter.readers, back=True)
 
     def _connect(self, source: int, readers: Iterable[int], *, back: bool) -> None:
-        """Notes that readers of a layer's value wait for it. With `back`, it also waits for them."""
+        """Notes that readers of a layer's value wait for it; with `back`, it waits for them too."""
         s = self.stage[source]
         for reader in readers:
             r = self.stage[reader]
