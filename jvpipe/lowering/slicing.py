@@ -42,8 +42,8 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""How a value without an axis of examples depends on them, if the whole value is a weighted sum of the
-replicas' values.
+"""How a value without an axis of examples depends on them, if it is a weighted sum of what the
+replicas have.
 """
 
 

@@ -131,7 +131,7 @@ class _Swaps:
                 raise AssertionError(f"nobody says what is swapped after {task}")
 
     def redirected(self, row: Row) -> Row:
-        """Returns the row, with swapped buffers that it reads replaced by the copies that came back."""
+        """Returns a row that reads the copies that came back, in place of swapped buffers."""
         if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
         reads = (self._fetched.get(b, b) for b in row.reads)

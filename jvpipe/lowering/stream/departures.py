@@ -6,9 +6,9 @@ example there are two stages, and task 7 moves weights to the place where it rea
     tasks    ... 7    8    9    10   11                      12 ...
     rows         MOVE                    FREE old, DROP new
 
-The old buffer must not end before the copy has arrived. So FREE waits for the copy and then ends the
-old buffer. It is written only after `_WINDOW` (two) more tasks of each stage, here before task 12,
-because by then the copy has normally arrived. If the copy is late, FREE costs time and nothing else.
+The old buffer must not end before the copy has arrived. So FREE waits for the copy, and then ends
+the old buffer. It is written only after `_WINDOW` (two) more tasks of each stage, here before task
+12, because by then the copy has normally arrived. If the copy is late, FREE only costs time.
 
 A buffer ends at the last row that touches it. FREE also touches the new buffer, but it is a row of
 the old place. So a DROP row of the new place follows, at which the new buffer ends if no later row

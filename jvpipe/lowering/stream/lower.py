@@ -49,8 +49,8 @@ from jvpipe.schedules.schedule import Schedule
 class StreamLowering:
     """A stream and its lowered steps.
 
-    `spans` say from which micro-batch on each layout holds. `in_flight_at_switch` has, for each step
-    in which a span begins, the names of the buffers that earlier spans have left in flight.
+    `spans` have the layouts, and the micro-batches from which they hold. `in_flight_at_switch` has,
+    for each step in which a span begins, the names of the buffers that are then in flight.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
@@ -100,7 +100,7 @@ class StreamLowering:
         raise AssertionError("a stream comes to repeat itself")
 
     def step(self, steps: int) -> Step:
-        """Returns the step that follows a number of steps."""
+        """Returns step number `steps`, counted from 0."""
         return self.steps[min(steps, len(self.steps) - 1)]
 
     @property

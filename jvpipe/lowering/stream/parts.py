@@ -1,8 +1,8 @@
 """The parts of a stream: its task lists, cut into steps, and the version that each task reads.
 
 A stream is a run of steps without a flush between them. A stage's part of a step ends just before
-the stage's first forward for the next step. Stage s of S then has S - 1 - s micro-batches in flight,
-with which the next step begins. With two stages and two micro-batches per step:
+the stage's first forward for the next step. On stage s of S, S - 1 - s micro-batches are then in
+flight, and the next step begins with them. With two stages and two micro-batches per step:
 
                step 0                  step 1                  drain
     stage 0    F0 F1 B0 U0             F2 B1 U1 F3 B2 U2       B3 U3
@@ -52,7 +52,7 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
         case "first stage":
             forward = [newest[0]] * len(lists)
         case "one behind":
-            # All micro-batches of update k read the version from before update k - 1.
+            # The micro-batches of update k read version k - 1. The update itself takes version k.
             every = schedule.period(microbatches)
             behind = tuple(max(0, m // every - 1) for m in range(len(newest[0])))
             forward = [behind] * len(lists)
