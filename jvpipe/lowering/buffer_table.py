@@ -3,7 +3,7 @@
 A buffer has a number, which never changes, and a name, which may. The name is a `Spot`: a value, a
 place, and which of the value's copies at that place. Names change in two ways. An update in place
 turns version 3 of a parameter into version 4. A value that moves leaves its old buffer behind; that
-buffer is then named stale, so that no program reads it. Three mappings lead from one to another:
+buffer is then named stale, so that no program reads it. Three mappings tie numbers to names:
 
     ids         name -> number              for the buffers that may be asked for again
     spots       number -> name              for every buffer

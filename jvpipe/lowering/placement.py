@@ -111,7 +111,7 @@ class Placement:
         return Copy.AWAY if parameter in self._away else Copy.OWN
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
-        """Lists the buffers that lie on the devices between steps.
+        """Lists the buffers that lie on the devices between steps. They hold:
 
             parameters       a copy at each place that reads one
             optimizer state  at the replica that updates the layer, or on that replica's host
@@ -119,8 +119,8 @@ class Placement:
             constants        a copy at each place that reads one
 
         Optimizer state that belongs to no parameter, such as a count of steps, has a copy for each
-        layer, so that a layer can move with its own copy. A step's first buffers are these, in this
-        order, and so are the arrays of a state.
+        layer, so that a layer can move with its own copy. A step begins with these buffers, in the
+        order of the list. A state has its arrays in the same order.
         """
         graph = self.graph
         buffers: list[Buffer] = []

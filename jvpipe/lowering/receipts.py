@@ -1,15 +1,15 @@
 """Receipts: a buffer that one process offers to another stays unchanged until it has arrived there.
 
 A crossing is a copy between places of two processes: the source offers its buffer, and the target
-takes a copy some time later. Before the copy has arrived, the source must not overwrite or delete
-the buffer; to drop a reference to it is always safe. A RECEIPT row at the source waits for one of
-two signs that the copy has arrived:
+takes a copy some time later. Until the copy has arrived, the source must not overwrite or delete
+the buffer. Dropping a reference to the buffer is always safe. A RECEIPT row at the source waits for
+one of two signs that the copy has arrived:
 
     a witness   a buffer that depends on the copy and comes back to the source anyway, such as the
                 cotangent of an activation that was sent
     a mark      a small array that the target sends if no witness comes back in time
 
-With a mark, where time runs to the right:
+With a mark for parameter p, where time runs to the right:
 
     process 0   U SEND(p) ............................ RECEIPT(mark)  B(p) overwrites p
     process 1             ARRIVE(p) SEND(mark)

@@ -84,11 +84,12 @@ class StreamLowering:
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
-        # A step has the names of all buffers before and after it, counted from the step. If a step
-        # equals the step before it, it ends as it began. A full pipeline has the same tasks in
-        # every step, so all later steps are then equal, too. This happens after at most `fill`
-        # steps: by then the micro-batches that were in flight at the switch have left. More steps
-        # are lowered than compared: the last ones look different, as nothing reads what they leave.
+        # Steps are compared with the names of all buffers before and after them, in each step's own
+        # numbers. If a step equals the step before it, it ends as it began. A full pipeline has the
+        # same tasks in every step, so all later steps are then equal, too. This happens after at
+        # most `fill` steps: by then the micro-batches that were in flight at the switch have left.
+        # More steps are lowered than compared, because nothing reads what the last ones leave, and
+        # so they look different.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
