@@ -1,1 +1,1 @@
-"""Plain data that all other folders except util read: layers, plans, tasks, rows, buffers."""
+"""Plain data for all other folders: layers, plans, tasks, rows and buffers."""

@@ -1,6 +1,7 @@
 """The buffer table: every array of a step, with the value that it holds, its size and its place.
 
-A place is the number of a device, or of a mesh of devices.
+A place is the number of a device, or of a mesh of devices. The peak of a memory follows from the
+rows and this table, before anything runs.
 """
 
 from collections.abc import Sequence
@@ -14,26 +15,26 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import VALUES, Owner, Value, ValueKind
 
 HOST = -1
-"""The number of the host's memory, used in place of a device's number.
+"""The number of the host's memory.
 
-It is -1, because a table by memory has the devices' rows first and then the host's as the last.
+It is -1, because in a list with an element for each memory the host's element is the last.
 """
 
 
 class Copy(StrEnum):
-    """The copies of a value that may lie at a place."""
+    """The copies of a value that may lie at a place, or on the host of the place."""
 
     OWN = "own"  # the usual copy, which programs at the place read
-    UNUSED = "unused"  # a program yields it, and nobody reads it
-    RECOMPUTED = "recomputed"  # yielded by a forward that was recomputed
+    UNUSED = "unused"  # a program yields it, and no row reads it
+    RECOMPUTED = "recomputed"  # yielded by a forward that ran again
     HOST = "host"  # swapped out: in the host's memory
     FETCHED = "fetched"  # back from the host
-    AWAY = "away"  # optimizer state that lies on the host, from where each update fetches it
+    AWAY = "away"  # optimizer state that lies on the host; each update fetches it from there
     STALE = "stale"  # left behind by a value that has moved
 
     @property
     def is_read(self) -> bool:
-        """Tells whether programs at the place read this copy, unless a pass redirects them."""
+        """Whether programs that read the value read this copy, unless a pass redirects them."""
         match self:
             case Copy.OWN | Copy.RECOMPUTED | Copy.AWAY:
                 return True
@@ -44,7 +45,7 @@ class Copy(StrEnum):
 
     @property
     def is_swap(self) -> bool:
-        """Tells whether a swap made this copy."""
+        """Whether a swap made this copy."""
         match self:
             case Copy.HOST | Copy.FETCHED:
                 return True
@@ -55,7 +56,7 @@ class Copy(StrEnum):
 
     @property
     def on_host(self) -> bool:
-        """Tells whether this copy lies in the host's memory."""
+        """Whether this copy lies in the host's memory."""
         return self in (Copy.HOST, Copy.AWAY)
 
 
@@ -99,7 +100,7 @@ class Buffer:
 
     @property
     def owner(self) -> Owner:
-        """The account to which the buffer's bytes are counted."""
+        """The account to which the buffer's bytes count."""
         return VALUES[self.value.kind].owner
 
 
@@ -107,9 +108,14 @@ class Buffer:
 class Lowered:
     """A step as rows in the order of their dispatch, over a table of buffers.
 
-    The first `persistent` buffers exist before the step. `final` are the buffers that hold the same
-    values after the step, in the same order; the next step finds its state in them. `metrics` are
-    other buffers that outlive the step.
+    Attributes:
+        rows: the rows.
+        buffers: the table of buffers; rows name a buffer by its position.
+        persistent: how many buffers exist before the step. They are the first of the table, and
+            hold the state: parameters, optimizer state and so on.
+        final: the buffers that hold the state after the step, in the same order. The next step
+            begins with them.
+        metrics: other buffers that outlive the step.
     """
 
     rows: tuple[Row, ...]
@@ -132,10 +138,10 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that a memory holds in a step, the row at which it does, and their accounts.
+    """The most bytes that a memory holds in a step, and when.
 
-    `row` is None if the most bytes are held before the first row. `holders` are pairs of an account
-    and its bytes, the largest first.
+    `row` is the row that runs then; None if that is before the first row. `holders` are pairs of an
+    account and its bytes, the largest first.
     """
 
     bytes: int
@@ -143,7 +149,7 @@ class Peak:
     holders: tuple[tuple[str, int], ...]
 
     def beside(self, owner: str, size: int) -> "Peak":
-        """Returns the peak with more bytes.
+        """Returns the peak with additional bytes.
 
         Args:
             owner: the account to which the bytes are added.
@@ -161,7 +167,8 @@ def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple
     Args:
         lowered: the step.
         places: the number of places.
-        temporary: for each row, the bytes that its program takes while it runs; empty if unknown.
+        temporary: for each row, the bytes that its program holds only while it runs; empty if they
+            are unknown.
     """
     live = np.zeros(places + 1, int)  # by memory; HOST is -1, which is the last element
     for buffer in lowered.buffers[: lowered.persistent]:
@@ -196,7 +203,7 @@ def _holders(
 ) -> tuple[tuple[str, int], ...]:
     """Counts the bytes of each account in a memory while a row runs, the largest first.
 
-    Versions of a parameter other than its newest count to an account of their own.
+    Older versions of a parameter count to the account `Owner.VERSION`.
 
     Args:
         lowered: the step.

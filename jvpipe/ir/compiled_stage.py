@@ -1,4 +1,4 @@
-"""The bytes of each stage of a plan as a target's compiler counts them, beside the planned ones."""
+"""The bytes of a plan's stage as an accelerator's compiler counts them, beside the planned ones."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,11 @@ class CompiledStage:
 
     Attributes:
         target: the accelerator that was compiled for.
-        planned_bytes: the peak by the plan.
-        compiled_bytes: the peak by the compiler.
+        planned_bytes: the peak, as the plan estimates it.
+        compiled_bytes: the peak, as the compiler reports it.
         row: the row of the step at which the device holds the most.
-        temporary_bytes: the temporary memory of that row's program, by the compiler.
-        working_bytes: the same by the plan, for everything that the layer works with.
+        temporary_bytes: the temporary memory of that row's program, as the compiler reports it.
+        working_bytes: the working memory of that row's layer, as the plan estimates it.
         padding_bytes: what buffers take beyond their elements in the target's layout.
         host_bytes: the bytes of copies of values on the host.
     """
@@ -36,7 +36,7 @@ class CompiledStage:
         return max(self.planned_bytes, self.compiled_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the entries of a stage's JSON that follow from the compiler's answer."""
+        """Returns the entries about compiled bytes in the JSON of a stage."""
         return {
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,

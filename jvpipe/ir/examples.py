@@ -1,7 +1,7 @@
 """Slices of a micro-batch's examples, on which the replicas of a stage work.
 
-Replicas are several places that run the same stage. `Over` says how a value depends on the
-examples, and so how the whole value follows from those that replicas make on their slices.
+Replicas are several places that run the same stage. Each makes values from its slice. `Over` says
+how a value depends on the examples, and so how the replicas' values give the whole value.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Examples(NamedTuple):
 
 
 def divided(examples: int, parts: int) -> tuple[Examples | None, ...]:
-    """Divides a micro-batch into slices whose sizes differ by at most one; a single one is None.
+    """Divides a micro-batch into slices whose sizes differ by at most one; a single slice is None.
 
     >>> [str(part) for part in divided(8, 3)], divided(8, 1)
     (['0:2', '2:5', '5:8'], (None,))
@@ -49,7 +49,7 @@ class Over(StrEnum):
     SUM = "sum"  # it is a sum over the examples
     MEAN = "mean"  # it is a mean over the examples
     MIXED = "mixed"  # it depends on them in any other way
-    # The following ones are found by no trace: a user chooses them.
+    # A trace finds the ways above. The following ones are chosen by a user.
     MAX = "max"  # it is the largest of the slices' values
     LAST = "last"  # it is the last slice's value
     FIRST = "first"  # for model state: it is the same for all slices, so the first one's is taken
@@ -60,7 +60,7 @@ class Over(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a value depends on the examples; with ALONG, `axis` is the axis of the examples."""
+    """How a value depends on the examples. If it is ALONG, `axis` is the axis of the examples."""
 
     over: Over
     axis: int = -1
@@ -70,9 +70,9 @@ class Spread:
 class Batching:
     """How the values that replicas exchange depend on the examples of a micro-batch.
 
-    The values are edges (tensors between layers), the aux of a loss, the loss itself, and the
-    leaves of the model state that the loss makes. None in `state` means that each replica makes the
-    whole leaf.
+    The values are edges (tensors between layers), the loss and its aux, and the leaves of the model
+    state that layers make. None in `state` means that each replica makes the whole leaf, so that
+    nothing is joined.
     """
 
     tensors: tuple[Spread, ...]

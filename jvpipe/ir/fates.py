@@ -1,8 +1,8 @@
 """The fates of a plan, resolved from names to layers and edges.
 
-A fate says what happens to a value between the task that makes it and the task that reads it: it is
-kept, swapped to the host, or recomputed. Tensors have fates between forward and backward, the
-optimizer's state has fates between updates.
+A fate says what happens to a value until it is read: it is kept, swapped to the host or recomputed.
+Tensors have fates between forward and backward, the optimizer's state has fates between updates. A
+plan gives fates by name. Programs and passes ask by layer and by edge.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +13,11 @@ from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 from jvpipe.util.names import did_you_mean
 
 UPDATES_HELD = 2
-"""For how many updates a place has room, if their optimizer state lies on the host.
+"""How many updates' optimizer state a device has room for, if the state lies on the host.
 
-One update runs while the state of others comes or leaves. With one, nothing would overlap; planners
-count this many times the state of the largest update.
+With room for two, one update runs while the state of another comes or leaves. With room for one,
+nothing would overlap. Planners count this many times the state of the largest update, and
+lowering/prefetch.py stays within it.
 """
 Edge = tuple[int, int]
 """A stage, and the index of a tensor that it makes or reads."""
@@ -24,16 +25,16 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Fates:
-    """The fates of all candidates of layers, and of all edges that a stage holds.
+    """The fates of all candidates, by layer, and of all edges, by stage.
 
-    A candidate is a value inside a layer whose fate can be chosen; an edge is a tensor between
-    layers, as one stage holds it.
+    A candidate is a value inside a layer whose fate can be chosen. An edge is a tensor between
+    layers; each stage that makes or reads the edge has a fate for it.
 
     Attributes:
         kept: for each layer, the candidates that its forward saves.
         swapped: for each layer, the kept candidates that go to the host until the backward.
-        recomputed: the layers whose forward runs once more, before the backward of a layer that
-            reads their outputs.
+        recomputed: the layers whose forward runs once more, before a backward that reads its
+            outputs.
         away: the edges that go to the host until the backward.
         dropped: the edges that their stage recomputes.
     """
@@ -46,7 +47,7 @@ class Fates:
 
     @staticmethod
     def of(graph: LayerGraph, plan: Plan) -> "Fates":
-        """Resolves a plan's fates.
+        """Resolves a plan's fates from names to layers and edges.
 
         >>> from jvpipe.ir.layers import Array, Layer
         >>> from jvpipe.ir.plan import Fate, Stage
@@ -56,15 +57,15 @@ class Fates:
         (frozenset({'product'}),)
 
         Raises:
-            ValueError: a fate for a name that the stage does not know, or a tensor to recompute
-                that its stage does not make.
+            ValueError: a stage has a fate for an unknown name, or is to recompute a tensor that
+                another stage makes.
         """
         plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)
         dropped = frozenset(edge for edge, fate in edges.items() if FATES[fate].again)
         recomputed = frozenset(graph.tensors[t].producer for _, t in dropped)
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
-        for layer in recomputed:  # its residuals are recomputed with its outputs, and need no fate
+        for layer in recomputed:  # its residuals come again with its outputs, and need no fate
             fates[layer] = {}
         by_layer = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
         return Fates(
@@ -91,13 +92,13 @@ def left_by(
     fates: Mapping[str, Fate],
     column: Callable[[FateInfo], bool],
 ) -> frozenset[str]:
-    """Finds the candidates of a layer for whose fate a column of the table `FATES` is true.
+    """Finds the candidates of a layer whose fate has a property, such as being saved.
 
     Args:
         graph: the graph that has the layer.
         layer: the layer.
-        fates: the fates by name; a candidate without a name there is kept.
-        column: the column, a function of a line of the table.
+        fates: the fates by name; a candidate that is not named is kept.
+        column: the property, read from a line of the table `FATES`.
     """
     label = graph.label(layer)
     left: set[str] = set()
@@ -112,7 +113,7 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
     """Finds the parameters whose optimizer state lies on the host between updates.
 
     Raises:
-        ValueError: a state fate whose name is not that of a parameter of a layer of its stage.
+        ValueError: a stage has a state fate for a parameter that it does not own.
 
     >>> from jvpipe.ir.layers import Array, Layer, Parameter
     >>> from jvpipe.ir.plan import Fate, Stage
@@ -133,10 +134,9 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
 
 
 def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
-    """Finds the fates of the edges that a plan names.
+    """Finds the fates of the edges that a plan names; names of candidates are skipped.
 
-    Raises ValueError for a name that its stage does not know, and for an edge to recompute that its
-    stage does not make.
+    Raises ValueError as `Fates.of` says.
     """
     fates: dict[Edge, Fate] = {}
     for s, stage in enumerate(plan.stages):

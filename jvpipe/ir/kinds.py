@@ -1,9 +1,9 @@
 """The kinds of tasks and rows, with one table of their properties.
 
-A task is one action of a stage on a micro-batch. Tasks are lowered to rows, each of which is one
-program, one copy, a wait for a copy, or the end of buffers. The table `KINDS` has one line per kind
-with what several parts of jvpipe need to know about the kind; docs/adding_a_kind.md lists the
-other code that a new kind changes.
+A task is one action of a stage on a micro-batch. Tasks are lowered to rows. Each row is one
+program, one copy, a wait for a copy, or the end of buffers. The table `KINDS` has one line per
+kind, with the properties that several parts of jvpipe read. A new kind is a new line;
+docs/adding_a_kind.md lists the other code that it changes.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Kind(StrEnum):
     B = "B"  # backward
     I = "I"  # noqa: E741 - the papers' letter: the half of a backward that gives inputs' cotangents
     W = "W"  # the other half of a backward, which adds the gradients of weights
-    R = "R"  # recompute a forward for a backward
+    R = "R"  # run a forward again, for a backward
     U = "U"  # update: one piece of the optimizer
     E = "E"  # evaluate: a forward that leaves nothing for a backward
     SEND = "SEND"  # copy to another place
@@ -31,9 +31,9 @@ class Kind(StrEnum):
     IN = "IN"  # copy back from the host
     FREE = "FREE"  # wait until a copy has arrived, then end the buffer that was copied
     DROP = "DROP"  # end buffers that nobody will read
-    ARRIVE = "ARRIVE"  # make a mark, a small array that tells another process that its copies came
+    ARRIVE = "ARRIVE"  # make a mark: a small array that tells another process that copies arrived
     RECEIPT = "RECEIPT"  # wait until a buffer that was offered to another process has arrived there
-    ZERO = "ZERO"  # make accumulators
+    ZERO = "ZERO"  # make arrays of zeros, such as accumulators of gradients
     LOSS = "LOSS"  # sum the losses of a step's micro-batches
     WEIGHT = "WEIGHT"  # for a weighted loss: sum its weights over the micro-batches of an update
     SHIFT = "SHIFT"  # move parameters ahead for a forward (XPipe) or back for a backward (PipeMare)
@@ -44,7 +44,7 @@ class Kind(StrEnum):
 
 
 class Runs(Enum):
-    """The things that a row makes the controller do."""
+    """What a row makes the controller do."""
 
     LAYER = "a layer's program"
     PROGRAM = "another program"
@@ -63,9 +63,9 @@ class Link(Enum):
 
 
 class Grouped(Enum):
-    """The roles of rows where consecutive layers of a task run as one program (a group).
+    """What a row does to a group: consecutive layers of a task that run as one program.
 
-    A row whose kind has no role (`grouped=None`) ends the group: the next part begins a new group.
+    A row whose kind has `grouped=None` ends the group.
     """
 
     PART = "a part of a group of its kind"
@@ -76,25 +76,26 @@ class Grouped(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KindInfo:
-    """The properties of a kind, which is a line of the table `KINDS`.
+    """The properties of one kind: a line of the table `KINDS`.
 
     Attributes:
         runs: what the row makes the controller do.
-        look: its name and its colour in pictures.
-        weight: its seconds relative to a forward of the same layer, for orders that are made
-            without measuring.
-        in_flight: by how much it changes the number of micro-batches in flight on its stage.
+        look: its name and its color in pictures.
+        weight: its time relative to a forward of the same layer. Orders that are made without
+            measuring assume this time.
+        in_flight: by how much it changes the number of micro-batches in flight on its stage. In
+            flight are those whose forward has run and whose backward has not.
         between: by how much it changes the number of micro-batches that are between the two halves
             of their backward.
-        back: for kinds that read weights: True to read the version that the schedule gives to a
-            backward, False to read the version that it gives to a forward. None for other kinds.
-        accumulates: it adds to sums of gradients.
-        busy: it counts as work of a device; bubbles are the time without such work.
-        link: the link that it takes if it is a copy.
-        gathers: it reads values of other layers, such as sums of gradients, of which copies are
-            sent to its place first.
-        watched: it is a copy that the monitor times, so that timelines show it with its bytes.
-        grouped: its role where layers run in groups.
+        back: which version of the weights it reads: the one that the schedule gives to a backward
+            (True) or to a forward (False). None if it reads no weights.
+        accumulates: whether it adds to sums of gradients.
+        busy: whether it counts as work of a device. Bubbles are the time without such work.
+        link: the link that it takes, if it is a copy.
+        gathers: whether it reads values of other layers, such as sums of gradients. Copies of these
+            values are sent to its place first.
+        watched: whether it is a copy that the monitor times. Timelines show it with its bytes.
+        grouped: what it does to a group of layers.
     """
 
     runs: Runs
@@ -112,7 +113,7 @@ class KindInfo:
 
     @property
     def computes(self) -> bool:
-        """Tells whether rows of this kind run a program, and so occupy their device.
+        """Whether rows of this kind run a program, and so occupy their device.
 
         >>> [KINDS[kind].computes for kind in (Kind.B, Kind.SEND)]
         [True, False]
@@ -197,4 +198,4 @@ KINDS: dict[Kind, KindInfo] = {
     Kind.CONCAT: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.REDUCE: KindInfo(Runs.PROGRAM, ("reduce", "#b7d7a8"), gathers=True),
 }
-"""The one table of kinds of tasks and rows."""
+"""The only table of kinds of tasks and rows."""

@@ -23,9 +23,9 @@ class Ref:
 
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""For each dimension of an array, the axes of a place along which it is cut.
+"""For each dimension of an array, the axes of the device mesh along which it is cut, if any.
 
-() means that each device of the place has the whole array.
+A spec may be shorter than the shape: the remaining dimensions are not cut.
 """
 
 
@@ -33,8 +33,8 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 class Array:
     """The shape and type of an array, and the name by which users know it.
 
-    `spec` says how the array lies over the devices of a place, if there are several; `bytes` are
-    those of one device.
+    If a place has several devices, `spec` says how the array is cut over them. `bytes` are those of
+    one device.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Array:
 
 
 Source = tuple[Literal["input", "output", "residual"], int]
-"""A value of a layer's forward that its backward reads, by its position among those of its sort."""
+"""A value of a layer's forward that its backward reads: its sort, and its position in that sort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,11 @@ class Signature:
     All indices are positions in the layer's `reads` (inputs) or `writes` (outputs).
 
     Attributes:
-        residuals: values that the forward yields for the backward alone.
+        residuals: the values that the forward yields only for the backward.
         sources: the inputs, outputs and residuals that the backward reads.
         cotangents: the outputs whose cotangents the backward takes.
-        partial: the inputs whose cotangents the backward adds to sums that it takes.
+        partial: the inputs that later layers read too. The backward takes the sum of their
+            cotangents, and adds its own.
         gradients: the inputs (parameters) whose gradients the backward yields.
         returned: the inputs (tensors) whose cotangents the backward yields.
     """
@@ -72,7 +73,7 @@ class Signature:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the layer has no backward, because neither it nor an earlier layer is trained."""
+        """Whether the layer has no backward: neither it nor a layer before it is trained."""
         return not (self.sources or self.cotangents or self.gradients or self.returned)
 
 
@@ -80,8 +81,8 @@ class Signature:
 class SplitSignature:
     """The interface of a backward in two halves.
 
-    The half `input` yields only cotangents, the half `weight` only gradients. `handed` are the
-    values that the first half leaves for the second, besides those that the forward has left. Only
+    The first half, `input`, yields only cotangents; the second half, `weight`, only gradients. The
+    second half reads what the forward has left and also `handed`, which the first half leaves. Only
     the first half adds to partial sums.
     """
 
@@ -104,8 +105,8 @@ class Tensor:
 class Parameter:
     """A leaf of the parameters.
 
-    If several layers read it, it is tied, and the first reader owns it. A `frozen` parameter has no
-    gradient and no update, so it always has the same version.
+    A parameter that several layers read is tied. Its first reader owns it. A `frozen` parameter has
+    no gradient and no update, so it has only one version.
     """
 
     array: Array
@@ -155,7 +156,7 @@ class LayerGraph:
     state: tuple[Array, ...] = ()
     constants: tuple[Array, ...] = ()
     aux: tuple[Array, ...] = ()
-    aux_groups: tuple[tuple[int, ...], ...] = ()  # leaves of a metric; a pair is a `Weighted`
+    aux_groups: tuple[tuple[int, ...], ...] = ()  # the leaves of each metric; two if `Weighted`
     weighted: bool = False  # whether the loss is a `Weighted`
     loss_bytes: int = 4
     seed_bytes: int = 16
@@ -182,7 +183,7 @@ class LayerGraph:
         return tuple(i for i, p in enumerate(self.parameters) if p.owner == layer)
 
     def trained(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        """Returns those of some parameters that have a gradient and an update."""
+        """Returns the parameters that are not frozen, out of the given ones."""
         return tuple(p for p in parameters if not self.parameters[p].frozen)
 
     def parameter(self, p: int, version: int) -> Value:
@@ -205,8 +206,8 @@ class LayerGraph:
     def aux_reduction(self, group: int) -> AuxReduction | None:
         """Tells how a group of aux is reduced over the micro-batches; None if it is stacked.
 
-        Unless the user chooses, a `Weighted` (a pair of leaves) and a floating-point scalar are
-        reduced by a mean.
+        The user's choice counts first. Without a choice, a `Weighted` (a pair of leaves) and a
+        floating-point scalar are reduced by a mean.
         """
         first = self.aux[self.aux_groups[group][0]]
         is_mean = len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
@@ -214,7 +215,7 @@ class LayerGraph:
         return said or (AuxReduction.MEAN if is_mean else None)
 
     def skips(self) -> Iterator[Tensor]:
-        """Yields the tensors that a layer after the next one reads."""
+        """Yields the tensors that skip at least one layer on their way to a reader."""
         return (t for t in self.tensors if t.readers[-1] > t.producer + 1)
 
     def tied(self) -> Iterator[Parameter]:

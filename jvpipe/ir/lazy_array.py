@@ -1,4 +1,4 @@
-"""Lazy arrays, which are read only where they are needed: parameters in a file, or examples."""
+"""Lazy arrays: parameters in a file, or examples, which are read only where they are needed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class LazyArray(jax.ShapeDtypeStruct):
-    """An array with only its shape and type known until it is read, such as a tensor in a file.
+    """An array with a known shape and type that is not read yet, such as a tensor in a file.
 
     Parameters may be lazy arrays: `Pipeline.init` reads them one after another, each in the process
     that owns it, and keeps no copy. The leaves of a batch may be lazy arrays, too: each process
@@ -17,9 +17,9 @@ class LazyArray(jax.ShapeDtypeStruct):
     Args:
         shape: the shape of the whole array.
         dtype: the type of its numbers.
-        read: reads the whole array if it is called without arguments. Arguments are indices of the
-            first axes, and the last of them may be a slice; then it reads the part at these indices.
-        at: the indices of the part that this array stands for.
+        read: a function that reads the array. Without arguments it reads all of it. Arguments are
+            indices of the first axes, of which the last may be a slice: it reads the part there.
+        at: the indices of the part that this array stands for; none for the whole array.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
     >>> rows[1]
@@ -37,7 +37,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         self._read, self._at = read, at
 
     def __getitem__(self, i: int | slice) -> "LazyArray":
-        """Returns the part at an index or a slice of the first axis, which is not read yet."""
+        """Returns the part at an index or a slice of the first axis, without reading it."""
         before, begin = self._at, 0
         if before and isinstance(before[-1], slice):
             before, begin = before[:-1], before[-1].start
@@ -52,7 +52,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         return LazyArray(self.shape[1:], self.dtype, self._read, *before, begin + i)
 
     def astype(self, dtype: Any) -> "LazyArray":
-        """Returns the same array with another type, which is not read yet."""
+        """Returns the array with another type, without reading it."""
         if np.dtype(dtype) == self.dtype:
             return self
         cast = lambda *at: np.asarray(self._read(*at)).astype(dtype)  # noqa: E731

@@ -1,6 +1,6 @@
 """The protocol of an optimizer.
 
-It lets jvpipe name the type without importing optax, which takes long to import.
+With it jvpipe can name the type without importing optax, which takes long to import.
 """
 
 from collections.abc import Callable

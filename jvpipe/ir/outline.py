@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jvpipe.ir.layers import LayerGraph
 
 Block = tuple[str, int]
-"""One of several repeated modules: the beginning of its name, and its number."""
+"""A module that a model repeats, such as `h_2`: its name without the number, and the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +14,8 @@ class LayerOutline:
     """The outline of a layer.
 
     `block` is the numbered module that its parameters belong to, if there is one. `values` are the
-    values that its forward may leave for its backward, by the names that plans use. `inner` are the
-    tensors that it makes and that no layer of another block reads.
+    values that its forward may leave for its backward, by the names that plans use. `inner` are its
+    output tensors that only layers of its own block read.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Outline:
 
 
 def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
-    """Makes the outline of a layer graph."""
+    """Makes the outline of a layer graph, for `microbatches` micro-batches per step."""
     blocks = [_block(graph, layer.id) for layer in graph.layers]
     inner: list[list[str]] = [[] for _ in graph.layers]
     for tensor in graph.tensors:
@@ -53,7 +53,7 @@ def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
 def block_of(path: str) -> Block | None:
     """Finds the numbered module that a parameter's path names.
 
-    A key that is a number counts before a number at the end of a word.
+    A key of the path that is a number takes precedence over a number at the end of a key.
 
     >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
     (('blocks', 3), ('blocks', 3), ('h', 2))

@@ -1,7 +1,9 @@
 """A plan: which layers run on which devices, the fates of tensors, and the schedule.
 
 A fate says what happens to a tensor between the forward that makes it and the backward that reads
-it: it is kept, swapped to the host, or recomputed.
+it: it is kept, swapped to the host, or recomputed. A plan is plain data: it can be compared, saved
+as JSON, and exported to other systems. A plan changes where and when values are computed, and never
+the values.
 """
 
 import json
@@ -28,12 +30,12 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FateInfo:
-    """The properties of a fate, which is a line of the table `FATES`.
+    """The properties of one fate: a line of the table `FATES`.
 
     Attributes:
-        saved: the forward's program yields the tensor for the backward.
-        away: the tensor lies on the host between forward and backward.
-        again: the forward of the tensor's layer runs once more before the backward.
+        saved: whether the forward's program yields the tensor for the backward.
+        away: whether the tensor lies on the host between forward and backward.
+        again: whether the forward of the tensor's layer runs once more before the backward.
     """
 
     saved: bool
@@ -46,21 +48,25 @@ FATES: dict[Fate, FateInfo] = {
     Fate.SWAP: FateInfo(saved=True, away=True, again=False),
     Fate.RECOMPUTE: FateInfo(saved=False, away=False, again=True),
 }
-"""The one table of fates (docs/adding_a_fate.md)."""
+"""The only table of fates; docs/adding_a_fate.md says what else a new fate changes."""
 STATE_FATES = tuple(fate for fate, info in FATES.items() if info.saved)
-"""The fates that the optimizer's state can have; no forward can compute state again."""
+"""The fates of the optimizer's state. It cannot be recomputed, because no forward makes it."""
 MOST_LAYERS = 1_000_000
-"""More layers than any model has; larger numbers in a user's input are refused."""
+"""The largest number of layers that is accepted in a user's input. No model has so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers on one device, or on several that share the examples of each micro-batch.
+    """Consecutive layers on one device, or on several devices that divide the work.
 
-    `devices` are indices into the pipeline's devices; if there are several, each of them is a
-    replica of the stage. `fates` has the fates of the stage's tensors by name; a tensor without a
-    name there is kept. `state_fates` has the fates of the optimizer's state between updates, by the
-    path of the parameter that the state belongs to.
+    Attributes:
+        layers: the numbers of the layers, in ascending order.
+        devices: indices into the pipeline's devices. Each of several is a replica of the stage.
+            Replicas divide the examples of each micro-batch, or each runs whole micro-batches in
+            turn.
+        fates: the fates of the stage's tensors, by name. A tensor that is not named is kept.
+        state_fates: the fates of the optimizer's state between updates, by the path of the
+            parameter that the state belongs to.
     """
 
     layers: tuple[int, ...]
@@ -73,15 +79,17 @@ class Stage:
 class Plan:
     """The stages of a pipeline in the order of the forward, with the schedule that they are for.
 
-    `schedule` is the name of the schedule that the plan was made for (None: it fits any), and
-    `planner` the name of the planner that made it. With `keep_last` the last micro-batch of a step
-    keeps everything, whatever the fates. `splits` are positions inside of traced layers, at which
-    these layers are cut in two; the stages count both halves as layers.
-
-    `tasks` are the tasks of each device in order, as text; empty if the schedule's rule gives them.
-    If they split backwards, the backwards of the layers in `unsplit` stay whole. `outline` is what
-    an export must know of the model. It is not part of the plan, so it is neither compared nor
-    saved.
+    Attributes:
+        stages: the stages.
+        schedule: the name of the schedule that the plan was made for; None if it fits any.
+        planner: the name of the planner that made the plan.
+        keep_last: whether the last micro-batch of a step keeps everything, whatever the fates.
+        splits: the equations before which a traced layer is cut in two. The stages count both
+            halves as layers.
+        tasks: the tasks of each device in order, as text; empty if the schedule's rule gives them.
+        unsplit: if `tasks` splits backwards, the layers whose backwards stay whole.
+        outline: what an export must know about the model. The outline is not part of the plan: it
+            is neither compared nor saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
@@ -102,7 +110,13 @@ class Plan:
     ) -> "Plan":
         """Makes a plan from the number of layers of each stage.
 
-        Stage s runs on device s or, if `devices` are given, on `devices[s]` (one or several).
+        Args:
+            layers: the number of layers of each stage.
+            devices: for each stage, its device or several devices; device s for stage s by default.
+            kwargs: other fields of the plan.
+
+        Raises:
+            ValueError: a stage has no layer, or the lengths of `layers` and `devices` differ.
 
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
         (0, 1)
@@ -170,9 +184,10 @@ class Plan:
         return replace(self, stages=stages)
 
     def turn(self, m: int) -> "Plan":
-        """Returns the plan of a micro-batch, with the device of each stage whose turn it is.
+        """Returns the plan of micro-batch `m` if the devices of a stage take turns.
 
-        It holds if the devices of a stage take turns with whole micro-batches.
+        Each device then runs whole micro-batches. In the plan returned, a stage has one device: the
+        one whose turn it is.
 
         >>> [Plan.from_cuts([2, 1], devices=[(0, 1), 2]).turn(m).stages[0].devices for m in range(3)]
         [(0,), (1,), (0,)]
@@ -186,16 +201,18 @@ class Plan:
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)
 
     def with_schedule(self, schedule: str) -> "Plan":
-        """Returns the same stages for another schedule, without task lists of the plan's own.
+        """Returns the plan for a given schedule.
 
-        The task lists are dropped because they belong to one schedule.
+        If the schedule is another one, the plan's own task lists are dropped, because they belong
+        to the old schedule.
         """
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
-        """Returns the plan for a pipeline with a given schedule.
+        """Returns the plan for a pipeline with a given schedule, if it fits that schedule.
 
-        Raises ValueError if the plan was made for another schedule.
+        Raises:
+            ValueError: the plan was made for another schedule.
 
         >>> Plan.from_cuts([2, 1]).under("gpipe").schedule
         'gpipe'
@@ -208,13 +225,15 @@ class Plan:
         return self.with_schedule(schedule)
 
     def without_fates(self) -> "Plan":
-        """Returns the same plan with everything kept between forwards and backwards."""
+        """Returns the plan with every tensor kept between forward and backward."""
         return replace(self, stages=tuple(replace(stage, fates={}) for stage in self.stages))
 
     def check(self, layers: int, devices: int) -> None:
-        """Raises ValueError unless the plan fits a model and a number of devices.
+        """Checks that the plan fits a model and a number of devices.
 
-        Each layer must be in one stage, in order, and devices and fates must exist.
+        Raises:
+            ValueError: the layers are not each in one stage and in order, a device or a fate does
+                not exist, or replicas share a device.
         """
         placed = [layer for stage in self.stages for layer in stage.layers]
         if missing := sorted(set(range(layers)) - set(placed)):
@@ -238,7 +257,7 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a device is two replicas, or if stages share only some devices."""
+        """Raises ValueError if a device is two replicas, or two stages share only some devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             for at, device in enumerate(stage.devices):
@@ -251,7 +270,7 @@ class Plan:
             holder |= dict.fromkeys(stage.devices, s)
 
     def to_json(self) -> dict[str, Any]:
-        """Turns the plan into plain data for JSON."""
+        """Returns the plan as plain data for JSON, without its outline."""
         data = asdict(replace(self, outline=None))
         del data["outline"]
         return data
@@ -274,7 +293,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: Any) -> "Plan":
-        """Reads a plan that `to_json` wrote.
+        """Reads a plan from the data that `to_json` returns.
 
         Raises:
             ValueError: the data are not a plan; the message names the entry.
@@ -328,7 +347,7 @@ EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}
 
 
 def _stage(s: int, data: Any) -> Stage:
-    """Reads a stage as `to_json` writes it."""
+    """Reads stage `s` from the plan's JSON."""
     entries = _entries(f"stage {s}", data, ("layers", "devices"))
     layers = whole_numbers(f"layers of stage {s}", entries["layers"])
     devices = whole_numbers(f"devices of stage {s}", entries["devices"])
@@ -343,7 +362,7 @@ def _stage(s: int, data: Any) -> Stage:
 
 
 def _fates(what: str, data: Any, allowed: Sequence[Fate]) -> dict[str, Fate]:
-    """Reads fates by name, as `to_json` writes them."""
+    """Reads fates by name from the plan's JSON."""
     if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
         raise ValueError(f"{what} must map names of tensors, not {brief(data)}")
     _check_fates(what, data, allowed)
@@ -357,7 +376,7 @@ def _check_fates(what: str, fates: Mapping[str, Any], allowed: Sequence[Fate]) -
 
 
 def _entries(what: str, data: Any, needed: Sequence[str]) -> Mapping[str, Any]:
-    """Returns data that are a mapping with all needed entries; raises ValueError otherwise."""
+    """Returns the data if they map all needed names, and raises ValueError if not."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} must map {', '.join(needed)}, and is {brief(data)}")
     if missing := [name for name in needed if name not in data]:

@@ -1,7 +1,8 @@
 """Reductions that a user chooses by pattern, for leaves of aux and of the model state.
 
-Aux is reduced over replicas and micro-batches, model state over replicas alone. Replicas are
-several places that run the same stage, each on a slice of every micro-batch.
+Aux is what a loss returns beside its value. It is reduced over replicas and micro-batches. Model
+state is reduced only over replicas: several places that run the same stage, each on a slice of
+every micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +24,16 @@ class AuxReduction(StrEnum):
 
 
 class StateReduction(StrEnum):
-    """The reductions of a leaf of the model state, over the replicas that have made the leaf."""
+    """The reductions of a leaf of the model state, over the replicas that make the leaf."""
 
     MEAN = "mean"  # the mean over the examples
     SUM = "sum"  # the previous leaf, plus what each replica has added to it
-    SAME = "same"  # the leaf of any replica, because all are the same
+    SAME = "same"  # the leaf of any replica: the user says that all are the same
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """The reductions that a user chooses, by patterns of paths; others follow from the trace."""
+    """The reductions that a user chooses, by patterns of paths. The trace decides all others."""
 
     aux: Mapping[str, AuxReduction] = field(default_factory=dict)
     state: Mapping[str, StateReduction] = field(default_factory=dict)
@@ -42,15 +43,15 @@ R = TypeVar("R", AuxReduction, StateReduction)
 
 
 def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, R]:
-    """Reads reductions by pattern, as a user gave them.
+    """Checks the reductions that a user gave, and returns them as members of the enum.
 
     Args:
         option: the name of the option, for messages.
-        reductions: names of reductions by pattern.
-        kind: the enum of the reductions.
+        reductions: names of reductions, by pattern.
+        kind: the enum.
 
     Raises:
-        ValueError: `reductions` is not such a mapping, or names an unknown reduction.
+        ValueError: `reductions` is not a mapping by pattern, or names an unknown reduction.
 
     >>> checked_reduction("aux_reduce", {"largest": "max"}, AuxReduction)
     {'largest': <AuxReduction.MAX: 'max'>}
@@ -71,7 +72,7 @@ def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, 
 
 
 def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tuple[R | None, ...]:
-    """Returns the reduction that the user chose for each leaf, or None; later patterns win.
+    """Returns the reduction that the user chose for each leaf, or None. Later patterns win.
 
     Args:
         option: the name of the option, for messages.

@@ -1,6 +1,7 @@
-"""Rows: what the tasks of a schedule are lowered to; each is one program or one copy on one place.
+"""Rows, to which the tasks of a schedule are lowered: each is one program or one copy at one place.
 
-A place is the number of a device, or of a mesh of devices.
+A place is the number of a device, or of a mesh of devices. The classes `...Run` hold what a row's
+kind and layer do not say, such as the bounds of a slice.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from jvpipe.ir.values import ValueKind
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer's program for some examples; `layout` is the number of a layout of the step.
+    """A layer's program in a micro-batch's layout, for some examples (None: for all).
 
-    A layout is the plan, the fates and the programs that a micro-batch runs with.
+    The layout is the plan, the fates and the programs that the micro-batch runs with. `layout` is
+    its number in the step.
     """
 
     layout: int
@@ -24,14 +26,14 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class ZeroRun:
-    """Fresh accumulators for a layer's values of a kind."""
+    """Zeros for a layer's values of one kind, to which programs then add."""
 
     kind: ValueKind
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """A piece of the optimizer's update; with `keeps` it does not overwrite its parameters."""
+    """A piece of the optimizer's update. With `keeps` it does not overwrite the old parameters."""
 
     piece: int
     keeps: bool = False
@@ -39,14 +41,14 @@ class PieceRun:
 
 @dataclass(frozen=True, slots=True)
 class ShiftRun:
-    """Weights moved ahead by `updates` times the remembered update, or back if it is negative."""
+    """Weights moved along the remembered update: `updates` times, or back if that is negative."""
 
     updates: int
 
 
 @dataclass(frozen=True, slots=True)
 class SettleRun:
-    """The memory of an update; `tau` is the number of updates between a forward and its update."""
+    """A record of what an update changed, `tau` updates after the forward that it belongs to."""
 
     tau: int
 
@@ -60,7 +62,7 @@ class SumRun:
 
 @dataclass(frozen=True, slots=True)
 class SliceRun:
-    """The part of a value along an axis, from `start` up to `stop`."""
+    """The part of a value along an axis, from `start` up to, but without, `stop`."""
 
     of: Ref
     axis: int
@@ -78,10 +80,10 @@ class ConcatRun:
 
 @dataclass(frozen=True, slots=True)
 class JoinRun:
-    """An edge without an axis of examples, for a stage with another number of replicas.
+    """An edge, or its cotangent, that goes to a stage with another number of replicas.
 
-    It is the sum of the values that the replicas of its stage have, each times its weight. Without
-    weights it is their plain sum.
+    It has no axis of examples, so it cannot be put together from parts. It is the sum of what the
+    sending replicas have, each times its weight, or the plain sum if there are no weights.
     """
 
     of: Ref
@@ -90,19 +92,19 @@ class JoinRun:
 
 @dataclass(frozen=True, slots=True)
 class AddRun:
-    """Gradients of one more replica, added in place to the sum of the replicas before it."""
+    """The gradients of one more replica, added in place to the sum over the replicas before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """Model state that is made of the replicas' parts, rather than a sum of gradients."""
+    """Model state, joined from the parts that the replicas have made."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferRun:
     """The source's half of a copy between processes: it offers a buffer to another `process`.
 
-    `number` is the number of the copy's row in the whole step; both halves have it.
+    The copy is one row of the whole step. `number` is the number of that row, in both halves.
     """
 
     number: int
@@ -113,7 +115,7 @@ class OfferRun:
 class AskRun:
     """The target's half of a copy between processes: it asks another `process` for a buffer.
 
-    `number` is the number of the copy's row in the whole step; both halves have it.
+    The copy is one row of the whole step. `number` is the number of that row, in both halves.
     """
 
     number: int
@@ -138,7 +140,7 @@ class GroupRun:
 
 
 Wire = tuple[tuple[int, ...], tuple[int, ...]]
-"""The arrays that a part of a group reads and those that it writes, by the group's own numbers."""
+"""The arrays that a part of a group reads, and those that it writes, numbered as in `Row.wires`."""
 
 
 Run = (
@@ -159,17 +161,17 @@ Run = (
     | GroupRun
     | None
 )
-"""What distinguishes rows of one kind and layer; None if nothing needs to."""
+"""What tells rows of the same kind and layer apart; None if nothing has to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One program or one copy, which the controller dispatches.
 
-    `place` is where it runs. `reads`, `writes` and `frees` are numbers of buffers in the buffer
-    table; a buffer both read and written is updated in place. The buffers that it `frees` end with
-    it. A row of no stage, layer or micro-batch has -1 there. A copy between places is one row: it
-    runs at its source, and its target is the place of the buffer that it writes.
+    `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that is both
+    read and written is updated in place. The buffers in `frees` end with the row. A row that
+    belongs to no stage, layer or micro-batch has -1 there. `place` is where the row runs. A copy
+    between places is one row: it runs at its source and writes a buffer at its target.
 
     >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))
     1F2[layer 4]
@@ -192,10 +194,11 @@ class Row:
 
     @property
     def wires(self) -> tuple[Wire, ...]:
-        """The arrays that each part takes and yields, and last those of the row itself.
+        """For each part, and last for the row itself, the arrays that it takes and yields.
 
-        Arrays have the row's own numbers rather than those of buffers: first those that the row
-        reads, then those that its parts write. So rows with equal wires can run the same program.
+        Arrays are numbered within the row: first those that the row reads, then those that its
+        parts write. These numbers do not depend on the buffers, so rows that do the same with other
+        buffers have equal wires and can run the same program.
 
         >>> parts = Row(Kind.F, 0, 0, 0, 5, (7,), (8,)), Row(Kind.F, 0, 0, 1, 5, (8, 3), (9,))
         >>> Row(Kind.F, 0, 0, 0, 5, (7, 3), (9,), run=GroupRun(parts)).wires

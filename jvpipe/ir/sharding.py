@@ -1,7 +1,7 @@
-"""The rules by which a user cuts parameters over the devices of a place, and their results.
+"""The rules by which a user cuts parameters over the devices of a place.
 
-A place may be a mesh of several devices with named axes. A spec says along which of these axes each
-dimension of an array is cut.
+A place may be a mesh of several devices with named axes. A spec says, for each dimension of an
+array, along which of these axes it is cut. Rules give specs by the paths of parameters.
 """
 
 import math
@@ -16,8 +16,9 @@ from jvpipe.ir.layers import Array, Spec
 class Sharding:
     """Rules that map paths of parameters to specs, and the sizes of the axes.
 
-    A parameter whose path no rule matches lies whole on each device of a place. If there is a
-    `batch_axis`, the examples of a batch are divided along this axis.
+    A rule is a regular expression that matches a whole path. A parameter that no rule matches lies
+    whole on each device of a place. If there is a `batch_axis`, the examples of a batch are divided
+    along this axis.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})
@@ -31,7 +32,7 @@ class Sharding:
     batch_axis: str | None = None
 
     def specs(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Spec]:
-        """Finds the axes along which each parameter is cut.
+        """Returns the spec of each parameter, by its path.
 
         Args:
             shapes: the shapes of the parameters, by their paths.
@@ -60,7 +61,7 @@ class Sharding:
         return {path: ruled[path][1] if path in ruled else () for path in shapes}
 
     def laid(self, array: Array, spec: Spec) -> Array:
-        """Returns an array that is cut by a spec; its bytes are those of one device.
+        """Returns an array as a spec cuts it, with the bytes of one device.
 
         Args:
             array: the whole array.
@@ -69,7 +70,7 @@ class Sharding:
         return replace(array, spec=spec, bytes=array.bytes // math.prod(map(self._parts, spec)))
 
     def divides(self, shape: tuple[int, ...], spec: Spec) -> bool:
-        """Tells whether a spec cuts an array into parts of equal shape.
+        """Tells whether a spec cuts an array into parts of equal shape, as it must.
 
         Args:
             shape: the shape of the array.
@@ -78,7 +79,7 @@ class Sharding:
         return all(size % self._parts(axes) == 0 for size, axes in zip(shape, spec, strict=False))
 
     def batch(self, array: Array) -> Array:
-        """Returns a leaf of a micro-batch, cut along `batch_axis` if there is one.
+        """Returns a leaf of a micro-batch, cut by examples along `batch_axis` if there is one.
 
         Raises:
             ValueError: the size of that axis does not divide the number of examples.
@@ -120,7 +121,7 @@ def _several(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def named_axes(spec: Spec) -> tuple[str, ...]:
-    """Finds the axes that a spec names."""
+    """Returns the axes that a spec names, dimension by dimension."""
     return tuple(axis for axes in spec for axis in _several(axes))
 
 

@@ -11,10 +11,14 @@ from jvpipe.ir.kinds import Kind
 class Span:
     """One task in one line of a timeline.
 
-    `device` names the line: a device, or a link, so that transfers are seen beside the work that
-    they overlap. Spans of one line do not overlap. `name` is the text form of the task (`2F0`).
-    Times count from an origin that all spans share. `args` has other values to show, which JSON can
-    hold.
+    Attributes:
+        device: the line: a device, or a link, so that transfers are seen beside the work that they
+            overlap. Spans of one line do not overlap.
+        name: the text form of the task, such as `2F0`.
+        start_s: when it starts, in seconds from an origin that all spans share.
+        end_s: when it ends, from the same origin.
+        kind: the kind of the task, which gives its color.
+        args: other values to show, which JSON can hold.
 
     >>> span = Span("cpu:0", "2F0", 1.0, 1.5, Kind.F)
     >>> span.end_s - span.start_s
@@ -42,7 +46,7 @@ class Hop(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The bytes that a device or the host holds from a moment on."""
+    """The bytes that a device or the host holds from a moment until its next level."""
 
     place: str
     at_s: float
@@ -51,7 +55,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Everything that a timeline shows of some steps; the levels of a place are ordered by time."""
+    """Everything that a timeline shows of some steps. The levels of a place are in time order."""
 
     spans: tuple[Span, ...]
     levels: tuple[Level, ...] = ()

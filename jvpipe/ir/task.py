@@ -1,6 +1,6 @@
 """Tasks: the actions of stages on micro-batches that a schedule puts in order.
 
-Also the text and CSV forms of tasks, which torch.distributed.pipelining reads.
+Tasks have the text form of torch.distributed.pipelining, and their lists have its CSV form.
 """
 
 import csv
@@ -14,13 +14,13 @@ from jvpipe.util.brief import brief
 
 _TEXT = re.compile(r"([0-9]+)([A-Z]+)([0-9]+)")
 _OF_TORCH = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""The kinds of tasks that torch's lists have, too, by the same letters."""
+"""The kinds of tasks that torch has too. Its letters for them are the same."""
 
 
 class Task(NamedTuple):
     """One action of one stage on one micro-batch.
 
-    Its text form is that of torch.distributed.pipelining, and files depend on it.
+    Saved files depend on its text form: stage, kind and micro-batch, as torch writes them.
 
     >>> str(Task(2, Kind.F, 0)), Task.parse("1B3") == Task(1, Kind.B, 3)
     ('2F0', True)
@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "Task":
-        """Reads the text form."""
+        """Reads the text form of a task."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or match[2] not in set(Kind):
             raise ValueError(
@@ -45,15 +45,15 @@ class Task(NamedTuple):
 
 
 TaskLists = tuple[tuple[Task, ...], ...]
-"""The tasks of each device (or stage), in the order in which it runs them."""
+"""For each device (or stage), its tasks in the order in which they run."""
 
 
 def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
-    """Writes task lists as a CSV file with a line per device, which torch reads (`compute_only`).
+    """Writes task lists as a CSV file that torch can read: one line per device, `compute_only`.
 
     Args:
         path: the path of the file.
-        lists: the tasks of each device, or their text as `Plan.tasks` holds it.
+        lists: the tasks of each device, or for each device one text, as in `Plan.tasks`.
 
     Raises:
         ValueError: there are no lists, a text is not a task, or torch has no such kind of task.
@@ -82,7 +82,7 @@ def _for_torch(text: str) -> str:
 
 
 def read_csv(path: str | Path) -> TaskLists:
-    """Reads task lists from a CSV file; empty cells, which stand for idle time, are skipped."""
+    """Reads task lists from a CSV file. Empty cells stand for idle time and are skipped."""
     with Path(path).open(newline="") as file:
         return tuple(
             tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file)
@@ -90,7 +90,7 @@ def read_csv(path: str | Path) -> TaskLists:
 
 
 def text(tasks: Sequence[Task]) -> str:
-    """Writes tasks on one line.
+    """Returns the tasks as one line of text.
 
     >>> text([Task(0, Kind.F, 0), Task(0, Kind.B, 0)])
     '0F0 0B0'
@@ -99,7 +99,10 @@ def text(tasks: Sequence[Task]) -> str:
 
 
 def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
-    """Makes the error for tasks that wait for tasks which cannot run.
+    """Makes the error for a schedule whose tasks wait for each other.
+
+    Args:
+        missing: for each task that cannot start, the tasks that it waits for.
 
     >>> print(cannot_progress({"0B0": ["1B0"], "1B0": ["1F0"]}))
     the schedule cannot progress: 0B0 waits for 1B0; 1B0 waits for 1F0

@@ -9,10 +9,12 @@ from jvpipe.ir.kinds import Kind
 class Use:
     """The version of weights that a layer's task read or made for a micro-batch.
 
-    A forward (F) or backward (B) read it, an update (U) made it. Micro-batches and versions are
-    counted from a step's first ones or from the run's, depending on where the use is kept. `tied`
-    are the versions of parameters (by index) that follow another stage. `shift` is the number of
-    updates by which a forward's weights were predicted, or a backward's weights corrected.
+    A forward (F) or backward (B) reads a version, an update (U) makes one. In a lowered step,
+    micro-batches and versions count from the beginning of the step; in the record of a run they
+    count from the beginning of the run. `tied` has pairs of a parameter and a version, for the
+    parameters that several stages read: their version is that of their first reader's stage.
+    `shift` is the number of updates by which a forward's weights were predicted, or a backward's
+    weights corrected.
     """
 
     kind: Kind
@@ -23,7 +25,7 @@ class Use:
     shift: int = 0
 
     def moved(self, microbatches: int, versions: int) -> "Use":
-        """Returns the same use, with a number added to its micro-batch and one to its versions.
+        """Returns the use with `microbatches` added to its micro-batch, `versions` to its versions.
 
         >>> use = Use(Kind.F, 2, 1, 0).moved(8, 8)
         >>> use.microbatch, use.version

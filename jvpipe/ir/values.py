@@ -1,7 +1,8 @@
 """Values: the names of everything that a run computes, without the place where it lies.
 
-The tables here say what all parts of jvpipe must know of each kind of value, so a new kind of value
-is a new line of `VALUES`.
+A value may have copies at several places. Each copy is a buffer (buffers.py). If a layer moves, its
+values change their places and keep their names, so a name means the same under every plan. The
+table `VALUES` has one line per kind, with the properties that several parts of jvpipe read.
 """
 
 from dataclasses import dataclass
@@ -11,25 +12,25 @@ from typing import NamedTuple
 from jvpipe.ir.examples import Examples
 
 NONE = -1
-"""The number of a stage, layer or micro-batch for an operation, a row or a value that has none."""
+"""The layer of a value without one; the stage, layer or micro-batch of a row without one."""
 NEVER = -(10**9)
-"""The number of a micro-batch or version for a value that has none.
+"""The micro-batch of a value without one, and the version of a value without one.
 
-It is far below 0, because steps of a stream count from their own beginning, so that micro-batches
-and versions of earlier steps have numbers below 0.
+It is far below 0, because each step of a stream counts from its own beginning: micro-batches and
+versions of earlier steps have numbers below 0.
 """
 
 
 class ValueKind(StrEnum):
     """The kinds of values.
 
-    The comment beside a kind lists the fields of `Value` that distinguish values of the kind. The
-    comment above it says what the values are.
+    The comment above a kind says what the values are. The comment beside it lists the fields of
+    `Value` that tell values of the kind apart.
     """
 
     # a leaf of the parameters; version: the number of updates before it, NEVER if it is frozen
     PARAMETER = "parameter"  # index: the leaf; version
-    # a leaf of the optimizer's state; layer: NONE for the global program's
+    # a leaf of the optimizer's state; layer: NONE if it belongs to the optimizer's global program
     OPTIMIZER = "optimizer"  # index: the leaf; layer
     # a leaf of the model state; micro-batch: the one that reads it, NEVER if no layer writes it
     STATE = "state"  # index: the leaf; micro-batch
@@ -45,14 +46,15 @@ class ValueKind(StrEnum):
     RESIDUAL = "residual"  # index: its number in the layer; layer; micro-batch
     # a value that the first half of a backward leaves for the second
     HANDED = "handed"  # index: its number in the layer; layer; micro-batch
-    # a sum of gradients; version: the number of the update that takes it
-    GRADIENT = "gradient"  # index: the leaf; layer: the reader whose sum it is; version
+    # a sum of gradients; version: the number of the update that takes it; micro-batch: NEVER unless
+    # devices take turns, then the first that adds to the device's sum
+    GRADIENT = "gradient"  # index: the leaf; layer: the reader that adds; version; micro-batch
     LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
     AUX = "aux"  # index: the leaf; micro-batch
     # the sum of the losses' weights; version: the number of the update that takes it
     WEIGHT = "weight"  # layer: that of the loss; version
     METRIC = "metric"  # index; micro-batch: the first of its step
-    # a small value between the optimizer's pieces
+    # a small value that one piece of the optimizer hands to another
     EXCHANGE = "exchange"  # index; layer: its maker; micro-batch
     # a parameter moved ahead for a forward
     PREDICTED = "predicted"  # index: the leaf; micro-batch
@@ -62,9 +64,9 @@ class ValueKind(StrEnum):
     DELTA = "delta"  # index: the leaf
     # a parameter's last update
     APPLIED = "applied"  # index: the leaf
-    # the number of updates that a layer's deltas have seen
+    # the number of updates in a layer's running means
     UPDATES = "updates"  # layer
-    # a small array that says that a copy to another process has arrived
+    # a small array that tells another process that a copy has arrived
     MARK = "mark"  # index: the row of the copy
 
 
@@ -88,19 +90,19 @@ class Owner(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """The properties of a kind of value, which is a line of the table `VALUES`.
+    """The properties of one kind of value: a line of the table `VALUES`.
 
     Attributes:
         owner: the account to which the bytes of its buffers are counted.
-        lasts: it lies on the devices between steps.
-        alone: there is one copy of it, at the place where its layer runs.
-        fed: it comes from the host when a program reads it.
-        follows: it belongs to a layer. If the layer moves, its old buffer ends only after the value
-            has arrived at the new place.
-        passed_on: each reader adds to it and passes it on, so it is no longer valid at the place
-            that it was sent from.
-        gathered: updates of other layers read it, by copies.
-        remembered: it records what updates did, and is kept in a stream from one update to the
+        lasts: whether it lies on the devices between steps.
+        alone: whether it has a single copy, at the place where its layer runs.
+        fed: whether it comes from the host when a program first reads it.
+        follows: whether it moves with its layer. The old buffer then ends only after the value has
+            arrived at the new place.
+        passed_on: whether each reader adds to it and sends it on. At the place that it was sent
+            from it is then no longer valid.
+        gathered: whether updates of other layers read copies of it.
+        remembered: whether it records what updates did. A stream keeps it from one update to the
             next.
     """
 
@@ -138,14 +140,16 @@ VALUES: dict[ValueKind, ValueInfo] = {
     ValueKind.UPDATES: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
     ValueKind.MARK: ValueInfo(Owner.METRIC),
 }
-"""The one table of kinds of values."""
+"""The only table of kinds of values."""
 
 
 class Value(NamedTuple):
-    """The name of a thing that is computed: its kind, and what distinguishes it within the kind.
+    """The name of a thing that is computed: its kind, and what tells it apart within the kind.
 
-    The name does not say where the value lies. `examples` are the examples of its micro-batch that
-    the value is made of (of each micro-batch, if it is a sum over several); None stands for all.
+    The name does not say where the value lies. `ValueKind` says which fields each kind uses.
+    `examples` is set for the part of a value that a replica works on: the part is made of these
+    examples of its micro-batch, or of each micro-batch if it is a sum over several. None stands for
+    all examples.
 
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1

@@ -1,4 +1,4 @@
 """Lowering: passes that turn the task lists of a schedule into rows (one program or one copy each).
 
-Each pass depends only on the result of the pass before it.
+step.py lists the passes in order, for steps with a flush. stream/ lowers schedules without a flush.
 """

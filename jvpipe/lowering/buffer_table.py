@@ -1,8 +1,9 @@
 """The buffer table while a step is lowered: the numbers of buffers, and their present names.
 
-The number of a buffer never changes. Its name does (a `Spot`: a value, its place, and which of the
-copies there): an update in place turns version 3 of a parameter into version 4, and a value that
-has moved leaves a copy that is named stale. Three mappings keep names and numbers together:
+A buffer has a number, which never changes, and a name, which may. The name is a `Spot`: a value, a
+place, and which of the value's copies at that place. Names change in two ways. An update in place
+turns version 3 of a parameter into version 4. A value that moves leaves its old buffer behind; that
+buffer is then named stale, so that no program reads it. Three mappings tie numbers to names:
 
     ids         name -> number              for the buffers that may be asked for again
     spots       number -> name              for every buffer
@@ -18,8 +19,8 @@ from jvpipe.ir.values import Value
 class BufferTable:
     """The buffers of a step, with their names.
 
-    `places` are the places that may hold a buffer, in the order in which they became known; if
-    several hold a value, `holder` returns the first of them.
+    `places` are the places that may hold a buffer, in the order in which plans named them. If
+    several hold a value, `holder` returns the first.
 
     >>> from jvpipe.ir.values import ValueKind
     >>> table, old = BufferTable(), Value(ValueKind.PARAMETER, 0, version=3)
@@ -45,7 +46,7 @@ class BufferTable:
         size: int,
         copy: Copy = Copy.OWN,
     ) -> int:
-        """Returns the number of the buffer with a copy of a value at a place, made if missing.
+        """Returns the number of the buffer with a copy of a value at a place; makes it if missing.
 
         Args:
             value: the value.
@@ -69,7 +70,7 @@ class BufferTable:
         size: int,
         copy: Copy,
     ) -> int:
-        """Returns the number of a new buffer with a copy of a value at a place.
+        """Makes a buffer with a copy of a value at a place, and returns its number.
 
         An older buffer of the same name loses the name.
 
@@ -83,14 +84,14 @@ class BufferTable:
         return self.buffer(value, place, size, copy)
 
     def rename(self, b: int, spot: Spot) -> None:
-        """Gives a buffer another name; another buffer of that name loses it.
+        """Gives a buffer a new name. If another buffer has that name, it loses it.
 
         Args:
             b: the buffer.
             spot: its new name, at the same place.
         """
         old = self.spots[b]
-        # If another buffer has taken the old name meanwhile, that buffer keeps the name.
+        # If another buffer has taken the old name since, that buffer keeps the name.
         if self.ids.get(old) == b:
             del self.ids[old]
         if self.current.get((old.value, old.place)) == b:
@@ -107,11 +108,12 @@ class BufferTable:
         if spot.copy is not Copy.AWAY:
             self.rename(b, spot._replace(copy=Copy.STALE))
             return
+        # A stale buffer counts to the device. This one lies on the host, so it leaves the maps.
         self.ids.pop(spot, None)
         self.current.pop((spot.value, spot.place), None)
 
     def forget(self, spot: Spot) -> None:
-        """Takes a name out of the table, so that nobody finds its buffer; the buffer stays."""
+        """Takes a name out of the table. Its buffer stays, but is no longer found."""
         b = self.ids.pop(spot)
         if self.current.get((spot.value, spot.place)) == b:
             del self.current[spot.value, spot.place]

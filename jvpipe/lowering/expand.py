@@ -17,9 +17,9 @@ fates of the micro-batch's layout say which values the layer leaves for its back
 recomputed. The rule of the schedule says which version of the weights the layer reads.
 
 A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them.
-In a split backward a layer without halves runs its whole backward once: with the first half (I) of
-its stage if it returns cotangents, because other layers wait for them, and otherwise with the
-second half (W).
+If a stage's backward is split, a layer without halves runs its whole backward once. If the layer
+returns cotangents, it runs with the first half (I), because other layers wait for the cotangents.
+Otherwise it runs with the second half (W).
 
 The order of summation is the same for every plan. Gradients are added to one accumulator, which
 ZERO makes, in the order in which the micro-batches run backward. Cotangents of an edge (a tensor
@@ -68,9 +68,7 @@ class Expander:
         delivers: Sequence[Delivery] = (),
         forgets: Sequence[Value] = (),
     ) -> Operation:
-        """Makes an operation, and notes which values exist from here on.
-
-        The values that it writes exist; those that it forgets do not.
+        """Makes an operation, and updates `existing` by what it writes and forgets.
 
         Args:
             kind: of the operation.
@@ -176,7 +174,7 @@ class Expander:
         )
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
         writes = [self._write(ref, m) for ref in layer.writes]
-        # Nobody reads the residuals of a layer that will be recomputed: R makes them again.
+        # If the layer will be recomputed, these residuals are unused: R makes them again.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
@@ -194,8 +192,8 @@ class Expander:
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a forward that leaves nothing for a backward.
 
-        The model state stays as it is: every micro-batch reads the state that the first one finds,
-        and nobody reads the state that the program writes.
+        The model state stays as it is: every micro-batch reads the state from before the
+        evaluation, and no operation reads the state that the program writes.
         """
         reads = []
         for ref in layer.reads:
@@ -231,8 +229,8 @@ class Expander:
     def input_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
         """Yields the first half of a layer's backward, which gives the cotangents of its inputs.
 
-        A layer without halves runs its whole backward here if it returns cotangents; otherwise
-        `weight_half` runs it.
+        A layer without halves runs its whole backward here if it returns cotangents, or else in
+        `weight_half`.
 
         Args:
             layer: the layer that runs.
@@ -298,8 +296,8 @@ class Expander:
             m: the micro-batch.
             layout: the plan, fates and programs of the micro-batch.
             signature: what the program reads and yields.
-            takes: the values that the first half has handed to the second; for W alone.
-            leaves: the values that the first half hands to the second; for I alone.
+            takes: for W, the values that the first half has handed over.
+            leaves: for I, the values that it hands over to the second half.
         """
         if signature.is_idle:
             return
@@ -318,8 +316,7 @@ class Expander:
             tensor = self.graph.tensors[ref.index]
             cotangent = self._cotangent(ref, m)
             writes.append(Write(cotangent, tensor.array.bytes))
-            # The sum so far goes to the reader before this layer, or to the producer if this layer
-            # is the first reader.
+            # The sum so far goes to the next earlier reader, or to the producer after the first.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
@@ -343,7 +340,8 @@ class Expander:
     ) -> Iterator[Operation]:
         """Yields the operations that a backward needs first.
 
-        They recompute dropped values, make accumulators, and compute the weights that it reads.
+        They recompute dropped values, make accumulators of gradients, and compute shifted weights
+        if the schedule shifts them.
         """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:
@@ -412,7 +410,7 @@ class Expander:
         return writes
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
-        """Lists a forward's outputs for other layers; losses are summed where they are made."""
+        """Lists a forward's outputs for other layers. Losses stay: they are summed there."""
         graph = self.graph
         delivers = []
         for ref in layer.writes:
@@ -484,10 +482,10 @@ class Expander:
             yield from self._recompute(self.graph.layers[producer], m, layout)
 
     def _recompute(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Runs a layer's forward again, at most once per micro-batch, for the backwards that read it.
+        """Runs a layer's forward again for later backwards, at most once per micro-batch.
 
-        The inputs of the layer may have been dropped, too; then the layers that make them run
-        first. The recursion ends, because producers come before readers in the graph.
+        If inputs of the layer were dropped too, the layers that make them run first. The recursion
+        ends, because the producer of an input is an earlier layer.
         """
         if (layer.id, m) in self._recomputed:
             return
@@ -511,7 +509,7 @@ class Expander:
 
 
 def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
-    """Names a step's metrics, the loss and each group of aux, by the step's first micro-batch.
+    """Names a step's metrics (the loss and each group of aux) by the step's first micro-batch.
 
     >>> [str(value) for value in metrics_of(LayerGraph((), (), (), aux_groups=((0,),)), 8)]
     ['metric 0 micro-batch 8', 'metric 1 micro-batch 8']

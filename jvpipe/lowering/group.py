@@ -5,10 +5,10 @@
     1R2[layer 4]  1B2[layer 4]  1B2[layer 3]          1B2[layers 4 to 3]
     1F2[layer 3]  1SEND2  FEED  1F2[layer 4]          FEED  1F2[layers 3 to 4]  1SEND2
 
-A buffer that is made, read and ended within a group stops being a buffer, and becomes temporary
-memory of the group's program. Rows that feed the batch and rows that make fresh accumulators go
-before the group. Copies of the group's results to other places go after it. Any other row between
-the layers ends the group.
+1F2 is the forward of micro-batch 2 on stage 1. A buffer that is made, read and ended within a group
+stops being a buffer, and becomes temporary memory of the group's program. Rows that feed the batch
+and rows that make fresh accumulators go before the group. Copies of the group's results to other
+places go after it. Any other row between the layers ends the group.
 
 This is the last pass of lowering, and no other pass knows about groups: planning, moving, saving
 and measuring still work on layers. Grouping does not change the order in which layers run.
@@ -46,11 +46,11 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     for row in rows:
         touched.update({*row.reads, *row.writes})
     assert ended <= touched.keys(), "what ends is read or written before"
-    # Buffers that end and that a single row touches: no other row sees them.
+    # A buffer that ends, and that one row alone touches, is seen by no other row.
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
-    # Where buffers end is found again, because a group touches fewer buffers than its parts did.
+    # The rows at which buffers end are found again: a group touches fewer buffers than its parts.
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
 
@@ -63,7 +63,7 @@ def _without(row: Row, made_within: set[int]) -> Row:
 
 
 class _Key(NamedTuple):
-    """The stage, micro-batch and kind that the rows of a group have in common."""
+    """What the rows of a group have in common."""
 
     stage: int
     microbatch: int
@@ -72,7 +72,7 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Group:
-    """A group that rows may still join: its parts, and the copies that go after it."""
+    """A group that rows may still join: its parts, and the copies of results that go after it."""
 
     key: _Key
     parts: list[Row] = field(default_factory=list)
@@ -81,7 +81,8 @@ class _Group:
     def takes(self, row: Row, key: _Key) -> bool:
         """Tells whether a row can be the group's next part.
 
-        It cannot if it would overwrite a buffer that one of the waiting copies reads or writes.
+        The row would run before the copies that wait. So it must not write a buffer that one of
+        them reads or writes.
         """
         copied: set[int] = set()
         for copy in self.copies:
@@ -92,7 +93,7 @@ class _Group:
         """Tells whether the group has to run before a row of another place.
 
         It has to if the row touches a buffer that the group writes, or writes a buffer that the
-        group reads. A buffer that both only read needs no order.
+        group reads. If both only read a buffer, their order is free.
         """
         for mine in (*self.parts, *self.copies):
             if not {*row.reads, *row.writes}.isdisjoint(mine.writes):
@@ -113,9 +114,9 @@ class _Group:
 def _one(parts: Sequence[Row], kind: Kind) -> Row:
     """Makes one row of several parts.
 
-    The buffers that the row overwrites come first among those that it writes, in the order in which
-    they are read. A compiler that seeks memory for each result among the inputs that it may
-    overwrite then finds for each result the buffer which that result overwrites.
+    The buffers that the row overwrites come first among its writes, in the order of its reads. A
+    compiler goes through the results and gives each one the next suitable input to overwrite. In
+    this order that input is the buffer which the result has to overwrite.
     """
     made: set[int] = set()
     reads: dict[int, None] = {}
@@ -138,7 +139,7 @@ def _one(parts: Sequence[Row], kind: Kind) -> Row:
 def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row]:
     """Yields groups, and the rows around them.
 
-    Each place has at most one group at a time that rows may still join.
+    At any time each place has at most one group that rows may still join.
     """
     groups: dict[int, _Group] = {}  # by place
     for row, kind in zip(rows, _kinds(rows), strict=True):
@@ -175,7 +176,8 @@ def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row
 def _kinds(rows: Sequence[Row]) -> list[Kind]:
     """Returns, for each row, the kind of the group that it would be part of.
 
-    It is the row's own kind, or that of the next part at its place for a row that goes with it (R).
+    A forward that runs again (R) goes with the next part at its place, and so has the kind of that
+    part. Any other row has its own kind.
     """
     kinds: list[Kind] = []
     following: dict[int, Kind] = {}  # by place: the kind of the next part of a group

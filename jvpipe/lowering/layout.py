@@ -26,10 +26,11 @@ class SliceLayout:
 
 @dataclass(frozen=True)
 class MicrobatchLayout:
-    """The plan, fates and programs of a micro-batch; `number` identifies a layout within its step.
+    """The plan, fates and programs of a micro-batch.
 
-    `signatures` says what each layer's programs take and yield. `halves` says the same of backwards
-    that are split in two, and `sliced` of the programs for the slices that replicas work on.
+    `number` tells the layouts of a step apart. `signatures` say what each layer's programs take and
+    yield; `halves` say it for backwards that are split in two, and `sliced` for the programs that
+    replicas run on their slices.
     """
 
     number: int
@@ -52,7 +53,7 @@ class MicrobatchLayout:
         Args:
             graph: the layers.
             plan: the stages of the layers, and the fates.
-            signatures: what each layer's programs, made for these fates, take and yield.
+            signatures: what each layer's programs take and yield; they depend on the fates.
             number: the layout's number among those of its step.
 
         >>> from jvpipe.ir.layers import Array
@@ -92,9 +93,9 @@ class MicrobatchLayout:
     def swapped(self, stage: int, m: int) -> list[Value]:
         """Lists the residuals and edges that go to the host after a stage's forward.
 
-        A residual is a value that a forward leaves for its own backward; an edge is a tensor
-        between layers. A swapped edge goes only if a backward of the stage reads it, and if no
-        other stage on the same devices makes or reads it.
+        A residual is a value that a forward leaves for its own backward. An edge is a tensor
+        between layers. An edge whose fate is to be swapped goes only if a backward of the stage
+        reads it, and if no other stage on the same devices makes or reads it.
         """
         layers = self.layers(stage)
         values: list[Value] = []
@@ -113,7 +114,7 @@ class MicrobatchLayout:
                             m,
                         )
                     )
-        # All stages of a device share one buffer of an edge: it leaves only if one stage uses it.
+        # The stages of a device share one buffer of an edge, so it may leave if one alone uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:

@@ -7,8 +7,8 @@ A row is one program or one copy. To touch a buffer is to read it or to write it
     SEND   reads a
     B      reads a, writes b     a; b stays if it is final or a metric
 
-So the rows say everything that happens to memory: a buffer begins with the first row that writes
-it, unless it exists before the step, and ends with the row that frees it.
+So the rows alone say what a memory holds and when. A buffer begins with the first row that writes
+it, unless it exists before the step. It ends with the row that frees it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,14 +34,14 @@ def live(
     final: Iterable[int],
     metrics: Iterable[int],
 ) -> Lowered:
-    """Makes a step of rows, in which each buffer is freed at the last row that touches it.
+    """Makes a step of rows, in which the last row that touches a buffer frees it.
 
     Args:
         rows: in the order of their dispatch.
         buffers: the table of all buffers; rows name them by their positions.
         persistent: how many buffers exist before the step; they are the first of the table.
-        final: the buffers that hold the same values after the step, in the order of the persistent
-            ones. The next step finds its state in this order.
+        final: the buffers that hold the state after the step, in the order of the persistent ones.
+            The next step begins with them.
         metrics: the other buffers that outlive the step.
 
     >>> from jvpipe.ir.kinds import Kind
@@ -52,7 +52,7 @@ def live(
     [(), (0,)]
     """
     final, metrics = tuple(final), tuple(metrics)
-    # No row of the step frees a buffer that outlives the step.
+    # Final buffers and metrics outlive the step, so no row frees them.
     rows = freeing(rows, {*final, *metrics})
     return Lowered(
         tuple(rows),
@@ -66,7 +66,7 @@ def live(
 def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
     """Returns the rows, each with the buffers that end with it.
 
-    A buffer that no row touches never ends. A row DROP touches such a buffer where it has to end.
+    A buffer that no row touches never ends. If it has to end, a DROP row must touch it.
 
     Args:
         rows: in the order of their dispatch.
@@ -83,7 +83,7 @@ def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
 
 
 def renumbered(rows: Iterable[Row], ids: Mapping[int, int], microbatches: int = 0) -> list[Row]:
-    """Returns the rows with other numbers of buffers, and micro-batches counted from a later one.
+    """Returns the rows with new numbers of buffers and of micro-batches.
 
     Args:
         rows: the rows to renumber.

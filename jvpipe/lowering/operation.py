@@ -1,4 +1,4 @@
-"""Operations: the work of programs on values, before anybody has said at which place they run."""
+"""Operations: the work of programs on values, before the placing pass gives them places."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jvpipe.ir.values import Value
 
 
 class Write(NamedTuple):
-    """A value that an operation yields, its size, and which of the value's copies it yields."""
+    """A value that an operation yields, its bytes, and which of the value's copies it is."""
 
     value: Value
     bytes: int
@@ -23,7 +23,7 @@ class Write(NamedTuple):
 class Delivery(NamedTuple):
     """A value that is sent, as soon as it exists, to the places where some layers run.
 
-    If a layer runs on replicas, `examples` are the slices of the replicas that get the value. None
+    If a layer runs on replicas, those replicas get the value whose slices are in `examples`. None
     stands for the first replica, or for the only one.
     """
 
@@ -36,10 +36,16 @@ class Delivery(NamedTuple):
 class Operation:
     """One computation of a layer for a micro-batch.
 
-    `layer` is NONE if it concerns all layers, `microbatch` is NONE if it concerns a whole step. A
-    value both read and written is updated in place. `delivers` are values that are sent at once to
-    layers which may run elsewhere. No later operation reads the values that it `forgets`.
-    `examples` are those of the replica that runs it (None: the first replica of the stage).
+    Attributes:
+        kind: the kind of the row that it becomes.
+        layer: the layer; NONE if it concerns all layers.
+        microbatch: the micro-batch; NONE if it concerns a whole step.
+        reads: the values that it reads. A value that is also written is updated in place.
+        writes: the values that it yields.
+        run: what tells it apart from other operations of its kind and layer.
+        delivers: the values that are sent at once to layers which may run elsewhere.
+        forgets: the values that no later operation reads.
+        examples: those of the replica that runs it; None for the first replica of the stage.
 
     >>> from jvpipe.ir.values import ValueKind
     >>> edge = Value(ValueKind.TENSOR, 7, microbatch=0)
@@ -71,8 +77,8 @@ def summed(
         REDUCE   sums  = first + second
         REDUCE   sums += third
 
-    Each REDUCE takes the gradients of one more replica. So the gradients of only one other replica
-    lie beside the sums at a time.
+    Each REDUCE takes the gradients of one more replica, so that only one replica's gradients lie
+    beside the sums at a time. The order never depends on which replica is faster.
 
     Args:
         layer: the layer whose gradients they are.

@@ -1,25 +1,25 @@
 """Merges the task lists of all stages into one order of dispatch, as early as dependencies allow.
 
 The controller dispatches all tasks from one thread, so the lists of all stages have to become one
-list. Its order is the one in which the tasks would start if every stage were equally fast. In the
-drawing each column is one unit of time; a forward takes one and a backward two:
+list. Its order is the one in which the tasks would start if every stage were equally fast. In this
+drawing each column is one unit of time. A forward takes one unit and a backward two:
 
     stage 0   F0 F1       B0 B0 F2 B1 B1
     stage 1      F0 B0 B0 F1 B1 B1 F2
 
     the one list    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 1F2 ...
 
-A heap holds the next task of each stage, once everything that the task waits for has started and
-its end is known, with the time from which the task may start. Stages whose next task still waits
-are asked again after each started task. Each turn of the loop takes the earliest task off the heap.
-The turn either starts that task, or puts it back with the time when its device is free. The loop
-ends, because a task is put back again only if another task has started on its device meanwhile.
+The start times are simulated. Once a task has started, its end is known. The next task of a stage
+enters a heap when the ends of all tasks that it waits for are known. It may start at the latest of
+these ends. Each turn of the loop takes the earliest task off the heap. If its device is free by
+then, the task starts. If not, it goes back with the time at which the device is free. The loop
+ends, because a task goes back once more only if another task has started on its device meanwhile.
 
-If several tasks could start at the same time, a task that sends goes before the task that receives:
-first backwards, from the last stage on, then forwards, from the first device on, where a device
-takes its latest stage first. The reason is that on some devices (GPUs) a buffer can be used only
-after all work that was enqueued there before the buffer was made. If the sender is dispatched
-first, as little work as possible is ahead of the copy at the device where it arrives.
+If several tasks could start at the same time, a task that sends goes before the task that receives.
+So backwards go first, from the last stage to the first. Forwards follow, from the first device to
+the last, and on one device from its last stage to its first. The reason is that on some devices
+(GPUs) a buffer can be used only after all work that was enqueued there before the buffer was made.
+If the sender is dispatched first, little work is ahead of the copy at the device where it arrives.
 """
 
 import heapq
@@ -49,7 +49,7 @@ def dispatch_order(
         done: tasks that ran before.
 
     Raises:
-        ValueError: the lists cannot progress; the message says which task waits for which others.
+        ValueError: tasks wait for each other; the message says which wait for which.
 
     >>> lists = tuple(tuple(Task(s, kind, 0) for kind in (Kind.F, Kind.B)) for s in range(2))
     >>> needs = {Task(1, Kind.F, 0): [Task(0, Kind.F, 0)], Task(0, Kind.B, 0): [Task(1, Kind.B, 0)]}
@@ -61,13 +61,13 @@ def dispatch_order(
     free: dict[int, float] = {}  # by device: when it is free
     position = [0] * len(lists)  # by stage: the position of its next task
     order: list[Task] = []
-    # The heap: earliest start, then rank, then the negative stage; last the stage itself.
+    # The heap, in the order described above: earliest start, rank, negative stage. Then the stage.
     ready: list[tuple[float, int, int, int]] = []
 
     def offer(stage: int) -> bool:
-        """Puts the next task of a stage on the heap, if nothing that it waits for is missing.
+        """Puts a stage's next task on the heap if all that it waits for has started.
 
-        Tells whether it did.
+        Returns whether it did.
         """
         if position[stage] == len(lists[stage]):
             return False
@@ -94,7 +94,7 @@ def dispatch_order(
         waiting.add(stage)
         # Stages whose next task waited for this one may go on now.
         waiting -= {s for s in tuple(waiting) if offer(s)}
-    # Nothing can start any more: either all tasks have ended, or the rest wait for each other.
+    # No task can start any more. If tasks are left, they wait for each other.
     stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
     if stuck:
         missing: dict[Task, list[Task]] = {}
@@ -107,10 +107,10 @@ def dispatch_order(
 class _Neighbours:
     """The stages that each stage waits for under a plan.
 
-    A stage's forward waits for the forwards of the stages in `before`, its backward for the
-    backwards of the stages in `after`. Stages are connected by edges (tensors between their layers)
-    and by tied parameters: the owner of a tied parameter sends each version to the other readers,
-    and the owner's update takes the gradients of all readers.
+    A stage's forward waits for the forwards of the stages in `before`. Its backward waits for the
+    backwards of the stages in `after`. Edges (tensors between layers) connect stages, and so do
+    tied parameters: the owner of such a parameter sends each version to the other readers, and the
+    owner's update takes the gradients of all readers.
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
@@ -127,7 +127,7 @@ class _Neighbours:
                 self._connect(parameter.owner, parameter.readers, back=True)
 
     def _connect(self, source: int, readers: Iterable[int], *, back: bool) -> None:
-        """Notes that the readers of a layer's value wait for it and, with `back`, it for them."""
+        """Notes that readers of a layer's value wait for it; with `back`, it waits for them too."""
         s = self.stage[source]
         for reader in readers:
             r = self.stage[reader]
@@ -138,13 +138,13 @@ class _Neighbours:
 
 
 class Waits:
-    """A function from a task to the tasks that it waits for, because of values and model state.
+    """A function from a task to the tasks that make what it reads: values and model state.
 
     Args:
         graph: the layers.
         plans: the plan of each micro-batch.
-        split: pairs of a stage and a micro-batch whose backward is split in I and W; other stages
-            wait for I, which gives the cotangents.
+        split: the pairs of a stage and a micro-batch whose backward is split in I and W. Other
+            stages wait for I, which gives the cotangents.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Waits:
         neighbours = {id(plan): _Neighbours(graph, plan) for plan in plans}
         self.at = [neighbours[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
-        self._carried: list[tuple[int, int]] = []  # a reader of model state, and the writer
+        self._carried: list[tuple[int, int]] = []  # a layer that reads model state, and its writer
         for layer in graph.layers:
             for k in layer.reading(ValueKind.STATE):
                 if k in writer:
@@ -204,15 +204,15 @@ def order(
 ) -> list[Task]:
     """Returns the tasks of all stages in one order of dispatch, as if all stages were equally fast.
 
-    The order follows from the plan alone, never from measured seconds. It decides which buffers a
-    device holds at each moment, and a plan's peak of memory has to be known before anything runs.
+    The order decides which buffers a device holds at each moment. A plan's peak of memory has to be
+    known before anything runs, so the order follows from the plan and never from measured seconds.
 
     Args:
         waits: finds the tasks that make the values that a task reads.
         lists: the tasks of each stage.
         done: tasks that ran before.
-        waits_too: finds other tasks that a task waits for, because of weight versions or sums of
-            gradients.
+        waits_too: finds further tasks that a task waits for: those that make a weight version, or
+            that add to a sum of gradients first.
     """
 
     def waits_for(task: Task) -> Iterator[Task]:
@@ -229,10 +229,10 @@ def order(
 
 
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
-    """Yields the tasks of other stages that add to the same sums of gradients before a task does.
+    """Yields the tasks of other stages that must add to a task's sums of gradients before it.
 
-    There are such tasks if the plan has just changed, so that other stages had the task's layers
-    for the micro-batch before.
+    Gradients are added in the order of micro-batches. If the plan has just changed, other stages
+    may have had the task's layers for the micro-batch before.
 
     Args:
         plans: the plan of each micro-batch.

@@ -9,9 +9,10 @@ A place is the number of a device, or of a mesh of devices. A row is one program
 
 In the first line layers 4 and 9 run at one other place, so one SEND serves both.
 
-This is the only pass that knows places. A value that a layer makes for other layers is sent to
-their places at once. A value that belongs to a layer which has changed places is moved when the
-layer first reads it at the new place, and the copy at the old place is marked stale.
+A value that a layer makes for other layers is sent to their places at once. If a layer has changed
+places, each value that belongs to it, such as a weight, is moved when the layer first reads it at
+the new place. Operations name values and no places, so where a layer runs cannot change what it
+computes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +33,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 
 @dataclass
 class Block:
-    """Rows that belong together: those of a task, or rows outside of all tasks (`task` is None)."""
+    """Rows that belong together: those of a task or, if `task` is None, rows outside of tasks."""
 
     task: Task | None
     rows: list[Row] = field(default_factory=list)
@@ -41,9 +42,9 @@ class Block:
 class Placer(BufferTable):
     """A writer of rows: it places operations one after another, under the plan entered last.
 
-    `blocks` hold the rows. `moved` are pairs of a buffer that has moved and its copy at the new
-    place. With `by_host`, everything that moves goes to the host first, and goes on to its new
-    place only after all of it has left its old places.
+    `blocks` hold the rows. `moved` has pairs of a buffer that was left behind and its copy at the
+    new place. With `by_host`, everything that moves goes to the host first. Only after all of it
+    has left its old places does it go on to the new ones.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -75,8 +76,8 @@ class Placer(BufferTable):
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, with their final buffers
         self._placements: dict[int, Placement] = {}  # by the identity of their plan
-        # Whether a plan so far has replicas: then a value that is brought to a place also stays
-        # where it came from, and may be read there.
+        # Whether a plan so far has replicas. If so, a value that is brought to another place also
+        # stays where it is, because a replica there may read it.
         self._replicated = False
         self.enter(plan)
         for buffer in self.where.lasting(optimizer):
@@ -86,7 +87,7 @@ class Placer(BufferTable):
     # Plans
 
     def enter(self, plan: Plan) -> None:
-        """Makes a plan the one under which operations are placed from here on."""
+        """Enters a plan: operations are placed under it from here on."""
         if id(plan) not in self._placements:
             self._placements[id(plan)] = Placement(self.graph, plan)
         self.where = self._placements[id(plan)]
@@ -95,7 +96,7 @@ class Placer(BufferTable):
             self.places |= dict.fromkeys(places)
 
     def begin(self, task: Task | None = None) -> None:
-        """Begins a block of rows, for a task or (None) for rows that belong to no task."""
+        """Begins a block of rows: for a task, or for rows that belong to no task (None)."""
         self.blocks.append(Block(task))
 
     # Rows
@@ -117,9 +118,9 @@ class Placer(BufferTable):
             place: where it runs.
             layer: the layer that it concerns, or NONE.
             m: the micro-batch, or NONE.
-            reads: the ids of the buffers that it reads.
-            writes: the ids of the buffers that it writes.
-            run: what distinguishes it from other rows of its kind and layer.
+            reads: the numbers of the buffers that it reads.
+            writes: the numbers of the buffers that it writes.
+            run: what tells it apart from other rows of its kind and layer.
         """
         stage = self.where.stage.get(layer, NONE)
         self.blocks[-1].rows.append(
@@ -139,14 +140,15 @@ class Placer(BufferTable):
     def metric(self, value: Value) -> int | None:
         """Returns a buffer that holds a metric, or None if no row has made the metric.
 
-        The buffer lies at the present place of the loss, or at the place where an earlier plan has
-        the loss, because the last forward that a metric needs may run under that plan.
+        The buffer lies at the present place of the loss if there is one there. If not, the last
+        forward that the metric needs ran under an earlier plan, and the buffer lies where that plan
+        has the loss.
         """
         place = self._holder_near(value, self.where.home)
         return None if place is None else self.current[value, place]
 
     def _holder_near(self, value: Value, place: int) -> int | None:
-        """Returns a place that holds a value, the given one if possible; None if no place does."""
+        """Returns a place that holds a value, if possible the given one; None if no place does."""
         return place if (value, place) in self.current else self.holder(value)
 
     # Copies
@@ -159,7 +161,7 @@ class Placer(BufferTable):
         layer: int,
         m: int,
     ) -> int:
-        """Returns a copy of a value at another place, which is made unless it exists.
+        """Returns a copy of a value at another place. Makes the copy if it is missing.
 
         Args:
             value: the value to copy.
@@ -185,10 +187,10 @@ class Placer(BufferTable):
     ) -> int:
         """Returns a buffer with a value at a place, and moves the value there if it lies elsewhere.
 
-            why it moves              rows
+            case                      rows
             its layer changes places  MOVE
             its fate has changed      OUT or IN, between the device of its place and the host
-            `by_host`                 OUT now, IN once all that moves has left its place (`commit`)
+            `by_host`                 OUT now; IN at `commit`, once everything has left
 
         Args:
             value: the value.
@@ -218,7 +220,7 @@ class Placer(BufferTable):
             self._arriving.append((host, new))
             return new
         there = self._copied(b, source, target, layer, m, new)
-        if there != new:  # the value has arrived on the device, but is to lie on the device's host
+        if there != new:  # the value is on the device now, but has to lie on the device's host
             self.row(Kind.OUT, target, layer, m, [there], [new])
             if there != b:
                 self.row(
@@ -250,7 +252,8 @@ class Placer(BufferTable):
             target: the place of the copy.
             layer: the layer that the rows concern.
             m: the micro-batch, or NONE.
-            new: the buffer in which the value is to end; it is returned if it lies on the device.
+            new: the buffer where the value has to arrive in the end. If it lies on the device, it
+                is the one that is returned.
         """
         value = self.spots[b].value
         size = self.buffers[b].bytes
@@ -278,8 +281,8 @@ class Placer(BufferTable):
 
         Args:
             op: the operation.
-            keeps: of an update, whether later tasks read the parameters that it takes: then the new
-                version is written to buffers of its own, rather than over the old one.
+            keeps: for an update, whether later tasks still read the old version of its parameters.
+                If so, the new version gets buffers of its own. If not, it overwrites the old one.
             place: where the operation runs; the place of its layer unless given.
         """
         here = self.where.of(op.layer, op.examples) if place is None else place
@@ -309,7 +312,7 @@ class Placer(BufferTable):
                 self.rename(self.current[value, holder], Spot(value, holder, Copy.STALE))
 
     def _deliver(self, op: Operation, here: int) -> None:
-        """Sends the values that an operation delivers to the other places where they are read."""
+        """Sends the values that an operation delivers to all other places where they are read."""
         for value, layers, examples in op.delivers:
             targets = [self.where.of(layer, e) for layer in layers for e in examples]
             for target in dict.fromkeys(targets):
@@ -318,13 +321,13 @@ class Placer(BufferTable):
                     self.send(value, here, target, op.layer, op.microbatch)
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
-        """Returns the buffer that an operation reads, once a value that lies elsewhere is brought.
+        """Returns the buffer that an operation reads. A value that lies elsewhere is brought first.
 
-        How it is brought depends on its kind: leaves of the batch are fed from the host, values
-        that an update gathers are sent, and values that belong to the layer are moved.
+        A leaf of the batch is fed from the host, a value that an update gathers is sent, and any
+        other value belongs to the layer and is moved.
         """
         layer, m = op.layer, op.microbatch
-        # A change of plan may have changed the fate of the state and not its place.
+        # Even if the state is at its place, a change of plan may have changed its fate.
         if value.kind is ValueKind.OPTIMIZER:
             return self.bring(value, here, layer, m)
         if (value, here) in self.current:
@@ -347,10 +350,10 @@ class Placer(BufferTable):
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> dict[int, int]:
-        """Returns, for each buffer that lies on the host, a buffer on the device in its place.
+        """Returns, for each buffer that lies on the host, a buffer on the device to use instead.
 
-        The contents are fetched if the operation reads them. A buffer that the operation only
-        writes is made without a fetch.
+        If the operation reads the buffer, its contents are fetched. If it only writes the buffer,
+        nothing is fetched.
         """
         fetched: dict[int, int] = {}
         for b in dict.fromkeys((*reads, *writes)):
@@ -365,11 +368,11 @@ class Placer(BufferTable):
         return fetched
 
     def _return(self, op: Operation, written: Mapping[int, int]) -> None:
-        """Copies what an operation has written for buffers that are away back to the host.
+        """Copies results back to the host, for the buffers that lie there.
 
         Args:
             op: the operation that has run.
-            written: for each buffer that is away, the buffer on the device that was written.
+            written: for each buffer on the host, the buffer on the device that was written.
         """
         for away, b in written.items():
             value, place, _ = self.spots[away]
@@ -379,7 +382,7 @@ class Placer(BufferTable):
     def _fed_bytes(self, value: Value) -> int:
         """Returns the bytes of a value that is fed from the host.
 
-        For a leaf of the batch, they are the bytes of the replica's examples alone.
+        For a leaf of the batch, only the bytes of the replica's examples count.
         """
         match value.kind:
             case ValueKind.BATCH:
@@ -395,7 +398,7 @@ class Placer(BufferTable):
     def _write(self, write: Write, here: int, *, keeps: bool) -> int:
         """Returns the buffer that an operation writes.
 
-        The next version of a parameter overwrites the version before it, unless that one is kept.
+        The next version of a parameter overwrites the version before it, unless `keeps` is true.
         """
         value, size, copy = write
         if copy is Copy.OWN and (value, here) in self.current:
@@ -414,7 +417,7 @@ class Placer(BufferTable):
         A spot is the name of a buffer: a value, its place, and which of the copies there.
 
         Args:
-            spots: the names to keep, whose micro-batches and versions count from later ones.
+            spots: the names to keep. They count micro-batches and versions from later ones.
             microbatches: the micro-batch that is number 0 in `spots`.
             versions: the version that is number 0 in `spots`.
         """
@@ -427,7 +430,7 @@ class Placer(BufferTable):
     def relocate(self, plan: Plan) -> None:
         """Moves the values that lie on the devices between steps to where a plan has them.
 
-        Model state is left out: it moves when its reader first runs at the new place, or by
+        Model state stays: it moves later, when its reader first runs at the new place or in
         `bring_state`.
         """
         before = self.where.plan
@@ -447,10 +450,10 @@ class Placer(BufferTable):
         self.enter(before)
 
     def commit(self) -> None:
-        """Ends the old buffers of everything that has moved, once their copies have arrived.
+        """Ends the old buffers of everything that has moved, once the copies have arrived.
 
-        Up to this call every old buffer still exists. With `by_host`, the values that wait on the
-        host go to their new places only after the old buffers have ended.
+        Until this call every old buffer exists. With `by_host`, values wait on the host. They go on
+        to their new places after the old buffers have ended.
         """
         staying = {b for _, b in self.lasting()}
         for old, new in self.moved:
@@ -458,7 +461,7 @@ class Placer(BufferTable):
                 place = self.buffers[old].place
                 self.row(Kind.FREE, place, NONE, NONE, [old, new], [])
         leaving = [b for b in range(self.persistent) if b not in staying]
-        for place in self.places:  # the new plan has these values elsewhere, or in newer buffers
+        for place in self.places:  # the new plan has these values elsewhere or in newer buffers
             for on_host in (False, True):
                 ids = []
                 for b in leaving:
@@ -474,7 +477,7 @@ class Placer(BufferTable):
     def _arrive(self, host: int, new: int) -> None:
         """Brings a value that waits on the host to its new place.
 
-        A value that is to lie on the host of that place passes through the place's device.
+        A value that has to lie on the host of the new place passes through the device there.
         """
         value, place, copy = self.spots[new]
         if copy is not Copy.AWAY:
@@ -492,10 +495,10 @@ class Placer(BufferTable):
                 self.bring(self.newest_state(k), place, NONE)
 
     def newest_state(self, k: int) -> Value:
-        """Names a whole leaf of the model state as the last micro-batch left it."""
+        """Names a leaf of the model state as the last micro-batch left it."""
         versions = []
         for value, _ in self.current:
-            # The name of a replica's part has the replica's examples, that of the whole has none.
+            # Parts that replicas have made do not count. Their names have examples.
             is_whole = value.kind is ValueKind.STATE and value.examples is None
             if is_whole and value.index == k:
                 versions.append(value)
@@ -504,7 +507,7 @@ class Placer(BufferTable):
     def lasting(self) -> list[tuple[Spot, int]]:
         """Lists the values that lie on the devices between steps under the present plan.
 
-        Each is a pair: the name that the value has between steps, and its newest buffer.
+        Each is listed as its name between steps and its newest buffer.
         """
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():

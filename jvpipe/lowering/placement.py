@@ -1,6 +1,7 @@
 """The places of layers under a plan, and of the values that lie on the devices between steps.
 
-A place is the number of a device, or of a mesh of devices.
+A place is the number of a device, or of a mesh of devices. `Placement.lasting` decides what lies
+where between steps; moves from plan to plan follow it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from jvpipe.programs.shares import updating
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of every layer of a graph under a plan: several if its stage has replicas.
+    """The places of each layer of a graph under a plan: several if the layer's stage has replicas.
 
     >>> from jvpipe.ir.layers import Layer, Ref
     >>> layers = (Layer(0, "a", (), ()), Layer(1, "b", (), (Ref(ValueKind.LOSS, 0),)))
@@ -41,7 +42,7 @@ class Placement:
 
     @cached_property
     def places(self) -> Mapping[int, tuple[int, ...]]:
-        """The places of each layer: one, unless its stage is replicated."""
+        """The places of each layer: one, or one per replica of its stage."""
         return {layer: self.plan.stages[s].devices for layer, s in self.stage.items()}
 
     @cached_property
@@ -55,7 +56,7 @@ class Placement:
     def slices(self, layer: int) -> tuple[Examples | None, ...]:
         """Returns the examples that each replica of a layer's stage works on.
 
-        If the stage runs at one place, that is (None,).
+        If the stage runs at one place, the result is (None,), which stands for all examples.
         """
         return self._slices[self.stage[layer]]
 
@@ -69,7 +70,7 @@ class Placement:
 
         Args:
             layer: the layer, or NONE.
-            examples: the examples of the replica that is meant; the first replica unless given.
+            examples: the examples that tell which replica is meant; by default the first.
         """
         if layer == NONE:
             return self.home
@@ -90,8 +91,8 @@ class Placement:
     def holding(self, k: int) -> tuple[int, ...]:
         """Returns the places that hold a leaf of the model state.
 
-        They are those of the layers that read the leaf, or else of the layers that write it, or
-        else of layer 0.
+        They are the places of the layers that read the leaf. If no layer reads it, they are those
+        of the layers that write it; if none writes it either, those of layer 0.
         """
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
@@ -110,14 +111,16 @@ class Placement:
         return Copy.AWAY if parameter in self._away else Copy.OWN
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
-        """Lists the buffers that lie on the devices between steps.
+        """Lists the buffers that lie on the devices between steps. They hold:
 
-        They hold the parameters (a copy at each place that reads one), the optimizer's state (at
-        the replica that updates the layer, or on that replica's host), the model state and the
-        constants. Optimizer state that belongs to no parameter, such as a count of steps, has a
-        copy for each layer, so that a layer can move with its own copy.
+            parameters       a copy at each place that reads one
+            optimizer state  at the replica that updates the layer, or on that replica's host
+            model state      a copy at each place that `holding` returns
+            constants        a copy at each place that reads one
 
-        The order of the list is the order of a state's arrays: a step's first buffers are these.
+        Optimizer state that belongs to no parameter, such as a count of steps, has a copy for each
+        layer, so that a layer can move with its own copy. A step begins with these buffers, in the
+        order of the list. A state has its arrays in the same order.
         """
         graph = self.graph
         buffers: list[Buffer] = []
@@ -149,8 +152,8 @@ class Placement:
             )
         written = written_state(graph)
         for k, array in enumerate(graph.state):
-            # State that layers write is named by the micro-batch that reads it. Between steps that
-            # is the first micro-batch of the next step.
+            # State that layers write is named by the micro-batch that will read it: between steps,
+            # by the first micro-batch of the next step.
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
             add(value, self.holding(k), array.bytes)
         for c, array in enumerate(graph.constants):

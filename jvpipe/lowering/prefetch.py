@@ -1,17 +1,21 @@
 """Prefetching: spreads out the copies of optimizer state between the host and updates.
 
-A place (a device) runs one update for each of its layers. `i<k>` fetches the optimizer state of
-update k from the host (IN), `U<k>` runs the update, `o<k>` copies the new state back to the host
-(OUT), and `f<k>` waits for that copy and frees the state on the device (FREE). B7 is the last
-backward of the place. Rows run from left to right:
+A place (a device) runs one update for each of its layers:
+
+    i<k>   starts to fetch the optimizer state of update k from the host (IN)
+    U<k>   runs update k
+    o<k>   starts to copy the new state back to the host (OUT)
+    f<k>   waits for that copy, and frees the state on the device (FREE)
+
+B7 is the last backward of the place. Rows run from left to right:
 
     placed       ... B7 i0 U0 o0 i1 U1 o1 i2 U2 o2 i3 U3 o3
     prefetched   i0 i1 B7 U0 o0 U1 o1 f0 i2 U2 o2 f1 i3 U3 o3 f2 f3
 
 The placer writes each update between its own copies. This pass moves the copies, so that both
 directions of the link work at the same time. A place holds at most `UPDATES_HELD` (two) times the
-state of its largest update: that much is fetched before the last forward or backward of the place,
-and every later fetch waits until enough state has left.
+state of its largest update. Fetches that fit run before the place's last forward or backward. Each
+later fetch waits until enough state has left.
 """
 
 from collections import deque
@@ -35,8 +39,8 @@ Positions compare in the order in which their rows run.
 class _Copy(NamedTuple):
     """A row that copies or frees state.
 
-    `after` is the update after which the row stands (-1: before all updates of its round). `update`
-    is the update whose state it is.
+    The row stands after update number `after`, or before all updates of its round if that is -1.
+    It copies or frees the state of update number `update`.
     """
 
     after: int
@@ -46,7 +50,7 @@ class _Copy(NamedTuple):
 
 @dataclass
 class _Visit:
-    """The copies of one update; `at` is the position of its program: a group and a row of it."""
+    """An update with its copies. `at` is where its program stands: a group and a row of it."""
 
     at: tuple[int, int]
     ins: list[Row]
@@ -72,7 +76,7 @@ class _Visit:
 
 @dataclass
 class _Round:
-    """Updates of a place without any forward or backward of the place between them.
+    """The updates of a place between two of its forwards or backwards.
 
     `anchor` is the group with the last forward or backward before them, if there is one.
     """
@@ -83,8 +87,8 @@ class _Round:
     def position(self, k: int) -> Position:
         """Returns the position of rows that follow update k.
 
-        Rows before all updates (k = -1) stand before the last forward or backward, which runs while
-        they copy.
+        If k is -1, they precede all updates. They then stand even before the last forward or
+        backward, so that it runs while they copy.
         """
         if k >= 0:
             return (*self.visits[k].at, AFTER)
@@ -96,11 +100,14 @@ class _Round:
         """Yields each copy and each FREE, in the order of their dispatch.
 
         `room` is the number of bytes that the place may still take, out of `UPDATES_HELD` times its
-        largest update. The state of the next update has to come, so its fetch waits for any state
-        that leaves. State of later updates comes only while there is room, and waits only for state
-        that began to leave before the update that has just run, because a longer wait would stop
-        the place. The state of the next update always fits in the end: state comes in the order of
-        updates, so once all leaving state has left, only its own first parts are there.
+        largest update. If a fetch lacks room, FREE rows wait until older state has left:
+
+            state of the next update    must come, so it waits for any state that leaves
+            state of a later update     waits only for state that began to leave before the last
+                                        update; a longer wait would stop the place
+
+        The next update's state always fits in the end. State comes in the order of updates, so once
+        all leaving state has left, the place holds only parts of that same state.
 
         Args:
             buffers: the table of buffers.
@@ -119,7 +126,8 @@ class _Round:
                 for row in visit.outs:
                     yield _Copy(k, k, row)
                 leaving.extend((k, row) for row in visit.frees())
-                # Fetched buffers that the update only read are gone; buffers that it made are new.
+                # Fetched buffers that the update only reads end with it. Buffers that it makes are
+                # new. Buffers that it overwrites stay.
                 room += total(visit.fetched - visit.written)
                 room -= total(visit.written - visit.fetched)
             while coming:
@@ -144,8 +152,8 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
     """Returns the rows of some groups, with the copies of optimizer state spread out.
 
     Args:
-        groups: lists of rows that belong together, in the order of their dispatch. The copies of an
-            update are in these groups, and stay in them.
+        groups: lists of rows that belong together, in the order of their dispatch. The copies
+            of an update stand in these groups, and move only among them.
         buffers: the table of buffers.
 
     >>> from jvpipe.ir.values import Value, ValueKind
@@ -172,7 +180,7 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
         for copy in updates.copies(buffers):
             at = updates.position(copy.after)
             row = copy.row
-            # The state of a layer that has just moved cannot be fetched before it is on the host.
+            # If a layer has just moved, its state is fetched only once it is on the new host.
             if KINDS[row.kind].link is Link.FROM_HOST and written.get(row.reads[0], at) > at:
                 at = (*updates.visits[copy.update].at, BEFORE)
             added.setdefault(at, []).append(row)
@@ -198,11 +206,10 @@ def _rounds(
 ) -> tuple[list[_Round], set[tuple[int, int]]]:
     """Finds the rounds of updates of all places, and the positions of the rows that copy for them.
 
-    The placer has written each update as IN... U OUT..., all at one place. So the fetches to a
-    place, which are gathered in `coming`, belong to the place's next update, and copies to the host
-    belong to the place's last update.
+    The placer has written each update as IN... U OUT..., all at one place. So a fetch to a place
+    belongs to the next update there, and a copy to the host belongs to the last one.
     """
-    in_use: set[int] = set()  # buffers that updates have fetched
+    in_use: set[int] = set()  # the fetched buffers that updates read or write
     for group in groups:
         for row in group:
             if _is_update(row):
@@ -212,7 +219,7 @@ def _rounds(
     moved: set[tuple[int, int]] = set()
     newest: dict[int, _Round] = {}  # by place
     anchors: dict[int, int] = {}  # by place: the group of its last forward or backward
-    coming: dict[int, list[Row]] = {}
+    coming: dict[int, list[Row]] = {}  # by place: the fetches for its next update
     for g, group in enumerate(groups):
         for i, row in enumerate(group):
             info = KINDS[row.kind]

@@ -1,4 +1,4 @@
-"""Projecting: finds the rows that one process runs, of a step that all processes lower alike.
+"""Projection: out of a step that all processes lower alike, the rows that one process runs.
 
 Process 0 has place (device) 0 here, and process 1 has place 1:
 
@@ -7,9 +7,9 @@ Process 0 has place (device) 0 here, and process 1 has place 1:
     process 1         0SEND0: ask for t0     1F0  1B0  1SEND0: offer g
 
 A copy between two processes is one row of the whole step, and each of the two processes runs its
-half of the copy. No deadlock is possible, because every process keeps the order of the whole step:
-take the earliest row there, of which a half still waits. The other process has no earlier row to
-wait for, so it comes to its own half of that row.
+half of the copy. No deadlock is possible, because every process keeps the order of the whole step.
+Take the earliest row with a half that waits. The process with the other half has no earlier row to
+wait for, so it comes to that half, and the waiting ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,11 +25,11 @@ from jvpipe.lowering.receipts import crossings
 def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lowered:
     """Returns a step with the rows of one process.
 
-    The buffer table stays that of all processes, so that the number of a buffer means the same
-    buffer in each of them.
+    The buffer table stays that of all processes, so that a number means the same buffer in each of
+    them.
 
     Args:
-        lowered: a step with its receipts.
+        lowered: a step with its receipts (receipts.py).
         processes: the process of each place.
         process: the process whose rows are returned.
     """
@@ -59,8 +59,9 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
     """Returns a row as its process runs it.
 
-    FREE waits for a copy and ends the buffer that was copied. If the copy went to another process,
-    a receipt has already waited for it, so the FREE becomes a DROP, which only ends the buffer.
+    FREE waits for a copy and then ends the buffer that was copied. If the copy went to another
+    process, a receipt has already waited for it. The FREE then becomes a DROP, which only ends the
+    buffer.
     """
     if row.kind is not Kind.FREE:
         return [row]
@@ -71,9 +72,9 @@ def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[R
 
 
 def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds the copies that bring the metrics of a step to every process.
+    """Adds copies, so that every process has all metrics of a step.
 
-    A metric that lies at a place of another process is copied to the process's first place.
+    A process that lacks a metric gets a copy at its first place.
 
     Args:
         lowered: a step that yields each of its metrics at one place.

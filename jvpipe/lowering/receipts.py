@@ -1,19 +1,22 @@
 """Receipts: a buffer that one process offers to another stays unchanged until it has arrived there.
 
 A crossing is a copy between places of two processes: the source offers its buffer, and the target
-takes a copy some time later. The source may release its own reference at once, but it must not
-overwrite or delete the buffer before the copy has arrived. The source learns of the arrival from a
-witness: a buffer that depends on the copy and comes back to the source anyway, such as the
-cotangent of an activation that was sent. If no witness comes back in time, the target sends a mark,
-a small array of its own (time runs to the right):
+takes a copy some time later. Until the copy has arrived, the source must not overwrite or delete
+the buffer. Dropping a reference to the buffer is always safe. A RECEIPT row at the source waits for
+one of two signs that the copy has arrived:
+
+    a witness   a buffer that depends on the copy and comes back to the source anyway, such as the
+                cotangent of an activation that was sent
+    a mark      a small array that the target sends if no witness comes back in time
+
+With a mark for parameter p, where time runs to the right:
 
     process 0   U SEND(p) ............................ RECEIPT(mark)  B(p) overwrites p
     process 1             ARRIVE(p) SEND(mark)
 
-Crossings that follow one another without other rows between them share a mark, such as those of
-layers that move; the old buffers of such layers are dropped after the mark has come. If no
-backward follows, as in an evaluation, no witness comes back; then marks make sure that at most
-`OPEN_OFFERS` offers from one process to another are open at a time.
+Crossings without other rows between them, such as those of a layer that moves, share a mark. If no
+backward follows, as in an evaluation, no witness comes back. Marks then bound the number of open
+offers from one process to another by `OPEN_OFFERS`.
 """
 
 from collections import defaultdict
@@ -51,7 +54,7 @@ class Crossing(NamedTuple):
 
 
 class _Witness(NamedTuple):
-    """A `buffer` that depends on a copy, and the first `row` at the copy's source to read it."""
+    """A `buffer` that depends on a copy, and the first `row` at the copy's source that reads it."""
 
     row: int
     buffer: int
@@ -93,7 +96,7 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
 
 
 def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds rows that wait until offered buffers have arrived, before these are spoiled.
+    """Adds rows that wait until copies have arrived, before their sources are spoiled.
 
     A buffer is spoiled when it is overwritten or deleted.
 
@@ -113,7 +116,8 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         if x.row in spoilers or x.offered in lowered.final:
             until = spoilers.get(x.row, end)
             witness = witnesses.get(x.row)
-            # The deadline of a move is far away, and a witness would have to live until then.
+            # The deadline of a move is far away. A witness would have to live until then, so a mark
+            # of a few bytes is better.
             is_move = lowered.rows[x.row].kind is Kind.MOVE
             if witness and witness.row <= until and not is_move:
                 receipts.wait([x], witness.buffer, until)
@@ -121,8 +125,8 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
                 to_mark.append(_Deadline(x, until))
         elif not has_backward and x.offered not in lowered.metrics:
             unanswered[x.source, x.target].append(x)
-    # Nothing comes back for these offers: a mark makes sure that each has arrived before the
-    # OPEN_OFFERS-th offer after it.
+    # Nothing comes back for these offers. A mark makes sure that each one has arrived before the
+    # OPEN_OFFERS-th offer after it is made.
     for offers in unanswered.values():
         for x, later in zip(offers, offers[OPEN_OFFERS:], strict=False):
             to_mark.append(_Deadline(x, later.row))
@@ -136,10 +140,10 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 
     The witness is the first buffer at the source that was made from the copy.
 
-    A set of crossings is an integer with one bit per crossing. So the set of crossings that a
-    buffer depends on is the `or` of the sets of all buffers that its row has read. A crossing is
-    taken out of the set of waiting ones when its first witness is found, so the scan over all
-    crossings runs at most once for each of them.
+    A set of crossings is an integer with one bit per crossing. A buffer depends on all crossings
+    that the buffers read by its row depend on: its set is the `or` of their sets. When the first
+    witness of a crossing is found, the crossing leaves the set of waiting ones. So the scan over
+    all crossings runs at most once for each crossing.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness
@@ -170,9 +174,9 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     """Finds, by the row of each crossing, its deadline: the row that spoils the offered buffer.
 
-    That row overwrites or deletes the buffer. If the very row that offers the buffer also deletes
-    it, the deadline is the end of the step. Only arrays that existed before the step are deleted;
-    for other buffers the process just drops its reference, which is safe at any time.
+    That row overwrites or deletes the buffer. If the row of the offer itself deletes it, the
+    deadline is the end of the step. Only arrays from before the step are ever deleted. For any
+    other buffer the process just drops its reference, which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it
     for x in crossing:
@@ -194,9 +198,9 @@ def _following(
 ) -> list[tuple[list[Crossing], int]]:
     """Groups crossings that can share a mark.
 
-    The crossings of a group go from the same place to the same place and have the same deadline.
-    Only copies stand between them, so a mark after the last one comes hardly later than one after
-    the first would.
+    The crossings of a group have the same source, the same target and the same deadline. Only
+    copies stand between them, so a mark after the last crossing comes hardly later than a mark
+    after the first.
     """
     # Two copies have the same number in `runs` exactly if only copies stand between them.
     are_runs = [KINDS[row.kind].link is not Link.PEER for row in lowered.rows]
@@ -210,7 +214,7 @@ def _following(
 
 
 class _Receipts:
-    """The rows that are added to a step; `_before` has them by the row before which they stand."""
+    """The rows that are added to a step. `_before` has them by the row before which they stand."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
@@ -218,14 +222,14 @@ class _Receipts:
         self._before: dict[int, list[Row]] = defaultdict(list)
 
     def wait(self, copies: Sequence[Crossing], witness: int, until: int) -> None:
-        """Adds a row that waits for a witness, a buffer that depends on some crossings.
+        """Adds a row that waits for a witness or a returned mark.
 
-        An offered buffer that would have ended with its offer is also read by the new row, so that
-        the buffer lives until then.
+        If an offered buffer would have ended with its offer, the new row reads it too, so that the
+        buffer lives until then.
 
         Args:
             copies: the crossings, all from one place to another.
-            witness: the buffer.
+            witness: the buffer to wait for, which depends on the crossings.
             until: the number of the row before which the new row stands.
         """
         rows = self.lowered.rows
@@ -268,7 +272,7 @@ class _Receipts:
         self.wait(copies, returned, until)
 
     def lowered_with_them(self) -> Lowered:
-        """Returns the step with the added rows; where each buffer ends is found again."""
+        """Returns the step with the added rows, and finds again where each buffer ends."""
         if not self._before:
             return self.lowered
         lowered = self.lowered

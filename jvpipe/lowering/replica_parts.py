@@ -14,7 +14,7 @@ Slice = Examples | None
 
 
 class ReplicaParts:
-    """The names, sizes and examples of the parts that replicas have of values.
+    """The parts of values that replicas have: their names, sizes and examples.
 
     Args:
         where: the replicas of each layer.
@@ -29,15 +29,15 @@ class ReplicaParts:
     def named(self, value: Value, examples: Slice) -> Value:
         """Names the part of a value that belongs to some examples.
 
-        A value that is the same for all examples has no parts: the name of the whole is returned.
+        A value that is the same for all examples has no parts, so its own name is returned.
         """
         match value.kind:
-            case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # of no examples
+            case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # the same for all
                 return value
             case ValueKind.STATE:  # each replica reads the whole leaf
                 return value
-            # An edge that is the same for all examples still has a cotangent in parts: each replica
-            # has the part that follows from its examples.
+            # The cotangent of such an edge does have parts: each replica computes the part that
+            # follows from its examples.
             case ValueKind.TENSOR if self.batching.tensors[value.index].over is Over.NONE:
                 return value
             case (
@@ -57,7 +57,7 @@ class ReplicaParts:
     def spread(self, value: Value) -> Spread:
         """Tells how an edge, its cotangent or a leaf of aux lies over the examples.
 
-        Values of other kinds are never cut or joined by examples; for them the answer is MIXED.
+        Values of other kinds are never cut or joined by examples. For them the result is MIXED.
         """
         match value.kind:
             case ValueKind.TENSOR | ValueKind.COTANGENT:
@@ -92,16 +92,16 @@ class ReplicaParts:
         return size // self.graph.examples * examples.size
 
     def is_shared(self, value: Value) -> bool:
-        """Tells whether replicas make parts of a leaf of the model state, which have to be joined.
+        """Tells whether a value is a leaf of the model state of which each replica makes a part.
 
-        Otherwise each replica makes the whole leaf.
+        Such parts have to be joined. If it is false, each replica makes the whole leaf.
         """
         if value.kind is not ValueKind.STATE:
             return False
         return self.batching.state[value.index] is not None
 
     def whole(self, examples: Slice) -> Examples:
-        """Returns the examples of a slice."""
+        """Returns the examples of a slice, where None stands for all."""
         return examples or Examples(0, self.graph.examples)
 
     def overlap(self, a: Slice, b: Slice) -> Slice:
@@ -123,15 +123,15 @@ class ReplicaParts:
         return meeting
 
     def share(self, examples: Slice) -> float:
-        """Returns the number of a slice's examples, divided by that of all examples."""
+        """Returns the fraction of all examples that a slice has."""
         return self.whole(examples).size / self.graph.examples
 
     def source(self, value: Value, layer: int) -> int:
-        """Returns the layer that sends a layer an edge, or the sum of its cotangents so far."""
+        """Returns the layer that a layer gets an edge from, or the sum of its cotangents so far."""
         tensor = self.graph.tensors[value.index]
         if value.kind is ValueKind.TENSOR:
             return tensor.producer
-        # The next later reader sends the sum of its own cotangent and those of all later readers.
+        # The next later reader has added its own cotangent to those of all readers after it.
         return next(reader for reader in tensor.readers if reader > layer)
 
     def makers(self, value: Value) -> Sequence[Slice]:

@@ -1,8 +1,8 @@
 """Slicing: an operation of a replicated stage becomes one operation per replica, on its examples.
 
 A replica is one of several places that run the same stage, each on a slice of every micro-batch. In
-the table stage A (layer 3) has two replicas, with examples 0:2 and 2:4, and stage B (layer 4) has
-one. Tensor 7 goes from layer 3 to layer 4.
+the table, stage A (layer 3) has two replicas, with examples 0:2 and 2:4. Stage B (layer 4) has one.
+Tensor 7 goes from layer 3 to layer 4.
 
     operation                           becomes
     F(layer 3) makes tensor 7           F(layer 3, 0:2)  F(layer 3, 2:4)
@@ -21,10 +21,10 @@ is sent once to each stage:
     parts that are sent          |   0:2   |2:3|3:4|   4:6   |
 
 The name of a part has its examples and never its replica. A value that depends on no example keeps
-its name, and every replica makes the same one. Each replica adds up its own gradients over the
+its name, and every replica makes the same value. Each replica adds up its own gradients over the
 micro-batches of an update. Then REDUCE adds up the replicas' sums, in ascending order of their
-slices, at the replica that updates the layer, which sends the new parameters to the others. So the
-order of summation follows from the plan, and never from which replica was faster.
+slices. It runs at the replica that updates the layer and then sends the new parameters to the
+others. So the order of summation follows from the plan, and never from which replica was faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,13 +42,13 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""The ways in which a value without an axis of examples depends on them, such that the whole value
-is a weighted sum of the values that the replicas have.
+"""How a value without an axis of examples depends on them, if it is a weighted sum of what the
+replicas have.
 """
 
 
 class Slicing(ReplicaParts):
-    """A function that divides operations among replicas, one operation after another.
+    """A function that divides operations among replicas, to be called for each in turn.
 
     Args:
         where: the replicas of each layer.
@@ -72,8 +72,8 @@ class Slicing(ReplicaParts):
     def __call__(self, op: Operation) -> Iterator[Operation]:
         """Yields one operation per replica.
 
-        Operations that join the replica's inputs come before it, and operations that cut its
-        results into parts come after it.
+        A replica's operation follows the operations that join its inputs, and precedes those that
+        cut its results into parts.
         """
         match op.kind:
             case Kind.F | Kind.B | Kind.I | Kind.W | Kind.R | Kind.E | Kind.ZERO:
@@ -103,9 +103,9 @@ class Slicing(ReplicaParts):
     def reduced(self, layers: Sequence[int]) -> Iterator[Operation]:
         """Yields the operations that add up the gradients of a stage's replicas, last layer first.
 
-        The gradients of a parameter are added up at the replica that updates the parameter. If
-        another stage owns the parameter (it is tied), replicas take turns by layer, so that no
-        replica has all the work.
+        The gradients of a parameter are added up at the replica that updates it. If the parameter
+        is tied and another stage owns it, the replicas take turns by layer, so that no replica has
+        all the work.
 
         Args:
             layers: the layers of the stage.
@@ -131,17 +131,18 @@ class Slicing(ReplicaParts):
     def reducing_bytes(self, layer: int) -> int:
         """Counts the bytes that adding up a layer's gradients takes beside a replica's own ones.
 
-        They are twice the bytes of the layer's gradients: those of another replica, and the sums.
+        It is twice the bytes of the layer's gradients: once for another replica's gradients, once
+        for the sums.
         """
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
         return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
 
     def left_bytes(self, op: Operation) -> int:
-        """Counts the bytes that a backward (B or W) frees at the replica where it frees the least.
+        """Counts the bytes that a backward (B or W) frees at the replica that it frees least at.
 
-        It counts the values that were left for this backward alone: residuals for B, and the values
-        handed over by the first half for W.
+        The bytes are those of the values that only this backward reads: residuals for B, and for W
+        what the first half has handed over.
 
         Args:
             op: the backward of all replicas.
@@ -153,7 +154,7 @@ class Slicing(ReplicaParts):
             left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
             left = [replica.signatures[op.layer].residuals for replica in of_replicas]
-        # Every replica frees at least that much.
+        # Each replica frees at least as much as the one that frees the least.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
 
@@ -165,11 +166,11 @@ class Slicing(ReplicaParts):
         return parts
 
     def _part(self, op: Operation, write: Write, examples: Slice) -> Write:
-        """Names the part of what a layer writes that one of its replicas writes."""
+        """Names the part of a layer's result that one of its replicas writes."""
         value, size, copy = write
         if examples is not None and value.kind in (ValueKind.RESIDUAL, ValueKind.HANDED):
-            # The size of such a value need not follow from the number of examples: it is whatever
-            # the replica's program yields.
+            # The bytes of a residual need not be in proportion to the number of examples. They are
+            # those that the replica's program yields.
             assert isinstance(op.run, LayerRun)
             sliced = self._layouts[op.run.layout].sliced[examples]
             if value.kind is ValueKind.HANDED:
@@ -203,8 +204,8 @@ class Slicing(ReplicaParts):
     def _remembered(self, op: Operation) -> Iterator[Operation]:
         """Yields the operation that joins the replicas' parts of the model state.
 
-        The result is the state for the next micro-batch. All replicas get it, those of the layer
-        itself too, because the loss may read the state.
+        The result is the state for the next micro-batch. All replicas that read the state get it,
+        and also those of this layer, because the loss may read the state.
 
         Args:
             op: the forward of all replicas.
@@ -242,9 +243,9 @@ class Slicing(ReplicaParts):
         return [Delivery(value, (layer,), self.where.slices(layer)) for layer in layers]
 
     def _joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
-        """Yields the operations that join parts from a stage with another number of replicas.
+        """Yields the operations that join the parts which other stages have sent.
 
-        Parts are joined once for each stage, even if several of its layers read them.
+        A value is joined once per stage, even if several of the stage's layers read it.
 
         Args:
             op: the operation that reads the parts.
@@ -270,7 +271,7 @@ class Slicing(ReplicaParts):
     ) -> Iterator[Operation]:
         """Yields the operation that makes a replica's part of an edge or of an edge's cotangent.
 
-        Yields nothing if the part has come just as it is read.
+        Yields nothing if the value has arrived as the very part that is read.
 
         Args:
             op: the operation that reads the part.
@@ -309,20 +310,20 @@ class Slicing(ReplicaParts):
             run = JoinRun(ref, self._weights(value, examples, others))
             yield joined(Kind.REDUCE, reads=theirs, run=run)
         elif value.kind is ValueKind.COTANGENT:
-            # All replicas of this stage have the same edge. The first one takes the whole cotangent
-            # and the others zeros, because the gradients of replicas are added up.
+            # All replicas of this stage made the same edge. The gradients of replicas are added up,
+            # so only the first replica takes the cotangent, and the others take zeros.
             if examples == slices[0]:
                 yield joined(Kind.REDUCE, reads=theirs, run=JoinRun(ref))
             else:
                 yield joined(Kind.ZERO, reads=(), run=JoinRun(ref))
 
     def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
-        """Returns the weights by which the values of one stage's replicas make another replica's.
+        """Returns the weights with which the values of one stage's replicas give another replica's.
 
-        Replica e of the reading stage gets its share of a sum, so that the values of all replicas
-        there add up to the whole again. It gets the whole of a mean. Cotangents go the other way,
-        by the transposed weights. With v and c at the producing stage, v' and c' at the reading
-        one, and `share` a slice's part of all examples:
+        If the value is a sum, replica e of the reading stage gets its share, so that the values of
+        all replicas there again add up to the whole. If it is a mean, the replica gets the whole.
+        Cotangents go the other way, by the transposed weights. With v and c at the producing stage,
+        v' and c' at the reading stage, and `share` the fraction of all examples in a slice:
 
                         a sum                       a mean
             tensor      v'_e = share_e sum(v)       v'_e = sum(share v)
@@ -344,7 +345,7 @@ class Slicing(ReplicaParts):
         number: int,
         examples: Slice,
     ) -> tuple[list[Delivery], list[Operation]]:
-        """Returns what a replica delivers whole, and the operations that cut the parts of the rest.
+        """Returns what a replica delivers as it is, and the operations that cut parts to deliver.
 
         Args:
             op: the operation of all replicas.
@@ -357,7 +358,7 @@ class Slicing(ReplicaParts):
         to_cut: dict[Value, list[Delivery]] = {}  # by part
         for value, layers, _ in op.delivers:
             elsewhere = [layer for layer in layers if where.stage[layer] != stage]
-            # Layers of the same stage read the value where it is made: nothing is delivered.
+            # An edge is delivered only to other stages: this stage reads it where it is made.
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
                     mine = self.named(value, examples)
@@ -371,12 +372,12 @@ class Slicing(ReplicaParts):
                         direct.append(Delivery(self.named(value, examples), layers))
                 case ValueKind.STATE:
                     if examples is not None and self.is_shared(value):
-                        # The first replica makes the whole of it (see `_remembered`).
+                        # The first replica joins all parts (see `_remembered`).
                         first = where.slices(op.layer)[:1]
                         part = value._replace(examples=examples)
                         direct.append(Delivery(part, (op.layer,), first))
                     elif number == 0:
-                        # All replicas of the stage make the whole leaf: the first one delivers it.
+                        # All replicas of the stage make the whole leaf. The first delivers it.
                         readers = layers if examples is None else elsewhere
                         direct += self._to_all_replicas(value, readers)
                 case _:
@@ -448,7 +449,7 @@ class Slicing(ReplicaParts):
         array = self.graph.tensors[part.index].array
         spread = self.spread(part)
         first = self.whole(examples).start
-        rows = array.shape[spread.axis] // self.graph.examples  # an example may have several
+        rows = array.shape[spread.axis] // self.graph.examples  # of the axis, per example
         start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
         write = Write(part, self.part_bytes(part, array.bytes, part.examples))
         run = SliceRun(

@@ -1,7 +1,7 @@
 """Splicing: joins the task lists of two plans, for a run whose plan changes at a micro-batch.
 
-Micro-batch 0 belongs to the old plan here, micro-batches 1 and 2 to the new one. Each line is the
-list of one stage; 1F2 is the forward of micro-batch 2 on stage 1:
+Here micro-batch 0 belongs to the old plan, and micro-batches 1 and 2 belong to the new one. Each
+line is the list of one stage. 1F2 is the forward of micro-batch 2 on stage 1:
 
     old, 1 stage     0F0 0B0 0F1 0B1 0F2 0B2
     new, 2 stages    0F0 0F1 0B0 0F2 0B1 0B2
@@ -9,9 +9,9 @@ list of one stage; 1F2 is the forward of micro-batch 2 on stage 1:
     spliced          0F0 0F1 0B0 0F2 0B1 0B2
                      1F1 1B1 1F2 1B2
 
-A stage's list is built forward by forward: first come the tasks that precede the forward in the
-list of the forward's own plan, then the forward. So a change of the number of stages fills or
-drains the pipeline gradually, and splicing two equal lists returns the same list.
+A stage's list is built forward by forward. The tasks that precede a forward in the list of its own
+plan come first, unless they have come before. Then comes the forward. So the pipeline fills or
+drains gradually if the number of stages changes, and splicing two equal lists returns that list.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,6 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
     """Splices the lists of one stage."""
     remaining = {task for task in old if task.microbatch < microbatch}
-    # Each of these tasks has a position in the list of its own plan.
     remaining |= {task for task in new if task.microbatch >= microbatch}
     order: list[Task] = []
 
@@ -57,19 +56,18 @@ def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[T
         forward = _forward_position(plan, m)
         if forward is None:
             continue
-        # Earlier forwards of this plan were appended in their turn; all others belong to the other
-        # plan.
+        # Forwards are left out here: each is appended in its own turn, from the list of its plan.
         append([task for task in plan[:forward] if task.kind != Kind.F])
         append([plan[forward]])
-    # The tasks that remain follow the last forward, in the order of the new plan if it has this
-    # stage.
+    # The tasks after the last forward remain. They are in the order of the new plan, or of the old
+    # one if the new plan lacks this stage.
     append(new or old)
     assert not remaining, f"{remaining} belong to neither list"
     return tuple(order)
 
 
 def _forward_position(tasks: Sequence[Task], microbatch: int) -> int | None:
-    """Returns where the forward of a micro-batch stands in a stage's list."""
+    """Returns the position of a micro-batch's forward in a stage's list; None if it has none."""
     for position, task in enumerate(tasks):
         if task.kind == Kind.F and task.microbatch == microbatch:
             return position

@@ -8,9 +8,9 @@
     prefetch     optimizer state on the host comes and goes in time   (prefetch.py)
     liveness     each buffer is freed at its last row                 (liveness.py)
 
-A row is one program or one copy on one place (a device). Tasks pass through expand, slice and place
+A row is one program or one copy at one place (a device). Tasks pass through expand, slice and place
 one at a time, because a task reads values that earlier tasks have made and placed. Swap, prefetch
-and liveness take a whole step, because they look at later rows.
+and liveness take the whole step, because they look at later rows.
 """
 
 from collections import Counter
@@ -50,17 +50,17 @@ def lower_step(
 ) -> Lowered:
     """Lowers one synchronous step: forwards, backwards and the update.
 
-    If a micro-batch runs under another plan than the micro-batch before it, the values of the
-    layers that move are moved too. The weights are copied one micro-batch ahead; sums of gradients
-    and model state change until the move, so they are copied when the new place first reads them.
+    The plan may change between two micro-batches. The values of the layers that move are then moved
+    too. Weights do not change within a step, so they are copied one micro-batch ahead. Sums of
+    gradients and model state do change, so they are copied when the new place first reads them.
 
     Args:
         graph: the layers.
         layouts: the layout of each micro-batch; the step ends under the plan of the last one.
         lists: the tasks of each device.
         optimizer: the update.
-        batching: if stages have replicas, how the values that they exchange lie over the examples;
-            then all micro-batches have one plan.
+        batching: if stages have replicas, how the values that they exchange depend on the examples.
+            All micro-batches then have one plan. None if no stage has replicas.
     """
     plans = [layout.plan for layout in layouts]
     expander = Expander(graph, OneVersion(graph), set())
@@ -100,7 +100,7 @@ def _place_tasks(
 ) -> dict[Task, tuple[int, list[int]]]:
     """Expands and places the forwards and backwards of a step.
 
-    Returns, for each forward, the first layer of its stage and the buffers that are to be swapped.
+    Returns, for each forward, the first layer of its stage and the buffers to swap after it.
 
     Args:
         expander: makes operations of the tasks.
@@ -150,13 +150,13 @@ def _perform_last(
 ) -> None:
     """Places the last backward task of a stage, and the sums of its replicas' gradients.
 
-    REDUCE adds up the gradients of one layer that the replicas have:
+    REDUCE adds up the gradients that the replicas have of one layer:
 
         B(layer 4)  B(layer 3)  REDUCE(layer 4)  B(layer 2)  REDUCE(layer 3)  REDUCE(layer 2)
 
     A layer's REDUCE comes after the backward of an earlier layer, so that the replicas send their
-    gradients while that backward runs. It also waits until backwards have freed as many bytes as
-    it takes. So a step never holds more than if all gradients were added up at its end.
+    gradients while that backward runs. It also waits until backwards have freed as many bytes as it
+    takes. So the step never holds more than if all gradients were added up after the last backward.
 
     Args:
         placer: makes rows of the operations.
@@ -192,8 +192,8 @@ def lower_move(
         old: the plan under which everything lies.
         new: the plan under which it will lie.
         optimizer: the update; its state moves too.
-        by_host: whether everything that moves goes to the host before anything arrives, so that no
-            device holds old and new buffers at once.
+        by_host: whether everything that moves goes to the host before anything arrives. No device
+            then holds old and new buffers at once.
     """
     placer = Placer(graph, old, optimizer, by_host=by_host)
     placer.begin()
@@ -207,9 +207,9 @@ def lower_move(
 def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
     """Divides a move between two steps in two: its copies, and the ends of the old buffers.
 
-        move      MOVE a a'   FREE a   DROP b             a moves to a'; b is old or elsewhere
+        move      MOVE a a'   FREE a   DROP b             a moves to a'; b is no longer needed
         copies    MOVE a a'                               afterwards a, a' and b exist
-        drops                          DROP b   DROP a    afterwards a' alone exists
+        drops                          DROP b   DROP a    afterwards only a' exists
 
     Args:
         move: a move from place to place, not by the host.
@@ -258,8 +258,8 @@ def lower_evaluation(
         plan: where they run.
         optimizer: the update; its state lies on the devices meanwhile.
         microbatches: how many the batch has.
-        batching: how the values that replicas exchange lie over the examples; None if each
-            micro-batch is one slice, so that replicas take turns with the micro-batches.
+        batching: how the values that replicas exchange depend on the examples. None if replicas do
+            not divide micro-batches, but take turns with whole ones.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Tensor
@@ -299,7 +299,7 @@ def _perform(
 
     Args:
         placer: makes rows of the operations.
-        operations: an iterator may make each when those before it have been placed.
+        operations: the operations. An iterator makes each one after the ones before it are placed.
         slicing: divides operations among replicas; None if no stage has replicas.
     """
     for operation in operations:

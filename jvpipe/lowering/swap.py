@@ -1,17 +1,22 @@
 """Swapping: adds the rows for values that lie on the host between a forward and its backward.
 
-For micro-batch m, F<m> and B<m> are the forward and the backward of a stage. `o<m>` starts to copy
-the swapped values that F<m> left to the host (OUT). `f<m>` waits for that copy and then frees the
-values on the device (FREE). `i<m>` starts to fetch them back (IN). Rows run from left to right:
+F<m> and B<m> are a stage's forward and backward of micro-batch m. F<m> leaves values to swap:
+
+    o<m>   starts to copy them to the host (OUT)
+    f<m>   waits for that copy, and then frees them on the device (FREE)
+    i<m>   starts to fetch them back (IN)
+
+Rows run from left to right:
 
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
 
 A device holds the swapped values of at most two micro-batches at a time: one set is in use, and one
-is on its way out or in. The bound holds because a forward that leaves a set first frees older sets,
-and because fetching starts only one task ahead and only after all leaving sets have left. A
-micro-batch whose backward follows directly on its forward is not swapped. Values that a split
-backward reads stay on the device until its second half has run.
+is on its way out or in. Two rules keep this bound. Before a forward leaves a set, older sets are
+freed. A fetch starts only one task ahead, and only after all leaving sets have left.
+
+A micro-batch whose backward directly follows its forward is not swapped. Values that come back for
+a split backward stay on the device until its second half has run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +45,7 @@ def swap(
     Args:
         blocks: the rows of each task, in the order of their dispatch.
         buffers: the table of buffers, to which the copies of swapped buffers are appended.
-        lists: the tasks of each device; looking ahead at the next task ends with a list.
+        lists: the tasks of each device. The pass looks ahead by one task, within a list.
         swapped: finds the buffers to swap after a forward.
 
     >>> from jvpipe.ir.values import Value, ValueKind
@@ -62,7 +67,7 @@ def swap(
 
 
 class _Left(NamedTuple):
-    """The name of the values that a stage's forward of a micro-batch has left."""
+    """The set of values that a stage's forward of a micro-batch has left."""
 
     stage: int
     microbatch: int
@@ -75,8 +80,8 @@ def _left_by(task: Task) -> _Left:
 class _Swaps:
     """The swapped values of all stages, while the rows are written.
 
-    Devices are numbered like their task lists. The values that a forward has left pass through
-    these states, by these rows:
+    Devices are numbered like their task lists. Rows take the values that a forward has left from
+    state to state:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -97,8 +102,8 @@ class _Swaps:
     def before(self, task: Task) -> Iterator[Row]:
         """Yields the rows before a task.
 
-        Values that the task reads come back, values that the next task reads begin to come back,
-        and room is made for values that the task will leave.
+        They bring back the values that the task reads, begin to bring back those that the next task
+        reads, and make room for those that the task will leave.
         """
         d = self._device[task.stage]
         following = self._next.get(task)
@@ -106,15 +111,15 @@ class _Swaps:
             yield from self._fetch(_left_by(task))
         coming = _left_by(following) if following and KINDS[following.kind].back else None
         if coming is not None and coming in self._hosted:
-            # The values that the next task reads come back while this task runs.
+            # The fetch for the next task runs beside this task.
             yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
-            # The task will leave a second set of values: all sets but one must have left before.
+            # The task will leave one more set, so at most one other set may be on the device.
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
                 yield from self._free(d)
 
     def after(self, task: Task) -> Iterator[Row]:
-        """Yields the rows after a task: the values that a forward has left go out."""
+        """Yields the rows after a task, which copy what a forward has left to the host."""
         match task.kind:
             case Kind.F:
                 if self._rests(task):
@@ -127,7 +132,7 @@ class _Swaps:
                 raise AssertionError(f"nobody says what is swapped after {task}")
 
     def redirected(self, row: Row) -> Row:
-        """Returns a row that reads copies which have come back, in place of the buffers swapped."""
+        """Returns a row that reads the copies that came back, in place of swapped buffers."""
         if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
         reads = (self._fetched.get(b, b) for b in row.reads)

@@ -4,7 +4,8 @@
     U(none)         the global program, at the place of the loss: a norm, a flag
     U(layer 0) ...  each layer's parameters and optimizer state, with the global program's results
 
-A piece reads and writes slots, such as "the gradient of parameter 3", which stand for values.
+The optimizer is cut in programs/optimizer.py. The global program is the part that mixes layers. A
+piece reads and writes slots, such as "the gradient of parameter 3", which stand for values.
 """
 
 import math
@@ -39,7 +40,7 @@ class Slots:
         slots: dict[Slot, None] = {}
         for piece in pieces:
             slots |= dict.fromkeys((*piece.reads, *piece.writes))
-        # Values that pieces exchange have no index of their own: their slots are numbered.
+        # A value that pieces exchange has no index of its own. It gets the number of its slot.
         self._numbers = {slot: i for i, slot in enumerate(slots)}
 
     def value(
@@ -103,7 +104,7 @@ class Slots:
         layer: int,
         m: int = NEVER,
     ) -> Write:
-        """Names the value that a piece writes to a slot; of a parameter, its next version.
+        """Names the value that a piece writes to a slot. For a parameter it is the next version.
 
         Args:
             slot: the slot that the piece writes.
@@ -120,7 +121,7 @@ class Slots:
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
     """Yields the update of a synchronous step.
 
-    The new version of a parameter goes to all layers that read it (several if it is tied).
+    The new version of a parameter goes to all layers that read it.
 
     Args:
         expander: the expander of the step.

@@ -1,7 +1,7 @@
 """The rule by which layers read weights and sum gradients, and that rule for a synchronous step.
 
-Asynchronous schedules have their own rule (stream/weights.py). The expanding pass asks whichever
-rule it is given.
+The expanding pass (expand.py) asks a rule and does not know which. Asynchronous schedules have a
+rule of their own (stream/weights.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ class Weights(Protocol):
     """The rule by which layers read weights and sum gradients."""
 
     accumulates: bool
-    """Whether several micro-batches belong to an update, so that their gradients are added up."""
+    """Whether an update takes the gradients of several micro-batches, which are then added up."""
 
     def reading(
         self,
@@ -45,7 +45,7 @@ class Weights(Protocol):
         *,
         back: bool,
     ) -> Iterator[Operation]:
-        """Yields the operations that compute a layer's weights before the layer reads them.
+        """Yields the operations that compute shifted weights for a layer before it reads them.
 
         Args:
             layer: the layer.
@@ -82,7 +82,7 @@ class OneVersion:
         *,
         back: bool,
     ) -> Value:
-        """Names the parameter as it was before the step (`Weights.reading` has the arguments)."""
+        """Names the version from before the step (`Weights.reading` has the arguments)."""
         return self._graph.parameter(p, version=0)
 
     def shifts(
@@ -93,9 +93,9 @@ class OneVersion:
         *,
         back: bool,
     ) -> Iterator[Operation]:
-        """Yields nothing: weights are read as they are (`Weights.shifts` has the arguments)."""
+        """Yields nothing: no weights are shifted (`Weights.shifts` has the arguments)."""
         return iter(())
 
     def gradient(self, p: int, layer: int, m: int) -> Value:
-        """Names the one sum of the step (`Weights.gradient` has the arguments)."""
+        """Names the only sum of the step (`Weights.gradient` has the arguments)."""
         return Value(ValueKind.GRADIENT, p, layer, version=0)

@@ -1,1 +1,1 @@
-"""The lowering of streams, which train without a flush: weight versions, and steps that repeat."""
+"""The lowering of streams: training without a flush, with weight versions and repeating steps."""

@@ -1,17 +1,18 @@
 """Departures: the buffers that layers leave at their old places when layers move in a stream.
 
-A stream is training without a flush, so tasks go on while layers change places (devices). The
-example has two stages. Task 7 has moved weights to the place where it reads them. Their old buffer
-may not be freed before the copy has arrived: FREE waits for the copy and then ends the old buffer.
-FREE is written only after `_WINDOW` (two) more tasks of each stage, here before task 12, because by
-then the copy has normally arrived. If the copy is late, FREE costs time and nothing else.
-
-A buffer ends at the last row that touches it. FREE also touches the new buffer, but is a row of the
-old place. DROP, a row of the new place, touches the new buffer once more: the new buffer ends there
-if no later row reads it.
+A stream is training without a flush, so tasks go on while layers change places (devices). In the
+example there are two stages, and task 7 moves weights to the place where it reads them:
 
     tasks    ... 7    8    9    10   11                      12 ...
     rows         MOVE                    FREE old, DROP new
+
+The old buffer must not end before the copy has arrived. So FREE waits for the copy, and then ends
+the old buffer. It is written only after `_WINDOW` (two) more tasks of each stage, here before task
+12, because by then the copy has normally arrived. If the copy is late, FREE only costs time.
+
+A buffer ends at the last row that touches it. FREE also touches the new buffer, but it is a row of
+the old place. So a DROP row of the new place follows, at which the new buffer ends if no later row
+reads it.
 """
 
 from collections import deque
@@ -43,7 +44,7 @@ class _Moved(NamedTuple):
 
 
 class Departures:
-    """The buffers that layers have left behind, by the number of the task that moved them.
+    """The buffers that layers have left behind and that are not freed yet.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref
@@ -68,10 +69,10 @@ class Departures:
         self._waiting: deque[_Moved] = deque()
 
     def note(self, task: int) -> None:
-        """Takes over the pairs of buffers that a task has moved, to free the old ones later.
+        """Notes the buffers that task number `task` has moved, to free the old ones later.
 
-        The FREE of a move from or to the host is written at once, because the next update moves the
-        same state again. The price is that FREE may have to wait for the copy.
+        If a move is from or to the host, its FREE is written at once, because the next update moves
+        the same state again. The price is that FREE may have to wait for the copy.
         """
         placer = self._placer
         for old, new in placer.moved:
@@ -83,9 +84,9 @@ class Departures:
         placer.moved = []
 
     def free(self, task: int) -> None:
-        """Frees the old buffer of each move that lies far enough before a task.
+        """Frees the old buffer of each move that lies far enough before task number `task`.
 
-        Far enough is more than `_WINDOW` * S tasks, whichever stages they are of, for S stages.
+        With S stages, far enough is more than `_WINDOW` * S tasks, of whichever stages.
         """
         window = _WINDOW * len(self._placer.where.plan.stages)
         while self._waiting and self._waiting[0].task + window < task:
@@ -101,9 +102,10 @@ class Departures:
 
 
 def settle(placer: Placer, plan: Plan) -> None:
-    """Moves, at the beginning of a plan, the values that no task would move.
+    """Moves the values that no task would move to their places under a plan that begins.
 
-    They are constants, model state that no layer writes, and optimizer state of no layer.
+    They are constants, model state that no layer writes, and optimizer state that belongs to no
+    layer.
     """
     placer.enter(plan)
     for buffer in placer.where.lasting(placer.optimizer):
@@ -164,8 +166,8 @@ class LastReads:
             for layer in layout.layers(s):
                 for p in layer.reading(ValueKind.PARAMETER):
                     version = weights.version(p, m, back=back)
-                    # If the owner has left a place since this version was made, the version is
-                    # copied from the buffer there: this task counts as a read of that buffer, too.
+                    # If the owner has left a place since this version was made, the version may be
+                    # copied from there. So the task also counts as a read at that place.
                     for place in (here, *self._left(p, version, m)):
                         self._last[p, place, version] = number
 

@@ -2,13 +2,13 @@
 
     order -> expand -> place -> swap -> prefetch -> period
 
-A stream has no flush between its steps, so several versions of the weights exist at once; each
+A stream has no flush between its steps, so several versions of the weights exist at once. Each
 version is a buffer of its own.
 
-The first steps of a stream fill the pipeline. From some step on each step equals the step before,
-except for the numbers of micro-batches and versions, which are shifted. So only the beginning of a
-stream is lowered, and cut into its steps (period.py). Steps repeat because the order of tasks has
-the period of a step once the pipeline is full, and so has everything that follows from the order.
+The first steps of a stream fill the pipeline. From some step on, each step equals the step before,
+except that the numbers of micro-batches and versions are shifted. So only the beginning of a stream
+is lowered, and then cut into steps (period.py). Steps repeat because the order of tasks repeats
+with each step once the pipeline is full, and everything else follows from the order.
 
     step        0     1     2     3     4 ...
     pipeline    fill  fill  full  full  full
@@ -49,8 +49,8 @@ from jvpipe.schedules.schedule import Schedule
 class StreamLowering:
     """A stream and its lowered steps.
 
-    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` has, for each
-    step in which a span begins, the names of the buffers that earlier spans have left in flight.
+    `spans` have the layouts, and the micro-batches from which they hold. `in_flight_at_switch` has,
+    for each step in which a span begins, the names of the buffers that are then in flight.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
@@ -80,16 +80,16 @@ class StreamLowering:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps that differ from one another; all later steps are equal to the last of them."""
+        """The steps that differ from one another. All later steps equal the last of them."""
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
-        # A step is described with the names of all buffers before and after it, relative to the
-        # step. A full pipeline has the same tasks in every step. So if a step equals the one before
-        # it, it ends as it began, and all later steps are equal to it, too. That comes after `fill`
-        # steps at the latest: by then the micro-batches that the switch found in flight have left.
-        # More steps are lowered than compared, because the last ones look different: nothing reads
-        # what they leave.
+        # Steps are compared with the names of all buffers before and after them, in each step's own
+        # numbers. If a step equals the step before it, it ends as it began. A full pipeline has the
+        # same tasks in every step, so all later steps are then equal, too. This happens after at
+        # most `fill` steps: by then the micro-batches that were in flight at the switch have left.
+        # More steps are lowered than compared, because nothing reads what the last ones leave, and
+        # so they look different.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
@@ -110,7 +110,7 @@ class StreamLowering:
         return self.spans[-1].start // self.microbatches
 
     def drain(self, steps: int) -> Step:
-        """Makes the step that ends a stream after a number of steps, by draining the pipeline."""
+        """Makes the step that drains the pipeline, and so ends a stream after a number of steps."""
         n = min(steps, len(self.steps))
         drain = self._lower(n, drained=True).step(n)
         return dropping(drain, self.steps[n - 1])
@@ -133,10 +133,12 @@ class StreamLowering:
 class _Marks:
     """Notes taken while tasks are placed, from which the rows are cut into steps.
 
-    `blocks` are the numbers of the blocks at which steps begin, `spots` the names of all buffers at
-    these points. `uses` are the versions that each step's layers read or made. `left` has, for each
-    forward, which buffers that it leaves are swapped out, and the first layer of its stage, after
-    which the rows of the swaps are named.
+    Attributes:
+        blocks: the numbers of the blocks at which steps begin.
+        spots: the names of all buffers where each step begins.
+        uses: the versions that each step's layers read or made.
+        left: for each forward, the first layer of its stage, which names the rows of swaps, and the
+            buffers to swap after it.
     """
 
     blocks: list[int]
@@ -201,10 +203,10 @@ class _Unrolling:
         blocks = list(swapped)
         groups: list[list[Row]] = []
         for start, end in pairwise([*marks.blocks, len(blocks)]):
-            # Optimizer state is fetched within the step of the update that reads it.
+            # Each step on its own: state is fetched within the step of the update that reads it.
             groups += prefetched(blocks[start:end], placer.buffers)
-        # Steps were marked by the block at which they begin. `bounds` has the row of that block,
-        # which is known only now, because prefetching has added rows to blocks.
+        # Each step was marked by its first block. `bounds` needs the first row of that block, which
+        # is known only now, because swaps and prefetching have added rows to blocks.
         rows_before = [0, *accumulate(map(len, groups))]
         return Unrolled(
             graph=placer.graph,
@@ -221,18 +223,18 @@ class _Unrolling:
         )
 
     def _place_steps(self, *, drained: bool) -> _Marks:
-        """Expands and places all tasks, and takes the notes from which rows are cut into steps."""
+        """Expands and places all tasks, and notes where steps begin and what exists there."""
         timeline = self.timeline
         placer = self.placer
         M = self.timeline.M
         departures = Departures(placer)
-        # A span begins with the first task of its first micro-batch, at whatever stage that is.
+        # A span begins with the first task of its first micro-batch, whatever the stage.
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
         marks = _Marks(blocks=[0], spots=[self._spots()])
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # Plans have changed between two steps. Buffers that the migration did not copy are
-            # gone, and the placer forgets them.
+            # The plan has changed before this step. The placer forgets the buffers that the
+            # migration has not copied, because they are gone.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []
@@ -242,8 +244,8 @@ class _Unrolling:
                 if task.microbatch in starts:
                     settle(placer, starts.pop(task.microbatch))
                 placer.enter(timeline.plans[task.microbatch])
-                # Swaps are inserted before and after blocks that have a task. An update gets a
-                # block without one, so that none is inserted there.
+                # Rows of swaps go before and after blocks that have a task. The block of an update
+                # has none, so that no swap is inserted there.
                 placer.begin(None if task.kind == Kind.U else task)
                 uses += self._task(task, number)
                 if task.kind == Kind.F:
@@ -251,7 +253,7 @@ class _Unrolling:
                     marks.left[task] = swapped_by(placer, layout, task)
                 departures.note(number)
                 number += 1
-            # At its end a stream leaves one version of every parameter, at all of its places.
+            # A stream ends with one version of every parameter, at all places that read it.
             if drained and n == len(self.ordered) - 1:
                 placer.begin()
                 placer.enter(timeline.spans[-1].layout.plan)
@@ -285,7 +287,7 @@ class _Unrolling:
         return [self.weights.use(task.kind, layer, m) for layer in layers]
 
     def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields a layer's forward, and the sums of losses and of their weights once complete."""
+        """Yields a layer's forward, and the sums of losses and of weights once all parts exist."""
         M = self.timeline.M
         graph = self.timeline.graph
         *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))
@@ -305,9 +307,9 @@ class _Unrolling:
     def _update(self, layer: int, m: int, number: int) -> Use:
         """Updates a layer at one of its places, which then sends the parameters to the others.
 
-        The update overwrites the parameters unless a later task still reads the old version, or the
-        schedule needs the old version to remember the update. In either case the new version goes
-        to buffers of its own.
+        The new version overwrites the old one, with two exceptions: a later task still reads the
+        old version, or the schedule needs it to remember the update. The new version then goes to
+        buffers of its own.
 
         Args:
             layer: the layer to update.
@@ -350,8 +352,8 @@ class _Unrolling:
     def _lasting(self) -> set[int]:
         """Finds the buffers that outlive every step.
 
-        They hold the newest version of each persistent value, and what the schedule remembers of
-        updates.
+        They hold the newest version of each value that lasts between steps, and what the schedule
+        remembers about updates.
         """
         lasting = {b for _, b in self.placer.lasting()}
         for (value, _), b in self.placer.current.items():
@@ -372,7 +374,7 @@ class _Unrolling:
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
     """Returns one list of tasks, without updates, for each step and stage.
 
-    So no swap is placed by a task of another step.
+    The swapping pass looks ahead within a list. So it inserts no swap for a task of another step.
     """
     within = []
     for part in lists:

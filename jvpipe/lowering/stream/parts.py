@@ -1,9 +1,8 @@
 """The parts of a stream: its task lists, cut into steps, and the version that each task reads.
 
-A stream is a run of steps without a flush between them. A stage's part of a step ends before its
-first forward of a micro-batch of the next step. Therefore a step ends with S - 1 - s micro-batches
-in flight on stage s of S, and the next step begins with them. With two stages and two micro-batches
-per step:
+A stream is a run of steps without a flush between them. A stage's part of a step ends just before
+the stage's first forward for the next step. On stage s of S, S - 1 - s micro-batches are then in
+flight, and the next step begins with them. With two stages and two micro-batches per step:
 
                step 0                  step 1                  drain
     stage 0    F0 F1 B0 U0             F2 B1 U1 F3 B2 U2       B3 U3
@@ -26,9 +25,9 @@ from jvpipe.schedules.schedule import Schedule
 class Versions:
     """The versions that tasks read, by stage and micro-batch.
 
-    A version is the number of updates that the stage has had. Under a schedule that stashes older
-    versions, a backward reads the version that its forward has read; otherwise it reads its stage's
-    newest version.
+    A version is the number of updates that the stage has had. If the schedule stashes older
+    versions, a backward reads the version that its forward has read. If not, it reads the newest
+    version of its stage.
     """
 
     forward: tuple[tuple[int, ...], ...]
@@ -39,7 +38,7 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
     """Returns the version that each task of a stream reads.
 
     Args:
-        schedule: the schedule whose rule decides.
+        schedule: the schedule, whose `rule` and `stash` decide.
         lists: the tasks of each stage, with the updates, from the start of the stream.
         microbatches: how many a step has.
 
@@ -53,7 +52,7 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
         case "first stage":
             forward = [newest[0]] * len(lists)
         case "one behind":
-            # All micro-batches of update k read the version that update k - 1 took.
+            # The micro-batches of update k read version k - 1. The update itself takes version k.
             every = schedule.period(microbatches)
             behind = tuple(max(0, m // every - 1) for m in range(len(newest[0])))
             forward = [behind] * len(lists)
@@ -88,13 +87,13 @@ def parts(
     """Cuts a stream's lists into the lists of its first steps, followed by those of its drain.
 
     Args:
-        lists: returns, for the number of a step, the lists of the whole stream as they are known in
-            that step. They reach at least one step further.
+        lists: a function from the number of a step to the lists of the whole stream, as they are
+            known in that step. They reach at least one step further.
         microbatches: how many a step has.
         steps: how many steps are cut.
-        ended: the lists of a stream of exactly that many steps, from which the drain is taken.
-        early: returns, for a step's lists and the rest, the tasks of the rest that must run within
-            the step.
+        ended: the lists of a stream of exactly that many steps. The drain is taken from them.
+        early: a function from a step's lists and the rest to those tasks of the rest that must run
+            within the step.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
@@ -112,7 +111,7 @@ def parts(
             end = _next_step(tasks, (n + 1) * microbatches)
             first.append(tasks[:end])
             rest.append(tasks[end:])
-        # Tasks that are needed early follow the step's own tasks; their own order is kept.
+        # Tasks that are needed early follow the step's own tasks, in their order.
         moved = early(tuple(first), tuple(rest))
         pairs = zip(first, rest, strict=True)
         part = tuple((*tasks, *(t for t in later if t in moved)) for tasks, later in pairs)
@@ -129,7 +128,7 @@ def _without(done: Collection[Task], lists: TaskLists) -> TaskLists:
 
 
 def _next_step(tasks: tuple[Task, ...], microbatch: int) -> int:
-    """Returns the position of a list's first forward of a later step, or the end of the list."""
+    """Returns the position of a list's first forward for a later step, or the end of the list."""
     for position, task in enumerate(tasks):
         if task.kind == Kind.F and task.microbatch >= microbatch:
             return position

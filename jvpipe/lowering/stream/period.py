@@ -1,15 +1,15 @@
 """The period of a stream: its rows cut into steps, each with numbers of its own.
 
-In each step, micro-batches and versions are counted from the first of the step. The first line has
-the rows of a stage in the stream's numbers, the second line has them in each step's own numbers:
+In each step, micro-batches and versions count from the beginning of the step. Here are the rows of
+a stage, first with the numbers of the stream, then with the numbers of each step:
 
     stream     F0 F1 B0 U0 | F2 B1  U1 F3 B2 U2 | F4 B3  U3 F5 B4 U4 | ...
     steps      F0 F1 B0 U  | F0 B-1 U  F1 B0 U  | F0 B-1 U  F1 B0 U  | ...
 
-A step begins with the buffers that the step before left in flight. Buffers, too, are numbered again
-in each step: first those in flight, in the order of their names, then the others in the order in
-which rows touch them. So two steps that do the same are equal as data, and a stream needs only as
-many lowered steps as differ: two in this drawing.
+A step begins with the buffers that the step before it left in flight. Buffers get new numbers in
+each step, too: first those in flight, in the order of their names, then the others in the order in
+which rows touch them. So two steps that do the same are equal as data. A stream needs only as many
+lowered steps as differ: two in this drawing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ from jvpipe.lowering.liveness import freeing, last_touches, renumbered
 class Step:
     """A step of a stream.
 
-    `lowered` has its rows; its metrics end with the losses of its micro-batches. `before` and
-    `after` are the names of the buffers that exist before and after the step. `uses` are the
-    versions of weights that its layers read or made.
+    `lowered` has its rows. Its metrics are those of the step, followed by the losses of the
+    micro-batches. `before` and `after` are the names of the buffers that exist before and after the
+    step. `uses` are the versions of weights that its layers read or made.
     """
 
     lowered: Lowered
@@ -44,10 +44,19 @@ class Step:
 class Unrolled:
     """The rows of some steps of a stream, with the buffers that they touch.
 
-    Step n has the rows from `bounds[n]` up to `bounds[n + 1]`. `spots[n]` are the names that
-    buffers have at bound n. `lasting` are the buffers that outlive every step. A step has `M`
-    micro-batches, an update `every`. If the last step drains the stream, `end` has the buffers that
-    are left after it, with their names.
+    Attributes:
+        graph: the layers.
+        rows: the rows of all steps.
+        buffers: the table of buffers.
+        bounds: the rows at which steps begin, and last the end. Step n has the rows from
+            `bounds[n]` up to, but without, `bounds[n + 1]`.
+        spots: for each bound, the names that buffers have there.
+        uses: for each step, the versions that its layers read or made.
+        metrics: for each step, the buffers of its metrics.
+        lasting: the buffers that outlive every step.
+        M: the number of micro-batches of a step.
+        every: the number of micro-batches of an update.
+        end: if the last step drains the stream, the buffers that are left, with their names.
     """
 
     graph: LayerGraph
@@ -77,7 +86,7 @@ class Unrolled:
         return last_touches(self.rows)
 
     def _base(self, n: int) -> tuple[int, int]:
-        """Returns the micro-batch and the version that step n counts from.
+        """Returns the micro-batch and the version from which step n counts.
 
         The drain of a stream is a step without forwards. It counts from the micro-batch that would
         come next.
@@ -87,10 +96,10 @@ class Unrolled:
         return m, m // self.every
 
     def _spot(self, b: int, n: int) -> Spot:
-        """Names a buffer in step n, in the step's own numbers.
+        """Names a buffer in step n, with the numbers of the step.
 
-        The name is the one that the buffer has before the step, or else after the step, or else the
-        one that it was made with.
+        It is the buffer's name before the step. A buffer that has no name then is named as after
+        the step or, if it has none then either, as in the table.
         """
         m0, v0 = self._base(n)
         spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot
@@ -101,9 +110,9 @@ class Unrolled:
     def _alive(self, n: int) -> list[tuple[Spot, int]]:
         """Lists the buffers in flight before step n, with their names, in the order of the names.
 
-        A buffer is in flight if a later row touches it, or if it outlives every step. The copies
-        that swaps make have no names in `spots`: such a copy is in flight if rows before and after
-        the bound touch it.
+        A buffer is in flight if a later row touches it, or if it outlives every step. Copies that
+        swaps have made are not in `spots`. They are in flight if rows before and after the bound
+        touch them.
         """
         if self.end is not None and n == len(self.bounds) - 1:
             return list(self.end)
@@ -123,16 +132,15 @@ class Unrolled:
         return sorted(alive)
 
     def step(self, n: int) -> Step:
-        """Cuts out step n; if the stream ends, the last step is its drain."""
+        """Cuts out step n. If the stream ends, the last step is its drain."""
         m0, v0 = self._base(n)
-        # Step n has the rows between two bounds.
         begin, end = self.bounds[n : n + 2]
         rows = self.rows[begin:end]
         before = self._alive(n)
         after = self._alive(n + 1)
         metrics = self.metrics[n]
-        # Equal steps must get equal numbers: buffers in flight in the order of their names, then
-        # the others in the order in which rows touch them.
+        # Equal steps must get equal numbers. So buffers in flight are numbered in the order of
+        # their names, and the others in the order in which rows touch them.
         numbered = dict.fromkeys(b for _, b in before)
         for row in rows:
             numbered |= dict.fromkeys((*row.reads, *row.writes))
@@ -159,7 +167,7 @@ class Unrolled:
         rows: Sequence[Row],
         staying: set[int],
     ) -> None:
-        """Asserts that a step reads only what exists, and has a use for all that it begins with."""
+        """Asserts that a step reads only what exists, and needs all that it begins with."""
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}
@@ -168,17 +176,17 @@ class Unrolled:
 
 
 def dropping(drain: Step, last: Step) -> Step:
-    """Makes a drain begin with all buffers that a step leaves.
+    """Returns a drain that begins with all buffers that the last step leaves.
 
-    The step was lowered as if the stream went on, so it leaves versions that only later steps would
-    have read. The drain does not know these; it drops them first:
+    The last step was lowered as if the stream went on, so it also leaves versions that only later
+    steps would have read. The drain was lowered without them. It now drops them first:
 
-        step leaves     w-1   w0   t0               buffers 0, 1 and 2
-        drain           DROP w-1   then its rows    buffers 1 and 2, and those that it makes, 3 ...
+        last step leaves    w-1   w0   t0               buffers 0, 1 and 2
+        drain               DROP w-1   then its rows    buffers 1 and 2; those that it makes: 3 ...
 
     Args:
-        drain: the last step of a stream, lowered with the knowledge that the stream ends.
-        last: the step before the drain, lowered as if the stream went on for ever.
+        drain: the step that drains the stream, lowered from a stream that ends with it.
+        last: the step before the drain, lowered from a stream that goes on.
 
     >>> from jvpipe.ir.values import Value, ValueKind
     >>> old, new = (Value(ValueKind.PARAMETER, 0, version=v) for v in (-1, 0))
@@ -197,7 +205,7 @@ def dropping(drain: Step, last: Step) -> Step:
     buffers = [_renamed(last.lowered.buffers[b], spot) for spot, b in left]
     buffers += old.buffers[inherited:]
     unread = [i for i, spot in enumerate(last.after) if spot not in at]
-    # By number in the drain: the new number.
+    # The new number of each of the drain's buffers.
     ids = {at[spot]: i for i, spot in enumerate(last.after) if spot in at}
     ids |= {b: b + len(unread) for b in range(inherited, len(old.buffers))}
     drops = []  # a row for each memory

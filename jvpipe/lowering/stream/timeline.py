@@ -7,8 +7,8 @@ micro-batch 6:
     plan          A           | B
 
 From the start of a span on, layers lie where the span's plan has them. A layer then reads the
-version that the rule of its new stage says, but never a version older than the one that its old
-stage would have read next, because older versions no longer exist.
+version that the schedule's rule gives to its new stage. It never reads a version older than the one
+that its old stage would have read next, because older versions no longer exist.
 """
 
 import math
@@ -37,9 +37,9 @@ class PlanSpan(NamedTuple):
 
 
 def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
-    """Returns the layouts of a span's micro-batches until they repeat.
+    """Returns the layouts of a span's first micro-batches, up to where they repeat.
 
-    Each has, for each stage, the one device whose turn it is.
+    In each layout a stage has one device: the one whose turn it is.
     """
     plan = layout.plan
     layouts = []
@@ -53,8 +53,8 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
 class StreamTimeline:
     """The plan and the weights of every micro-batch of a stream's first steps.
 
-    `parts` are the task lists of each step. The last entry has the tasks after these steps: those
-    that drain the stream or, if it goes on, those that would follow.
+    `parts` are the task lists of each step, and last the lists of the tasks after these steps. They
+    drain the stream or, if it goes on, are those that follow.
 
     Args:
         graph: the layers.
@@ -97,13 +97,13 @@ class StreamTimeline:
         schedules = [taking_turns(schedule, plan) for plan in plans]
 
         def lists(steps: int) -> list[TaskLists]:
-            """Makes, for each span, the lists of a stream that runs under its plan throughout."""
+            """Makes, for each span, the lists of a stream that only ever has the span's plan."""
             return [
                 rule.with_updates(len(plan.stages), M, steps)
                 for rule, plan in zip(schedules, plans, strict=True)
             ]
 
-        # Micro-batches of the last step are in flight for some steps more: the tables cover these.
+        # Micro-batches of the last step stay in flight for some more steps, which the tables cover.
         in_flight = max(RoundRobin(plan.replicas).in_flight[0] for plan in plans)
         longer = steps + 1 + -(-in_flight // M)
         self._tables = [versions(schedule, table, M) for table in lists(longer)]
@@ -114,7 +114,7 @@ class StreamTimeline:
         ended = lists(steps)
 
         def lists_at(n: int) -> TaskLists:
-            """Joins the lists of the spans that have begun by step n; the rest is unknown yet."""
+            """Joins the lists of the spans that have begun by step n; later ones are unknown."""
             begun = sum(span.start // M <= n for span in self.spans)
             return self._spliced(open_ended[:begun])
 
@@ -132,7 +132,7 @@ class StreamTimeline:
         """Finds the tasks of later steps that must run within a step, because its tasks need them.
 
         They are updates at the old stages of layers that have moved, and the tasks that these
-        updates wait for, directly or indirectly. The search ends, because it visits a task once.
+        updates wait for, directly or indirectly. The search ends, because it adds a task only once.
         """
         if len(self.spans) == 1:
             return set()
@@ -144,8 +144,8 @@ class StreamTimeline:
             needed = {*self.waits(task), *self.versions(task)} & later - early
             early |= needed
             waiting += needed
-        # A stage keeps the order of its backwards and updates, so those that precede an early task
-        # are early as well.
+        # A stage keeps the order of its backwards and updates. So those that precede an early task
+        # are early, too.
         for tasks in rest:
             places = [i for i, task in enumerate(tasks) if task in early]
             end = max(places, default=-1) + 1
@@ -195,16 +195,16 @@ class StreamTimeline:
         *,
         back: bool,
     ) -> int:
-        """Returns the version that the rule of span n says, or the oldest that still exists."""
+        """Returns the version by the rule of span n, but at least the oldest that still exists."""
         table = self._tables[n].backward if back else self._tables[n].forward
         version = table[self._stages[n][layer]][m]
         return max(version, self._oldest(n, layer))
 
     def _oldest(self, n: int, layer: int) -> int:
-        """Returns the oldest version of a layer's weights that still exists when a span begins.
+        """Returns the oldest version of a layer's weights that still exists when span n begins.
 
-        It is the version that the span before would have read at the same micro-batch. Each span
-        asks the span before it, so the recursion ends with the first span.
+        It is the version that the span before would have read at the first micro-batch of the step
+        in which span n begins. Each span asks the span before it, so the recursion ends.
         """
         first = self.spans[n].start // self.M * self.M
         if n == 0 or first == 0:
@@ -212,11 +212,11 @@ class StreamTimeline:
         return self._by_rule(n - 1, layer, first, back=False)
 
     def versions(self, task: Task) -> Iterator[Task]:
-        """Yields the tasks on which a task waits because layers have changed stages.
+        """Yields the tasks that a task waits for because layers have changed stages.
 
-        They make the weights, or add to the sums of gradients, of layers that were on other stages
-        before. In the first span there are none: no layer has moved yet, and the list of each stage
-        has its updates in order.
+        For layers that were on other stages before, they make the weights that the task reads, or
+        add to the same sums of gradients first. In the first span there are none: no layer has
+        moved yet, and each stage's list has its updates in order.
         """
         s, kind, m = task
         if len(self.spans) == 1 or m < self.spans[1].start:
@@ -239,8 +239,8 @@ class StreamTimeline:
     def settle(self, ordered: Sequence[Task]) -> None:
         """Fixes the versions that forwards read after a change of plan, if the schedule predicts.
 
-        Such a forward reads the newest version. After a change of plan the rule's table no longer
-        says which version that is, but the order of dispatch does.
+        A schedule that predicts weights (XPipe) starts from the newest version. After a change of
+        plan the rule's table no longer says which version that is, but the order of dispatch does.
 
         Args:
             ordered: all tasks of the stream in the order of their dispatch.

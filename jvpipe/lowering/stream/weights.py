@@ -1,20 +1,25 @@
-"""The weights of a stream: which version a task reads, how it is shifted, what updates remember.
+"""The weights of a stream: the version that a task reads, its shift, and what updates remember.
 
 Which weights a forward (F) and a backward (B) read depends on the schedule. SHIFT computes shifted
-weights before the task, and SETTLE after an update (U) notes what the update did:
+weights before the task that reads them. SETTLE records what an update (U) has changed:
 
     schedule         F reads                 B reads                rows
     PipeDream, 2BW   the rule's version      the same version       F; B; U
     PipeMare         the newest version      the newest, corrected  F; SHIFT, B; U, SETTLE
     XPipe            the newest, predicted   the newest version     SHIFT, F; B; U, SETTLE
 
-On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. PipeMare keeps a
-running mean d of each parameter's updates. A backward reads w - tau d, which is about the weights
-that its forward read. XPipe keeps each parameter's last update u. A forward reads w + k u, if k
-updates lie between the forward and its backward, which is about the weights that the backward will
-read.
+The symbols are:
 
-A parameter that several stages read (it is tied) has the versions of its first reader's stage, and
+    w      the newest version of a parameter
+    tau    S - 1 - s on stage s of S: the updates between a forward and its own update
+    d      PipeMare: the running mean of the parameter's updates
+    u      XPipe: the parameter's last update
+    k      the updates between a forward and its backward
+
+With PipeMare a backward reads w - tau d, which is close to the weights that its forward read. With
+XPipe a forward reads w + k u, which is close to the weights that its backward will read.
+
+A parameter that several stages read (a tied one) has the versions of its first reader's stage. It
 is neither corrected nor predicted.
 """
 
@@ -35,7 +40,7 @@ from jvpipe.lowering.update import Slots
 class StreamWeights:
     """The rule of a timeline's schedule: which weights each layer reads.
 
-    `existing` are the values made so far; the expander works on the same set.
+    `existing` is the set of values made so far, which the expander shares.
 
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
@@ -67,7 +72,7 @@ class StreamWeights:
         if parameter.frozen:
             return False
         stage = self.timeline.layout(m).stage
-        # Several layers of one stage all read the stage's version, as a single layer would.
+        # Readers in one stage all read that stage's version, so they do not count as several.
         return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
@@ -83,7 +88,7 @@ class StreamWeights:
         return self.timeline.version(owner, m, back=reads_stale)
 
     def tau(self, layer: int, m: int) -> int:
-        """Counts the updates between a layer's forward of a micro-batch and its update."""
+        """Counts the updates between a layer's forward of a micro-batch and the update from it."""
         layout = self.timeline.layout(m)
         return len(layout.plan.stages) - 1 - layout.stage[layer]
 
@@ -103,7 +108,7 @@ class StreamWeights:
         *,
         back: bool,
     ) -> Value:
-        """Names the weights that a layer reads: the rule's version, or the shifted weights if any.
+        """Names the weights that a layer reads: the shifted weights if any, or the rule's version.
 
         Args:
             p: the parameter.
@@ -111,7 +116,7 @@ class StreamWeights:
             m: the micro-batch.
             back: whether the layer's backward reads it, rather than its forward.
         """
-        # The shifted weights exist if the schedule shifts and `shifts` had something to add.
+        # Shifted weights exist if `shifts` has made them.
         shifted = self._shifted(p, m, back=back)
         if shifted in self.existing and not self.is_tied(p, m):
             return shifted
@@ -132,7 +137,8 @@ class StreamWeights:
         Args:
             layer: the layer.
             m: the micro-batch.
-            parameters: the parameters that will be read; nothing is yielded if none of them shifts.
+            parameters: the parameters that will be read. If none of them shifts, nothing is
+                yielded.
             back: whether the layer's backward reads them, rather than its forward.
         """
         shifts = self.schedule.decay is not None if back else self.schedule.predicts
@@ -168,8 +174,8 @@ class StreamWeights:
     def gradient(self, p: int, layer: int, m: int) -> Value:
         """Names the sum of gradients to which a micro-batch adds.
 
-        Each update has one sum, or one for each device if the devices of a stage take turns with
-        the micro-batches.
+        Each update has one sum. If the devices of a stage take turns with the micro-batches, it has
+        one for each device.
 
         Args:
             p: the parameter.
@@ -184,9 +190,9 @@ class StreamWeights:
         return Value(ValueKind.GRADIENT, p, layer, first, update)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
-        """Returns the deliveries of a layer's own parameters to all layers that read them.
+        """Returns the deliveries of the parameters that a layer owns to all layers that read them.
 
-        The version delivered is the one that the forward of the micro-batch reads.
+        The version is the one that the forward of the micro-batch reads.
         """
         deliveries = []
         for p in layer.reading(ValueKind.PARAMETER):
@@ -215,7 +221,7 @@ class StreamWeights:
         return Use(kind, layer.id, m, version, tied, updates)
 
     def _shifted(self, p: int, m: int, *, back: bool) -> Value:
-        """Names the shifted weights that are read, if they exist, in place of a version."""
+        """Names the shifted weights that a task would read in place of a version."""
         return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
 
     def _bytes(self, p: int) -> int:
@@ -226,9 +232,9 @@ class StreamWeights:
 class LayerUpdate:
     """The update of a layer after a micro-batch.
 
-    `before` are the versions that it takes, by parameter, and `version` is the version that it
-    makes. If it `remembers` what it did, it reads the weights before and after the update, so it
-    must not overwrite the old ones.
+    For each parameter p it takes the version `before[p]` and makes `version`. If it `remembers`
+    what it changed, it reads the weights from before and after the update, so it must not overwrite
+    the old ones.
     """
 
     layer: int
@@ -248,7 +254,7 @@ class StreamUpdates:
         self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields the sum of the weights of an update's losses, once all of these exist."""
+        """Yields the sum of the weights of an update's losses, once all these weights exist."""
         graph = self.weights.graph
         every = self.weights.timeline.every
         ends_update = (m + 1) % every == 0
@@ -270,7 +276,7 @@ class StreamUpdates:
         """Yields the operations that add up the gradients of devices that have taken turns.
 
         Args:
-            layer: the layer that is about to be updated; its own parameters are meant.
+            layer: the layer that is about to be updated, which owns the parameters.
             m: the last micro-batch of the update.
         """
         graph, weights = self.weights.graph, self.weights
@@ -281,7 +287,7 @@ class StreamUpdates:
             parameters = [p for p in owned if reader in graph.parameters[p].readers]
             sums = [Value(ValueKind.GRADIENT, p, reader, version=update) for p in parameters]
             writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
-            # The last micro-batches of the update are one of each device, and so find each's sum.
+            # The last `turns` micro-batches ran on different devices, so they name all the sums.
             turns = weights.timeline.replicas(reader, m)
             last_ones = range(m + 1 - turns, m + 1)
             parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
@@ -294,7 +300,7 @@ class StreamUpdates:
         before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
         tau = self.weights.tau(layer, m)
         schedule = self.weights.schedule
-        # On the last stage (tau = 0) forward and backward read the same weights anyway.
+        # On the last stage (tau = 0) forward and backward read the same weights without a shift.
         remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
         operations = []
         for number, piece in self._pieces:
@@ -316,7 +322,7 @@ class StreamUpdates:
             )
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
-        elif before:  # the last piece ends what the layer remembered while on an earlier stage
+        elif before:  # a layer that came from an earlier stage may still remember updates
             forgets = self._forgotten(layer, before)
             operations[-1] = replace(operations[-1], forgets=forgets)
         return LayerUpdate(
@@ -356,7 +362,7 @@ class StreamUpdates:
             new.append(Write(after, size))
             memory.append(Write(Value(kind, p), size))
         remembered = list(memory)
-        if corrects:  # a running mean counts the updates that it has seen
+        if corrects:  # a running mean needs the number of updates in it
             remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))
         if memory[0].value not in self.expander.existing:
             yield self.expander.operation(
@@ -380,7 +386,7 @@ class StreamUpdates:
         )
 
     def _forgotten(self, layer: int, parameters: Iterable[int]) -> tuple[Value, ...]:
-        """Ends the memory of updates that a layer brought to the last stage, which needs none."""
+        """Names what a layer has remembered, and takes it out of the existing values."""
         kinds = (ValueKind.DELTA, ValueKind.APPLIED)
         memory = [Value(kind, p) for kind in kinds for p in parameters]
         memory.insert(0, Value(ValueKind.UPDATES, 0, layer))
