@@ -6,7 +6,7 @@ Two forwards F0 and F1, with a tensor t0 between them and residuals r0 and r1, b
     a group    x -> r0, t1, r1
 
 The tensor t0 becomes temporary memory of the group, unless another program reads it. The compiler
-optimises nothing across calls, so each layer yields bitwise what it yields alone.
+optimizes nothing across calls, so each layer yields bitwise what it yields alone.
 """
 
 from collections.abc import Hashable, Sequence
