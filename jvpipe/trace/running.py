@@ -68,7 +68,7 @@ class RunningLeaf:
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _MadeOf:
     """What a value is made of: sums over examples, inputs, and the equations in between."""
 
     sums: frozenset[int]
@@ -143,7 +143,7 @@ class TwoTraces:
         If the leaf follows a batch norm, but its update cannot be put off to the end of a batch,
         the text begins with "!", and `find` raises an error.
         """
-        parts = self._slice(state_after(self.micro, index))
+        parts = self._made_of(state_after(self.micro, index))
         if not parts.sums:
             return (
                 f"comes from its examples by {parts.barrier}"
@@ -200,7 +200,7 @@ class TwoTraces:
     def _is_sum(self, eqn: JaxprEqn) -> bool:
         return eqn.primitive.name == "reduce_sum" and self._carries(eqn.invars[0])
 
-    def _slice(self, atom: Atom) -> _Slice:
+    def _made_of(self, atom: Atom) -> _MadeOf:
         """Returns what a value is made of, back to sums over examples and to inputs."""
         todo = variables([atom])
         seen = set[Var]()
@@ -225,7 +225,7 @@ class TwoTraces:
             else:
                 eqns.add(place)
                 todo += variables(self.eqns[place].invars)
-        return _Slice(
+        return _MadeOf(
             frozenset(sums),
             frozenset(inputs),
             frozenset(eqns),
