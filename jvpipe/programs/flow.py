@@ -235,7 +235,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class _Run:
-    """The equations that a home runs in a phase, and the values that they read, save constants."""
+    """The equations that a home runs in a phase, and the values that they read as arguments."""
 
     eqns: list[JaxprEqn]
     reads: list[Var]

@@ -3,7 +3,7 @@
 An equation runs at one of three homes. If its operands belong to one layer, it runs with that
 layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
 the result computes it. If its operands belong to several layers, it runs in the global program.
-Only small values, of less than `SMALL_BYTES`, may go to the global program.
+Only values under `SMALL_BYTES`, and vectors of which each layer has one, may go there.
 
 Layers and the global program take turns, in phases. In each phase the layers run first and send
 values to the global program; the global program of the same phase reads them; the layers read its

@@ -120,8 +120,7 @@ def _narrow(
         begin = max(0, g - window)
         nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
-            # The cut is the last of the positions that have, among those with the fewest values,
-            # the fewest bytes.
+            # Fewer values count first, then fewer bytes. Of equal positions the last one is cut.
             narrow = group[count[group] == fewest[g]]
             narrowest = narrow[width[narrow] == width[narrow].min()]
             cuts.append(int(narrowest[-1]))

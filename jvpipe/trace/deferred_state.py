@@ -173,10 +173,10 @@ def _added(
 ) -> list[Array]:
     """Adds the sums of a micro-batch to the sums of the micro-batches before it.
 
-    Each micro-batch sums up the squares of its values minus its own mean. In the total, the mean of
-    all micro-batches must take the place of their own means. If k micro-batches of n values each
-    came before, and their mean differs from this micro-batch's mean by d, the total grows by
-    another d**2 * n k / (k + 1) (Chan et al., 1983).
+    If squares are centered, each micro-batch has subtracted its own mean from its values. In the
+    total, the mean of all micro-batches must take the place of their own means. If k micro-batches
+    of n values each came before, and their mean differs from this micro-batch's mean by d, the
+    total grows by another d**2 * n k / (k + 1) (Chan et al., 1983).
 
     Args:
         kinds: the kinds of the sums.

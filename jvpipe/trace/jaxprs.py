@@ -117,7 +117,7 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
 
 def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
-    """Returns a key for each call of `jax.debug` in a jaxpr: the same keys as in another trace."""
+    """Returns a key for each call of `jax.debug` in a jaxpr; another trace has the same keys."""
     calls = (eqn for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING)
     return set(map(_call_key, calls))
 

@@ -51,7 +51,7 @@ class Said:
 
     @cached_property
     def aux(self) -> dict[Ref, Lies]:
-        """How the leaves of aux lie that only the user's choice tells."""
+        """How leaves of aux lie, for the leaves about which only the user's choice tells."""
         aux: dict[Ref, Lies] = {}
         for ref, lies in self.traced.items():
             if ref.kind is ValueKind.AUX and _is_unknown(lies):
