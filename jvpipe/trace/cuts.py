@@ -120,7 +120,7 @@ def _narrow(
         begin = max(0, g - window)
         nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
-            # Fewer values count first, then fewer bytes. Of equal positions the last one is cut.
+            # Fewer values count first, then fewer bytes. The last of equal positions is cut.
             narrow = group[count[group] == fewest[g]]
             narrowest = narrow[width[narrow] == width[narrow].min()]
             cuts.append(int(narrowest[-1]))
