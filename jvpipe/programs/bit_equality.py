@@ -1,8 +1,8 @@
 """Tells whether a layer that is cut in two still computes bitwise identical results and updates.
 
-XLA decides in each program again which operations it fuses, and a fused multiplication and addition
-rounds once instead of twice. No rule says when XLA does so. Therefore both versions of the layer
-run on the same numbers, and all outputs, gradients and cotangents are compared.
+XLA chooses for each program which operations it fuses, and a multiplication that is fused with an
+addition rounds once instead of twice. No rule says what XLA fuses. Therefore both versions of the
+layer run on the same random numbers, and all outputs, gradients and cotangents are compared.
 """
 
 import math
@@ -137,7 +137,7 @@ def _updated(
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
-    """Returns numbers for a slot, which are the same in every piece.
+    """Returns numbers for a slot: the same ones for every piece that reads the slot.
 
     State is positive, because it may be a mean of squares.
     """
@@ -273,9 +273,9 @@ def _drawn(
     *,
     is_parameter: bool = False,
 ) -> np.ndarray:
-    """Draws numbers of the size that a layer meets in training.
+    """Draws numbers of the magnitude that a layer meets in training.
 
-    The numbers of a matrix are so small that its products stay near one.
+    The elements of a matrix are so small that the results of its products stay near one.
     """
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):

@@ -1,17 +1,17 @@
 """Convolutions with their axes in the order in which XLA's library on CPUs takes them.
 
-In the main function of a program, XLA on CPUs puts transposes around a convolution and hands it to
-a library. In a function that the program calls it leaves a convolution alone: there a convolution
-whose axes have another order becomes a loop, which is slow and sums in another order. So this
-module puts the transposes there, here for one axis of space (rows):
+XLA on CPUs hands a convolution to a library if its axes have the library's order. In the main
+function of a program, XLA puts transposes around a convolution to give its axes that order. In a
+function that the main function calls, XLA adds no transposes: the convolution becomes a loop, which
+is slow and sums in another order. So this module adds them. With one axis of space (rows):
 
     operand    batch, features, rows  ->  batch, rows, features
     filter     out, in, rows          ->  rows, in, out
     result     batch, rows, features  ->  batch, features, rows
 
-The library has no bfloat16, so XLA convolves in float32 and rounds the result. A reader that widens
-the result to float32 again gets the result before rounding. XLA would not find such readers behind
-a transpose, so here the rounding comes after the transpose:
+The library has no bfloat16, so XLA convolves in float32 and rounds the result. If a reader widens
+the rounded result to float32 again, XLA gives it the result before rounding. XLA does not find such
+readers behind a transpose, so the rounding is moved behind the transpose:
 
     convolution -> transpose -> round -> readers of bfloat16
                              -> readers that widen
@@ -117,8 +117,8 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)
-        # The convolution widens its operands, too. The barrier keeps XLA from replacing them by
-        # their values before they were rounded.
+        # The convolution widens its operands to float32. Without the barrier XLA might use their
+        # values from before they were rounded to bfloat16.
         values = jax.lax.optimization_barrier(values)
     moved = list(map(_moved, values, (operand, filters)))
     (out,) = _jax.bind(eqn.replace(params=params), moved)

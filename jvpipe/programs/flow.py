@@ -1,13 +1,15 @@
 """The flow of an optimizer's values: turns placed equations into pieces, one per home and phase.
 
-A home is a layer or the global program, and a piece is what it runs in one phase. Layers send
-vectors (PARTIAL) to the global program, which sends vectors (GLOBAL) back. Time runs to the right:
+A home is a layer or the global program, and a piece is the part of the optimizer that a home runs
+in one phase (see `jvpipe.programs.optimizer`). Layers send vectors (PARTIAL) to the global program,
+which sends vectors (GLOBAL) back. Time runs to the right:
 
     layer 0    piece 0   PARTIAL >            > GLOBAL   piece 1
     layer 1    piece 0   PARTIAL >  global 0  > GLOBAL   piece 1
 
-There is one vector for each maker, phase and type of values, so that a piece has few arguments. A
-costly value that a layer needs again in a later phase is KEPT; a cheap one is computed again.
+Values of one type that a home sends in one phase are packed into one vector, so that a piece has
+few arguments. A costly value that a layer needs again in a later phase is KEPT; a cheap one is
+computed again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +36,7 @@ class Flow:
         outputs: the results.
         placement: where each equation runs.
         layers: the layers that own parameters.
-        shared: the state with a copy in every layer of which the global program has a copy, too.
+        shared: state that the global program has a copy of, besides the copies of all layers.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -57,7 +59,8 @@ class Flow:
 
         They are found from the results back to the inputs. The operands of an equation are needed
         where the equation runs. If it runs everywhere, they are needed by all homes that need its
-        results. A value that goes from layer to layer is needed by the global program, too.
+        results. A value that goes from layer to layer is also needed by the global program, which
+        passes the value on.
         """
         # A result is needed by each home that holds a copy of it.
         readers: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
@@ -71,7 +74,6 @@ class Flow:
             running: set[Home] = {home} if asking and home != "everywhere" else asking
             for var in jaxprs.variables(eqn.invars):
                 readers[var] |= running
-        # A value goes from layer to layer by way of the global program.
         for var, needing in readers.items():
             home = self.placement.of(var).home
             if isinstance(home, int) and needing - {home}:
@@ -233,7 +235,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class _Run:
-    """The equations that a home runs in a phase, and the values other than constants they read."""
+    """The equations that a home runs in a phase, and the values that they read as arguments."""
 
     eqns: list[JaxprEqn]
     reads: list[Var]
@@ -249,7 +251,7 @@ class _Run:
         atoms: Sequence[Atom],
         constants: Mapping[Var, Any],
     ) -> "_Run":
-        """Returns a run that makes some values; it reads those that none of the equations makes."""
+        """Returns a run that yields some values: it makes them, or reads them if it cannot."""
         needed = jaxprs.prune(eqns, atoms)
         computed = jaxprs.defined(needed)
         passed = [v for v in jaxprs.variables(atoms) if v not in computed]

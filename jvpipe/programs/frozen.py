@@ -1,7 +1,7 @@
 """Frozen parameters: an optimizer returns them unchanged, and nobody reads their gradients.
 
-Both conditions are checked on the traced update, so they hold for all gradients. Three examples,
-with a parameter p, its gradient g and its moment mu:
+Both conditions are checked on the traced update, so they hold whatever the gradients are. Three
+examples, with a parameter p, its gradient g and its moment mu:
 
     what the update computes                  p stays    g is needed             p is frozen
     g -> 0 (set_to_zero), p + 0               yes        no                      yes
@@ -29,7 +29,7 @@ from jvpipe.trace import jaxprs
 _AS_IT_IS = frozenset(
     "broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split()  # noqa: SIM905
 )
-"""Primitives that yield their operand if it has the result's shape and its type loses nothing."""
+"""Primitives that yield their operand, if the shape stays and the new type holds every value."""
 _OF_ZEROS = _AS_IT_IS | frozenset(
     "add add_any sub neg concatenate expand_dims rev slice squeeze transpose".split()  # noqa: SIM905
 )
@@ -120,12 +120,12 @@ class _Update:
         return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """Returns the leaves of the state that are all that a parameter's gradient is needed for.
+        """Returns the leaves that a parameter's gradient is needed for, if they are its own state.
 
         The gradient is followed forward through all values that are made of it. If such a value is
         a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next
-        update. The search ends, because it looks at each value once. It mostly ends early, because
-        a value that all parameters need leads to some other result.
+        update. The search ends, because it looks at each value once. It mostly ends early: a value
+        that all parameters need, such as a norm, soon leads to a result of another parameter.
 
         Args:
             i: the parameter.
@@ -193,9 +193,9 @@ class _Update:
 
 
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
-    """Returns, for some values, the input that they are equal to, whatever the other inputs are.
+    """Maps values to the input that they equal, whatever the other inputs are.
 
-    One pass over the equations finds, for each value, whether it is equal to an input, or zero, or
+    One pass over the equations shows for each value whether it equals an input, is zero, or
     neither.
     """
     same: dict[Atom, Var] = {v: v for v in inputs}

@@ -1,12 +1,14 @@
 """The program of a group: it runs the programs of consecutive layers, each as a call of its own.
 
-Two forwards F0 and F1, with a tensor t0 between them and residuals r0 and r1, become one:
+So one dispatch serves several layers. Two forwards F0 and F1, with a tensor t0 between them and
+residuals r0 and r1, become one:
 
     alone      F0: x -> t0, r0        F1: t0 -> t1, r1
     a group    x -> r0, t1, r1
 
 The tensor t0 becomes temporary memory of the group, unless another program reads it. The compiler
-optimises nothing across calls, so each layer yields bitwise what it yields alone.
+optimizes nothing across calls. So a layer's results in a group are bitwise identical with its
+results alone.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,8 +28,8 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
 
     Args:
         programs: the programs of the parts.
-        wires: the arrays that each part takes and yields and, last, those that the group takes and
-            yields, by the numbers that `Row.wires` gives them.
+        wires: for each part, the numbers of the arrays that it takes, and of those that it yields.
+            The last pair has those of the whole group. Equal numbers mean the same array.
     """
     *parts, (reads, writes) = wires
     inputs: dict[int, Any] = {}
@@ -45,7 +47,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
                 closed = jax.make_jaxpr(program.fn)(*program.inputs)
                 traced[program.key] = in_order(closed)
             out = _jax.apart(traced[program.key], [values[i] for i in taken])
-            values |= zip(yielded, out, strict=False)  # a mark comes last
+            values |= zip(yielded, out, strict=False)  # the mark, which comes last, is left out
         results = [values[i] for i in writes]
         return (*results, jax.numpy.int32(0))
 

@@ -6,14 +6,14 @@
 
 A candidate is a value inside a layer whose fate can be chosen, such as the result of a product. The
 residuals are the candidates that are kept, and a few values that are not candidates. The sources
-are the inputs, outputs and residuals that the backward reads. A partial sum is what later layers
-have added up of an input's cotangent, and an accumulator is the sum of a parameter's gradients.
+are the inputs, outputs and residuals that the backward reads. A partial sum is an input's cotangent
+as far as later layers have added it up. An accumulator is the sum of a parameter's gradients.
 
-The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. Every
-candidate passes an optimization barrier, across which the compiler merges nothing. The backward
-recomputes everything else. Results are bitwise identical for any choice of candidates: candidates
-and outputs are made by calls that are compiled alike in all programs (see `outline`), so what is
-computed from a candidate is the same whether the candidate was kept or recomputed.
+The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. The
+backward recomputes everything else. Results are bitwise identical for any choice of candidates, for
+two reasons. Candidates and outputs are made by calls that are compiled alike in all programs (see
+`jvpipe.programs.outline`), so a candidate is the same whether it was kept or recomputed. And every
+candidate passes an optimization barrier, so the compiler never fuses it with its readers.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -99,8 +99,8 @@ def differentiate(
     Args:
         body: the layer's equations.
         kept: the names of the candidates that the forward saves.
-        partial: the ids of tensors that later layers read, too. The cotangents of those layers come
-            in as partial sums, to which this layer adds.
+        partial: the ids of tensors that later layers read, too. The cotangents from those layers
+            come in as partial sums, to which this layer adds its own.
     """
     summed = []
     for i in body.moving:
@@ -339,8 +339,8 @@ def _trace_backward(
         tree: rebuilds the backward from the leaves.
         leaves: the values that the forward has left, each with where it is found.
         summed: inputs whose cotangents come in as partial sums.
-        printed: the `jax.debug` calls of the forward, which has run those of derivative rules too;
-            the backward leaves them out.
+        printed: the `jax.debug` calls that the forward runs, also those of derivative rules. The
+            backward leaves them out.
     """
     parts = _Differentiated.of(body)
     gradients, returned = parts.gradients, parts.returned
@@ -404,9 +404,7 @@ def _without_unread(
     sources: Sequence[Source],
     gradients: Sequence[int],
 ) -> tuple[ClosedJaxpr, list[Source]]:
-    """Drops the inputs that a backward does not read.
-
-    They are sources that it has no use for, and sums of the gradients of frozen parameters.
+    """Drops the inputs that a backward does not read: sources, and sums for frozen parameters.
 
     Args:
         closed: the backward; its inputs begin with the sources and end with the sums of gradients.
@@ -433,8 +431,8 @@ def _without_unread(
 def _cotangent(body: Body, i: int) -> jax.Array:
     """Returns the cotangent of an output to which no later layer sends one.
 
-    For the loss it is the share of this slice's loss in the loss of the whole micro-batch, which is
-    1 without slices. For other outputs it is zeros.
+    For the loss it is the factor of this slice's loss in the loss of the whole micro-batch, which
+    is 1 without slices. For other outputs it is zeros.
     """
     output = body.outputs[i]
     if body.writes[i] == _LOSS:

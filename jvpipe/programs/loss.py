@@ -1,4 +1,4 @@
-"""The small programs around the layers: the sum of the losses, and fresh accumulators."""
+"""The small programs around the layers: they reduce losses and aux, and make fresh accumulators."""
 
 import functools
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ def loss_program(
 
     The loss is the mean over the micro-batches. If losses are `Weighted`, it is
     `sum(total) / sum(weight)`, and the sum of the weights is the next result. A leaf of aux is
-    reduced as the user says. If the user says nothing, it is reduced like the loss if it is
-    `Weighted` or a floating-point scalar, and otherwise stacked along a new first axis.
+    reduced as the user says. If the user says nothing, a leaf that is `Weighted` or a
+    floating-point scalar is reduced like the loss; any other is stacked along a new first axis.
 
     Args:
         graph: the layer graph of the model.
@@ -123,7 +123,7 @@ def _columns(
     if not parts:
         starts = range(0, len(values), microbatches)
         return [values[i : i + microbatches] for i in starts]
-    # The values stand column after column, in a column by micro-batch, in a micro-batch by slice.
+    # The values are ordered by column, then by micro-batch, then by slice.
     left = iter(values)
     columns = list[Sequence[jax.Array]]()
     for part in parts:

@@ -29,8 +29,8 @@ def layer_programs(
     Args:
         store: keeps the programs.
         traced: the model.
-        share: the share of a layer's candidates that its forward keeps, or the fates of a plan,
-            which say which of them it keeps.
+        share: how many of its candidates a layer's forward keeps; or the fates of a plan, which
+            name the candidates to keep.
     """
     layers = range(len(traced.graph.layers))
     return tuple(programs_of(store, traced, layer, share) for layer in layers)
@@ -70,7 +70,7 @@ def partial_inputs(graph: LayerGraph, layer: Layer) -> list[int]:
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
-    """Returns the candidates of a layer that are kept; for a half, every other one is kept.
+    """Returns the candidates of a layer that are kept; "half" keeps every other one.
 
     >>> kept_names(["a", "b", "c"], "half")
     ['a', 'c']

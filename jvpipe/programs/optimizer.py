@@ -1,4 +1,4 @@
-"""An optimizer cut into pieces, each of which runs where the arrays lie that it reads.
+"""Cuts an optimizer into pieces, each of which runs where the arrays that it reads lie.
 
 `optimizer.update` and `optimizer.init` are traced over the whole tree of parameters. Every
 parameter has an owner, which is a layer; the layer also owns the optimizer's state that belongs to
@@ -70,10 +70,11 @@ class StateLeaf:
 class OptimizerCut:
     """An optimizer in pieces.
 
-    A piece reads and writes slots, which are names of arrays. A slot of a parameter or of state
-    means the array of the layer whose piece reads or writes it: state that belongs to no layer has
-    a copy for each layer, and one for the global program if that program reads it. Any other slot
-    means the same array for every piece. A leaf that no piece of `update` writes stays as it is.
+    A piece reads and writes slots, which are names of arrays. State that belongs to no layer has a
+    copy in each layer, and one in the global program if that program reads it. So a slot of state
+    or of a parameter means the array of the layer whose piece reads or writes the slot. Any other
+    slot means the same array for every piece. A leaf that no piece of `update` writes stays as it
+    is.
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
@@ -104,7 +105,7 @@ class OptimizerCut:
         return frozenset(holders)
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
-        """Returns the leaves of the state that a layer has, or (None) the global program."""
+        """Returns the leaves of the state that a layer has; None stands for the global program."""
         leaves = (i for i, holder in self.holders if holder == layer)
         return tuple(sorted(leaves))
 
@@ -131,13 +132,13 @@ def cut_optimizer(
             and the accumulators are added up in the order of the readers.
         microbatches: the number by which gradients are divided; None if the update takes the weight
             by which they are divided as an input.
-        grad_norm: also yield the norm of all gradients. The norm is a diagnostic, and does not
-            count as a dependence between layers.
+        grad_norm: whether the update also yields the norm of all gradients. The norm is a
+            diagnostic, and does not count as a dependence between layers.
         traced: the optimizer, if it was traced before with the same arguments except `owners`.
         stacks: the arrays that the optimizer sees, of which `params` has the slices; None if it
             sees the leaves of `params`.
-        frozen: leaves that the optimizer does not see. Parameters that the optimizer itself returns
-            unchanged are found, and are frozen as well.
+        frozen: leaves that the optimizer does not see. Parameters that the optimizer itself leaves
+            unchanged are found and frozen as well.
 
     Raises:
         ValueError: the optimizer mixes large arrays of several layers, or needs more than
@@ -179,7 +180,7 @@ def cut_optimizer(
         if not stacks:
             raise
         raise ValueError(f"{error}. {PER_LAYER}") from error
-    # State that the update shares or gives to a layer has to be made there, too.
+    # `init` has to make each leaf of the state in all homes in which the update has it.
     first = replace(init.flow(homes, flow.layers), shared=flow.shared)
     _check(first, homes)
     return OptimizerCut(
@@ -200,8 +201,8 @@ def _homes(
     """Returns the homes of slots: parameters, with their gradients and state, belong to layers.
 
     Args:
-        update: the program of the update, which has the slots that it takes and yields.
-        init: the same of `init`.
+        update: the update, with the slots that it takes and yields.
+        init: `init`, with its slots.
         traced: says which parameter each leaf of the state belongs to.
         of_leaf: the home of each parameter.
     """

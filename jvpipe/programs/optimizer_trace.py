@@ -67,7 +67,7 @@ def trace_optimizer(
         params: arrays or `ShapeDtypeStruct`.
         readers: the number of gradient accumulators of each leaf, which are added up.
         microbatches: the number by which the sums are divided; None if it is an input (a float32).
-        grad_norm: also return the norm of the gradients.
+        grad_norm: whether the update also returns the norm of the gradients.
         frozen: parameters that the optimizer does not see; in their place it finds optax's
             `MaskedNode`.
     """
@@ -144,8 +144,8 @@ def _at_fixed_types(
         of_state: the positions of the state among the update's results.
 
     Returns:
-        The update, and the shapes and types of the state; the very tree that was given if the first
-        update changes no type.
+        The update, and the shapes and types of the state. If the first update changes no type, the
+        latter are the same object as `state`.
 
     Raises:
         ValueError: an update changes a shape, or the types still change after three updates.
@@ -194,7 +194,8 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
     cuts = [(path, n) for path in state for n in range(len(path) + 1)]
     prefixes = {path[:n] for path, n in cuts if path[n:] in leaf_of}
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
-    # If several prefixes of a path mirror, the shortest counts, which leaves the longest parameter.
+    # If several prefixes of a path mirror, the shortest counts: it leaves the parameter with the
+    # longest path.
     owner_of: dict[Path, int] = {}
     for path, n in cuts:
         if path[:n] in mirrored:
@@ -311,9 +312,9 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
 def _traced_in(eqn: JaxprEqn) -> str:
     """Returns the factory of the innermost `update` or `init` that traced an equation.
 
-    The factory is the function that made it, such as `adam` for `adam.<locals>.update_fn`. The
-    equation's call stack is searched from the inside out. If no frame is such a function, the
-    outermost function of the optimizer is returned.
+    The factory is the function that returned the `update` or `init`: `adam` is the factory of
+    `adam.<locals>.update_fn`. The equation's call stack is searched from the inside out. If no
+    frame is an `update` or `init`, the outermost function of the optimizer is returned.
     """
     factory, outer = "", ""
     for file, function in _jax.call_stack(eqn):

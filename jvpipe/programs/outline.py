@@ -77,9 +77,9 @@ def calls(
     """Returns calls by the position of the equation whose results each one makes.
 
     There is a call for each candidate, and a last one for the outputs. An equation whose results
-    several calls need gets a call of its own, unless it only moves its operand. Going from the last
-    equation to the first, all readers of an equation have been seen before it, so the calls that
-    need it are known. So no equation is in two calls, except for moves.
+    several calls need gets a call of its own, unless it only moves its operand. The equations are
+    visited from last to first. So when an equation is visited, all its readers have been, and the
+    calls that need it are known. No equation is in two calls, except for moves.
 
     Args:
         body: a layer's equations.
@@ -108,7 +108,7 @@ def calls(
                 callers[v].add(call)
     by_position: dict[int, Call] = {}
     for position, results in yielded.items():
-        if eqns[position]:  # all outputs may be candidates, or inputs
+        if eqns[position]:  # the last call is empty if all outputs are candidates or inputs
             by_position[position] = _call(eqns[position][::-1], results)
     return by_position
 

@@ -2,8 +2,8 @@
 
 An equation runs at one of three homes. If its operands belong to one layer, it runs with that
 layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
-the result computes it. If its operands belong to several layers, it runs in the global program, and
-only small values may go there.
+the result computes it. If its operands belong to several layers, it runs in the global program.
+Only values under `SMALL_BYTES`, and vectors of which each layer has one, may go there.
 
 Layers and the global program take turns, in phases. In each phase the layers run first and send
 values to the global program; the global program of the same phase reads them; the layers read its
@@ -128,9 +128,9 @@ def check_owned(
 
 
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
-    """Returns, for each value, the only layer whose results depend on it.
+    """Returns, for each value, the only layer whose results depend on the value.
 
-    If results of several layers depend on it, that is "everywhere".
+    If results of several layers depend on the value, "everywhere" takes the layer's place.
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
@@ -168,7 +168,7 @@ class _Placing:
         self.goes_to = goes_to
         self.places = {var: Place(of_input.home, 0) for var, of_input in inputs.items()}
         self.splits: dict[int, SplitScan] = {}
-        self.reductions: set[Var] = set()  # numbers made of arrays, directly or by such numbers
+        self.reductions: set[Var] = set()  # numbers made of arrays, or of other such numbers
 
     def place(self, index: int, eqn: JaxprEqn) -> None:
         """Places the next equation, whose position is `index`."""
@@ -201,8 +201,9 @@ class _Placing:
         """Returns the home of an equation.
 
         If its operands belong to several layers, it runs with the layer of the only large operand,
-        or else globally. If they belong to one layer, it runs there, unless it continues a
-        reduction. If they belong to none, it runs everywhere, unless it is better made once.
+        or globally if none is large. If they belong to one layer, it runs there, unless it
+        continues a reduction. If they belong to no layer, it runs everywhere, unless it is better
+        run once (`_belongs_together`).
 
         Args:
             eqn: the equation.
@@ -238,8 +239,9 @@ class _Placing:
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
         """Tells whether an equation of global values is best run once, and its results sent.
 
-        It is if the results serve several layers, are no larger than the values read, and have the
-        type of a global value, because all values of one type are sent in one vector.
+        The results must serve several layers, and be no larger than the values that are read. They
+        must also have the type of a global value that is read, so that no other vector is sent: a
+        vector holds all values of one type.
         """
         if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):
             return False
@@ -271,7 +273,7 @@ class _Placing:
         return self.reductions.issuperset(of_layer) and all(_size(v) == 1 for v in operands)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
-        """Tells whether an equation makes a number of an array, or of numbers made of arrays."""
+        """Tells whether an equation makes a number from an array, or from numbers made so."""
         if any(_size(v) != 1 for v in eqn.outvars):
             return False
         if eqn.primitive.name.startswith(("reduce_", "dot_general")):

@@ -37,7 +37,7 @@ class SplitScan:
 
     @property
     def separates(self) -> bool:
-        """Tells whether no result mixes layers."""
+        """Whether each result that is used depends on at most one layer."""
         used = [result for result in self.layers if result is not None]
         return all(len(result) <= 1 for result in used)
 

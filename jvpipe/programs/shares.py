@@ -1,4 +1,4 @@
-"""The shares of replicas in an update: which replica of a stage updates each of its layers.
+"""Shares out an update: chooses, for each layer of a stage, the replica that updates the layer.
 
 That replica keeps the layer's optimizer state, and sends the new parameters to the other replicas.
 This is the first stage of ZeRO (Rajbhandari et al., 2020), by whole layers. The layers of a stage

@@ -1,8 +1,8 @@
-"""Equations over arrays that stack the parameters of several layers, run slice by slice.
+"""Runs equations slice by slice on arrays that stack the parameters of several layers.
 
 The optimizer sees a stacked array, and each layer owns a slice of it. An array whose slices lie
-apart is passed on as `Rows`. What an equation does with `Rows` depends on what it does along the
-axis of the layers:
+apart is passed on as `Rows`. How an equation runs on `Rows` depends on its work along the axis of
+the layers:
 
     the equation ...              runs on ...                             and yields
     works along other axes        each slice                              Rows
@@ -41,7 +41,7 @@ class Rows:
     Attributes:
         axis: the axis along which the array is cut.
         pieces: the parts; without that axis if they are thin.
-        thin: whether each part has one element along the axis, which its piece lacks.
+        thin: whether each part has one element along the axis, and its piece lacks that axis.
     """
 
     axis: int
@@ -236,7 +236,7 @@ def _on_each(
         return (slices_of if thin else parts_of)(value, axis, count)
 
     shapes = [_jax.aval(atom).shape for atom in eqn.invars]
-    # The parts are listed first by operand, then by part, and the results last by result.
+    # The first `zip` regroups operands by part; the second regroups the parts' results by result.
     of_operands = list(map(parts, values, shapes))
     by_part = zip(*of_operands, strict=True)
     of_parts = [_jax.bind(eqn, list(operands)) for operands in by_part]

@@ -1,8 +1,8 @@
 """A layer's backward as two programs: I yields the cotangents of inputs, and W the gradients.
 
 Other stages wait for the cotangents alone, so W may run later. In the table, sources are values of
-the forward that the backward reads, and sums are the accumulators of gradients. Partial sums are
-the sums of cotangents so far, of inputs that later layers read as well.
+the forward that the backward reads, and sums are the accumulators of gradients. If later layers
+read an input as well, its partial sum is the cotangent that they have added up.
 
     program    takes                                        yields
     whole      sources, cotangents, partial sums, sums      sums, cotangents of inputs
@@ -13,7 +13,8 @@ I hands W the values that W needs and that are costly to compute, such as produc
 values again. The results of the two halves are bitwise identical with those of the whole backward,
 for two reasons. First, behind each handed value stands an optimization barrier, in the whole
 backward too, so the compiler never fuses a handed value with its readers. Second, values that both
-halves compute are made by calls that are compiled alike in all three programs (see `outline`).
+halves compute are made by calls that are compiled alike in all three programs
+(`jvpipe.programs.outline`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -156,11 +157,11 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
     # The equation now writes new variables (`bare`). The equations of `laid` read these, and write
     # the old variables, which later equations read.
     inner = (*laid_out.invars, *laid_out.outvars)
-    ends = dict(zip(inner, (*bare.values(), *values), strict=True))
+    renamed = dict(zip(inner, (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
     for each in laid_out.eqns:
-        invars = [ends.get(v, v) for v in each.invars]
-        outvars = [ends.get(v, v) for v in each.outvars]
+        invars = [renamed.get(v, v) for v in each.invars]
+        outvars = [renamed.get(v, v) for v in each.outvars]
         yield each.replace(invars=invars, outvars=outvars)
 
 

@@ -42,16 +42,16 @@ def trace_stacked(
     stacks: Stacks | None,
     frozen: Collection[int] = (),
 ) -> TracedOptimizer:
-    """Traces an optimizer as `trace_optimizer` does, over the stacks of which `params` has slices.
+    """Traces an optimizer over stacks, to be run on their slices; without stacks, over `params`.
 
-    Parameters that the optimizer freezes by itself are found, too.
+    Parameters that the optimizer itself leaves unchanged are found and frozen.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
         params: arrays or shapes; in place of each stack its slices.
         readers: for each leaf of `params`, the number of gradient accumulators to add up.
         microbatches: the number by which the sums are divided; None if it is an input.
-        grad_norm: also return the norm of the gradients.
+        grad_norm: whether the update also returns the norm of the gradients.
         stacks: which leaves form stacks that the optimizer sees; None if it sees the slices.
         frozen: leaves of `params` that the optimizer does not see; of a stack all slices or none.
     """
@@ -265,7 +265,7 @@ def _settled(
 
 
 def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:
-    """Returns, for each leaf of the state, its length if its parameter is a stack as long."""
+    """Returns the length of each leaf whose parameter is a stack of equal length, else None."""
     lengths: list[int | None] = []
     for owner, shape in zip(core.parameter_of, _state(core), strict=True):
         n = None if owner is None else parameters.lengths[owner]

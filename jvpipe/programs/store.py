@@ -1,4 +1,7 @@
-"""The store of compiled programs: one per distinct program and device, for the process's life."""
+"""The store of compiled programs: it compiles each one once per device, and keeps it for good.
+
+So a new plan or a migration compiles only programs that a device has not had before.
+"""
 
 import operator
 import os
@@ -113,9 +116,9 @@ def added_up(values: Sequence[Any]) -> Any:
 class PackedCall:
     """An executable with inputs whose elements are smaller than a byte, such as int4.
 
-    JAX 0.10.2 checks how an executable's inputs lie in memory. The check fails for such elements if
-    they lie on a chosen device. `jax.jit` does not check, so it compiles the function once more at
-    the first call, and runs that.
+    JAX 0.10.2 checks how an executable's inputs lie in memory. The check fails for such inputs if
+    they lie on a chosen device. `jax.jit` does not check. So calls go through `jax.jit`, which
+    compiles the function once more, at the first call.
     """
 
     executable: Any
@@ -187,8 +190,10 @@ class ProgramStore:
         return [self._compiled[p.key, d] for p, d in programs]
 
     def compile_s(self, programs: Iterable[tuple[Hashable, Device]]) -> float:
-        """Returns how long it took to compile programs, given by their keys and devices, one after
-        another.
+        """Returns the seconds that compiling took, added up over programs.
+
+        Args:
+            programs: pairs of a program's key and a device; unknown pairs count as 0.
         """
         return sum((self._compile_s.get(each, 0.0) for each in programs), 0.0)
 
@@ -274,7 +279,7 @@ def _layer_key(
     partial: Collection[int],
 ) -> Hashable:
     """Returns a value that is equal for layers that are alike and keep the same candidates."""
-    # What a layer does with tensors, parameters or keys counts, but not which of them it reads.
+    # The kinds of the values that a layer reads and writes count, but not their numbers.
     places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
     reads = tuple(ref.kind for ref in body.reads)
     writes = tuple(ref.kind for ref in body.writes)

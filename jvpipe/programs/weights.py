@@ -6,7 +6,7 @@ what each update leaves for later ones. In the docstrings:
 w         a parameter
 u         its last applied update
 delta     the running mean of its updates
-tau       the updates between a stage's forward and its update
+tau       the number of updates between a stage's forward and its own update
 gamma     D ** (1 / tau): how much of the mean each update keeps
 """
 
@@ -70,7 +70,7 @@ def settled(
         shapes: the shapes of the parameters.
         tau: the number of updates between a forward and its update; at least 1.
         decay: D, between 0 and 1.
-        anneal_updates: K; with 0 updates are not scaled.
+        anneal_updates: K; if it is 0, no update is scaled.
     """
     n = len(shapes)
     gamma = decay ** (1 / tau)

@@ -1,8 +1,9 @@
-"""Value numbering: finds the counts and weights of examples that a loss computes several times.
+"""Value numbering: finds equal values of a loss, such as a count of examples that is made twice.
 
-An equation with the same primitive, parameters and operands as an earlier one gets the number of
-the earlier one. The type of a whole number does not matter: sum(mask).astype(float) and
-sum(mask, dtype=float) are the same count.
+Each variable gets a number, and variables with the same number are equal. The results of two
+equations get the same number if the equations have the same primitive, the same parameters, and
+operands with the same numbers. The type of a whole number does not matter:
+sum(mask).astype(float) and sum(mask, dtype=float) are the same count.
 """
 
 from collections.abc import Hashable
@@ -53,13 +54,13 @@ _COMPARED = (
     | {"convert_element_type"}
     | _COUNTING
 )
-"""Primitives whose results are numbered; the result of any other gets a number of its own."""
+"""Primitives that are compared; the result of any other primitive gets a number of its own."""
 
 
 class Alike:
     """Numbers for variables: two variables with the same number are equal.
 
-    `tell` has to be called with all equations in their order.
+    `tell` must be called with every equation, in order.
 
     >>> import jax, jax.numpy as jnp
     >>> def counts(mask):
@@ -83,7 +84,8 @@ class Alike:
 
         Args:
             eqn: the next equation.
-            same: a value whose number the result gets, though the two may differ.
+            same: a value that the result stands for, such as count for max(count, 1); the result
+                gets its number. None: the equation itself determines the number.
         """
         name = eqn.primitive.name
         is_followed = name in _COMPARED or name in _SAME

@@ -1,12 +1,14 @@
-"""Follows the axis of the examples through an equation: which axis of a result has a part for each.
+"""Finds which axis of an equation's result holds the examples, given the axes of its operands.
 
-An axis holds the examples one after another, perhaps with several rows for each example:
+An axis holds the examples if it has them one after another. An example may have several rows on the
+axis, but they must lie together. Below, `a x b` is one axis, made of the axes a and b by a reshape:
 
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
     [examples x tokens]    along axis 0          [tokens x examples]    along no axis
 
 Each class of primitives has a rule, which needs only the axes of the operands and the parameters of
-the equation. Equations without a rule are refused.
+the equation. Equations without a rule are refused. To support another primitive, add it to a class
+in `_CLASSES`, or give it a case in `_others` or `_moved`.
 """
 
 import math
@@ -20,8 +22,8 @@ from jvpipe._jax import JaxprEqn
 
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
-"""The axis of the examples in each result, None if a result has no such axis; or, as text, why the
-examples do not stay apart. An axis may be a numpy integer, because vmap makes such parameters.
+"""The axis of the examples in each result, None if a result has no such axis. If the examples do
+not stay apart, a text that says why. An axis may be a numpy integer, as in vmap's parameters.
 """
 
 _CLASSES = {
@@ -63,15 +65,17 @@ def along_after(
     axes: Sequence[Axis],
     grown: Sequence[Axis],
 ) -> Sequence[Axis] | str:
-    """Follows the axis of the examples.
+    """Returns the axis of the examples in each result of an equation.
 
     Args:
-        eqn: an equation of which at least one operand has such an axis.
-        axes: the axis of the examples in each operand; None for one that depends on no example.
-        grown: the axis of each result whose size follows the number of examples, if there is one.
+        eqn: an equation of which at least one operand has an axis of the examples.
+        axes: the axis of the examples in each operand; None if it depends on no example.
+        grown: for each result, the axis whose size grows with the number of examples; None if no
+            axis does.
 
     Returns:
-        The axis of the examples in each result; or, as text, why examples do not stay apart.
+        For each result, the axis; None if the result has no such axis. If the examples do not stay
+        apart, a text that says why.
     """
     followed = _followed(eqn, axes, grown)
     if isinstance(followed, str):
@@ -126,9 +130,9 @@ def _others(
     Args:
         eqn: the equation.
         axes: the axis of the examples in each operand.
-        first: the axis of the first operand that has one.
-        grown: the axis of each result whose size follows the number of examples.
-        same: whether all operands with such an axis have the same one.
+        first: that axis in the first operand that has one.
+        grown: for each result, the axis whose size grows with the number of examples.
+        same: whether all operands that have an axis of the examples have the same one.
     """
     match eqn.primitive.name:
         case "reshape":
@@ -158,7 +162,7 @@ def _others(
 
 
 def _all(axis: int, grown: Sequence[Axis]) -> Followed:
-    """Returns the operands' axis for every result, if every result has the examples there."""
+    """Returns the given axis for every result, if exactly that axis of every result has grown."""
     if any(size_follows != axis for size_follows in grown):
         return "changes the number of examples"
     return [axis] * len(grown)
@@ -204,8 +208,9 @@ def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
 def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
     """Returns the axis after a reshape.
 
-    The axes before the examples' must hold as many elements after the reshape as they did before
-    it. Then the new axis begins where the old one began and holds whole examples, in their order.
+    The axes in front of the examples' axis must have as many elements together in the result as in
+    the operand. Then the new axis begins where the old one began, and it holds whole examples in
+    their order.
     """
     before = _jax.aval(eqn.invars[0]).shape
     after = _jax.aval(eqn.outvars[0]).shape
@@ -215,10 +220,13 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
 
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a product: examples may be contracted in pairs, batched, or free in
-    one operand.
+    """Follows the axis through a product.
+
+    The examples may be contracted in both operands, be a batch axis of both, or be a free axis of
+    one operand while the other operand depends on no example.
     """
-    # A product that contracts the examples is a sum over them, if it pairs both operands' examples.
+    # If each example of one operand meets the same example of the other, contracting them is a sum
+    # over the examples.
     contracted, batched = eqn.params["dimension_numbers"]
     left, right = axes
     inside = left in contracted[0], right in contracted[1]
@@ -252,8 +260,10 @@ def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a lookup: by an example's indices, in a table without examples or in
-    the example's own part; or by indices without examples, in every example.
+    """Follows the axis through a lookup.
+
+    An example's indices may look up rows of a table that depends on no example, or the example's
+    own part of the operand. Indices that depend on no example may look up rows in every example.
     """
     numbers = eqn.params["dimension_numbers"]
     sizes = eqn.params["slice_sizes"]
@@ -278,8 +288,10 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a scatter: of examples into their own parts, or a sum of examples
-    into an operand without examples.
+    """Follows the axis through a scatter.
+
+    Each example may be written or added to its own part of the operand. Examples may also be added
+    up in an operand that depends on no example.
     """
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = axes

@@ -1,4 +1,8 @@
-"""Finds and checks the reductions that a user chose, by patterns of paths, for leaves of a loss."""
+"""Checks the reductions that a user chose for leaves of aux and of the model state.
+
+A reduction says how a leaf of the whole batch is made of the leaves of its parts. Users choose it
+by a pattern of paths; here it is checked against the types of the leaves that match.
+"""
 
 from collections.abc import Sequence
 
@@ -35,7 +39,7 @@ def chosen_aux(
 
 
 def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
-    """Returns why a reduction does not fit a leaf of aux, and what would; None if it fits."""
+    """Returns why a reduction does not fit a leaf of aux, and a cure; None if it fits."""
     dtype = _jax.aval(parts[0]).dtype
     if len(parts) > 1:
         return "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or return total alone"

@@ -1,11 +1,12 @@
 """Tells whether a batch's loss is the mean of the losses of its micro-batches, and if not, why.
 
-It is so if the loss is a mean over examples. It is not so for a sum, nor if examples meet in the
-loss, as in an in-batch softmax, a batch norm, a maximum, or a mean over a varying number of items.
+This holds if the loss is a mean over examples. It does not hold for a sum, nor if examples meet in
+the loss, as in an in-batch softmax, a batch norm, a maximum, or a mean over a varying number of
+items.
 
-The loss is followed at two sizes, as for replicas (`jvpipe.trace.spread`), but with no exception
-for batch norms: replicas are allowed to normalise by their own statistics, although that changes
-the loss. Only the equations behind the loss's value count. Metrics and model state may combine
+The equations are followed at two numbers of examples, as for replicas (`jvpipe.trace.spread`). But
+here a batch norm couples examples, too, while replicas may normalize by their own statistics. Only
+the equations that make the loss's value are followed, because metrics and model state may combine
 examples in any way.
 """
 
@@ -27,8 +28,8 @@ def warn_of_splitting(traced: Traced, microbatches: int) -> None:
     """Warns if splitting a batch into micro-batches changes the loss of the batch.
 
     Args:
-        traced: the layers on a whole micro-batch.
-        microbatches: how many a batch is split into.
+        traced: the layers, traced at the size of a micro-batch.
+        microbatches: how many micro-batches a batch is split into.
     """
     reason = None if microbatches == 1 else why_splitting_matters(traced)
     if reason is None:
@@ -50,12 +51,12 @@ def why_splitting_matters(traced: Traced) -> str | None:
     The loss is traced once or twice more, at other sizes; nothing is compiled.
 
     Args:
-        traced: the layers on a whole micro-batch.
+        traced: the layers, traced at the size of a micro-batch.
 
     Returns:
         The layer and the equation that couple examples, and how. None for a mean over examples and
-        for a `jvpipe.Weighted` of two sums. None also if the loss does not take other numbers of
-        examples or is another program on them, because then nothing is known.
+        for a `jvpipe.Weighted` of two sums. None also if nothing is known, because the loss cannot
+        be traced at other numbers of examples or has other equations there.
     """
     loss, of_size = traced.loss, traced.loss.of_size
     assert of_size is not None, "a loss that was not traced from a function"
@@ -92,7 +93,7 @@ def why_splitting_matters(traced: Traced) -> str | None:
 
 
 def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Returns the equations that make the value of a loss, and the value; a `Weighted` has two."""
+    """Returns the equations that make a loss's value, and the value: two atoms if `Weighted`."""
     results = loss.outputs_of(ValueKind.LOSS)
     reached = reaching(loss.eqns, results)
     eqns = [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)]

@@ -1,7 +1,7 @@
-"""The narrow places of a model, at which a list of equations is cut into layers.
+"""Finds the narrow places of a model, where its list of equations is cut into layers.
 
 A place is good to cut if few values are alive there, because a live value must be sent between the
-two layers. How many are "few" depends on the model, so places are compared with their neighbours:
+two layers. How many are "few" depends on the model, so places are compared with their neighbors:
 
 - A position is narrow if no position nearby has fewer live values. Distance is counted in weighted
   operations (products, convolutions, lookups that read a parameter).
@@ -10,9 +10,10 @@ two layers. How many are "few" depends on the model, so places are compared with
 - A run between two cuts that is still large, such as a level of a U-Net, is cut again by itself.
   Then the values that enter the run do not count.
 
-Only the neighbourhood decides. So a change to a model leaves layers far from it as they were, and
-their compiled programs can be used again. A model with very few layers is cut again at a finer
-scale, at which fewer values count as skip connections, so that small models can be cut at all.
+Whether a position is cut depends only on the equations nearby. So a change to one part of a model
+leaves distant layers as they were, and their compiled programs can be used again. If a model gets
+very few layers, it is cut again at a finer scale: a position is compared with fewer others, and
+more values count as skip connections. The scales and limits are in `LayerEffort`.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from jvpipe.trace.jaxprs import variables
 class LayerEffort:
     """How fine the layers are: more layers leave a planner more choices and take longer to compile.
 
-    A plan says how many layers each stage has, so a plan made under other numbers may not fit.
+    A plan says how many layers each stage has. So a plan may not fit once these numbers change.
 
     Attributes:
         scales: pairs (window, skip), from the usual scale to the finest. A narrow place is compared
@@ -38,8 +39,9 @@ class LayerEffort:
             `skip` weighted operations is a skip connection.
         few_layers: a model with fewer layers is cut again at the next scale.
         large_operations: a layer with more weighted operations is cut again if possible.
-        even: two ways to halve a layer count as equally even if the shares of their slower halves
-            round to the same multiple of this; then the number of bytes sent decides.
+        even: a step of rounding, for cutting a layer in two (`jvpipe.trace.layer_split`). The cut
+            whose slower half is the smallest fraction of the layer is the best. Fractions that
+            round to the same multiple of `even` are equally good; then fewer bytes sent are better.
     """
 
     scales: tuple[tuple[int, int], ...] = ((6, 12), (3, 3), (1, 1), (0, 0))
@@ -90,7 +92,7 @@ def _narrow(
     window: int,
     skip: int,
 ) -> list[int]:
-    """Returns the narrow places, at most one between any two neighbouring weighted operations.
+    """Returns the narrow places, at most one between any two neighboring weighted operations.
 
     Args:
         eqns: the equations, in order.
@@ -105,8 +107,8 @@ def _narrow(
     #     groups        0 0 0 1 1         no cut before the first W or behind the last
     #     alive         2 1 3 2 2         the fewest values alive in group 0 are 1, in group 1, 2
     #
-    # If two neighbouring groups have equally few, both are narrow, so that a model of equal layers
-    # is cut between each two of them.
+    # If two neighboring groups have equally few, both are narrow. So a model of equal layers is cut
+    # between any two of its layers.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
     numbers = range(1, seen[-1] + 1)
@@ -118,7 +120,7 @@ def _narrow(
         begin = max(0, g - window)
         nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
-            # The last place among those with the fewest values and, among these, the fewest bytes.
+            # Fewer values count first, then fewer bytes. The last of equal positions is cut.
             narrow = group[count[group] == fewest[g]]
             narrowest = narrow[width[narrow] == width[narrow].min()]
             cuts.append(int(narrowest[-1]))
@@ -140,9 +142,9 @@ def _alive(
         seen: the number of weighted operations before each position.
         skip: a value that lives across more weighted operations is a skip connection.
     """
-    # A value adds one at the first position of its life and takes one away behind the last. A
-    # running sum over these differences gives all counts, in one step per value instead of one per
-    # value and position:
+    # A value adds one at the first position of its life and takes one away behind its last. The
+    # running sum over these differences is the count at each position. That takes one step per
+    # value instead of one per value and position:
     #
     #     made by equation 1, last read by 4:    +1 at position 2, -1 at 5: alive at 2, 3 and 4
     born: dict[Var, int] = {}

@@ -1,6 +1,6 @@
-"""Batch norm for a user's loss whose running statistics are those of whole batches.
+"""A batch norm, for users to call, with running statistics of whole batches, not of micro-batches.
 
-Micro-batches add to sums, and the last micro-batch of a batch updates the running statistics.
+Each micro-batch adds to sums, and the last one of a batch updates the running statistics from them.
 """
 
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from jvpipe.util.given import is_whole
 class BatchStatistics(NamedTuple):
     """The running statistics of each feature, and sums over the micro-batches of the current batch.
 
-    They are a part of the model state. An evaluation normalises with `mean` and `variance`. `total`
-    and `squares` are sums over values minus `mean`, because the squares of values far from zero
-    would round away the differences between the values.
+    They are a part of the model state. An evaluation normalizes with `mean` and `variance`. `total`
+    sums up values minus `mean`, and `squares` sums up the squares of these differences. Squares of
+    the values themselves, if far from zero, would round away the differences.
 
     >>> BatchStatistics.of(3).variance.tolist()
     [1.0, 1.0, 1.0]
@@ -28,15 +28,15 @@ class BatchStatistics(NamedTuple):
     variance: Float[Array, "features"]
     total: Float[Array, "features"]
     squares: Float[Array, "features"]
-    items: Int[Array, ""]
-    seen: Int[Array, ""]  # how many micro-batches of the current batch
+    items: Int[Array, ""]  # how many values each sum has so far
+    seen: Int[Array, ""]  # how many micro-batches of the current batch came before
 
     @staticmethod
     def of(features: int) -> "BatchStatistics":
         """Returns the statistics before the first batch: a mean of 0, a variance of 1.
 
         Args:
-            features: the size of the last axis of the values that are normalised.
+            features: the size of the last axis of the values that are normalized.
         """
         zeros = jnp.zeros(features, jnp.float32)
         return BatchStatistics(
@@ -57,23 +57,23 @@ def deferred_batch_norm(
     momentum: float = 0.1,
     epsilon: float = 1e-5,
 ) -> tuple[Float[Array, "... features"], BatchStatistics]:
-    """Normalises features by a micro-batch's statistics, and keeps running ones of whole batches.
+    """Normalizes features by a micro-batch's statistics, and keeps running ones of whole batches.
 
-    A plain batch norm in a pipeline would update its running statistics in every micro-batch, which
-    is often, and each time from few examples. Here they are updated once per batch, from all its
-    examples, as by torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, section 3.3). So they do not
-    depend on how a batch is split.
+    A plain batch norm in a pipeline updates its running statistics in every micro-batch, each time
+    from few examples. This one updates them once per batch, from all examples of the batch, as
+    torchgpipe's `DeferredBatchNorm` does (Kim et al., 2020, section 3.3). So the running statistics
+    do not depend on how a batch is split.
 
     Args:
         x: the values, with features along the last axis and any axes before. The result is neither
             scaled nor shifted; the caller does that.
         statistics: the statistics that the micro-batch before returned.
-        microbatches: the number of micro-batches of a batch, which must be the pipeline's.
+        microbatches: the number of micro-batches per batch, the same as the pipeline's.
         momentum: the weight of a batch in the running statistics.
         epsilon: the number that is added to the variance.
 
     Returns:
-        The normalised values in the type of `x`, and the statistics for the next micro-batch.
+        The normalized values in the type of `x`, and the statistics for the next micro-batch.
 
     Raises:
         ValueError: the number of micro-batches is below 1.

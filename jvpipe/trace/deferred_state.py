@@ -2,13 +2,14 @@
 
 Each micro-batch adds its sums to leaves of the model state that the user does not see. The last
 micro-batch of the batch computes the new running statistics from these leaves, as one whole batch
-would, and sets the leaves to 0. For four micro-batches:
+would, and sets the leaves to 0. Below, sk are the sums of micro-batch k of four, r is a running
+statistic, and h is the formula by which the loss makes its new value from sums:
 
     after micro-batch          none    0     1          2               3
     the added leaves           0       s0    s0 + s1    s0 + s1 + s2    0
     the running statistic      r       r     r          r               h(r, s0 + s1 + s2 + s3)
 
-The examples are still normalised by the mean and variance of their own micro-batch, as in
+The examples are still normalized by the mean and variance of their own micro-batch, as in
 torchgpipe's `DeferredBatchNorm`.
 """
 
@@ -39,9 +40,9 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
         microbatches: the number of micro-batches of a batch.
 
     Returns:
-        The loss with more leaves of the model state, behind the user's. For each leaf that is a
-        running statistic of a batch norm, these are a counter of the micro-batches seen so far, and
-        one leaf for each sum over them.
+        The loss with more leaves of the model state, behind the user's. Each running statistic of a
+        batch norm adds a counter of the micro-batches seen so far, and one leaf for each sum over
+        them.
 
     Raises:
         ValueError: no leaf is a running statistic of a batch norm, or one is updated by a formula
@@ -91,8 +92,8 @@ class _Change:
     Attributes:
         eqns: the equations, which run in every micro-batch.
         value: the leaf's new value.
-        inputs: the added leaves of the model state: the number of micro-batches seen so far, and
-            each sum over these.
+        inputs: the added leaves of the model state: the number of micro-batches seen so far, then
+            the sums over them.
         results: the new values of the added leaves, in the order of `inputs`.
     """
 
@@ -131,7 +132,7 @@ def _change(
             _ended(traces, leaf, old, after),
             old,
         )
-        # The last micro-batch of a batch resets them, so that the next batch begins at 0.
+        # The last micro-batch of a batch sets the counter and the sums to 0, for the next batch.
         counters = [seen + 1, *after]
         return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
 
@@ -145,8 +146,8 @@ def _change(
         number,
         totals,
     )
-    # The first arguments of `update` are values of the micro-batch; the others, the counter and the
-    # sums so far, are inputs that are added to the model state.
+    # The first arguments of `update` are values that the loss makes. The others, the counter and
+    # the sums so far, become new inputs of the loss: the added leaves.
     reads = [before, *sums]
     env = dict(zip(closed.jaxpr.invars, reads, strict=False))
 
@@ -172,14 +173,15 @@ def _added(
 ) -> list[Array]:
     """Adds the sums of a micro-batch to the sums of the micro-batches before it.
 
-    A sum of squares that a micro-batch has centred by its own mean must be centred by the mean of
-    all micro-batches. If k micro-batches of n values each came before, and their mean differs from
-    this one's by d, the correction is d**2 * n k / (k + 1) (Chan et al., 1983).
+    If squares are centered, each micro-batch has subtracted its own mean from its values. In the
+    total, the mean of all micro-batches must take the place of their own means. If k micro-batches
+    of n values each came before, and their mean differs from this micro-batch's mean by d, the
+    total grows by another d**2 * n k / (k + 1) (Chan et al., 1983).
 
     Args:
         kinds: the kinds of the sums.
         seen: how many micro-batches came before.
-        so_far: the sums of these.
+        so_far: the sums of the micro-batches before.
         parts: the sums of this micro-batch.
     """
     places = [kind.eqn for kind in kinds]

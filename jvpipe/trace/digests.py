@@ -87,9 +87,8 @@ def _digest_of_leaf(leaf: Any) -> str:
 def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """Returns a line for each leaf that a function makes from a key: path, type, shape and digest.
 
-    The digest says how the leaf is computed. It is a digest of the equation that makes the leaf and
-    of the digests of the equation's operands. So each equation is digested once, however many
-    leaves depend on it.
+    No leaf is computed. Its digest covers the equation that makes the leaf and the digests of that
+    equation's operands. So each equation is digested once, however many leaves depend on it.
 
     Args:
         initialiser: makes a tree of arrays from a key.

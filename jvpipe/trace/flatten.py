@@ -12,9 +12,9 @@ from jvpipe.trace.inline import SHARDING, folded, inlined, literal
 from jvpipe.trace.keys import index_key
 from jvpipe.trace.unroll import as_array, stacked_result, stacks_layers, unrolled
 
-# Calls that add nothing to their bodies, so that the equations of the body replace the call; each
-# name comes with the parameter that has the body. `jax.checkpoint` is among them ("checkpoint",
-# "remat", "remat2"), because jvpipe itself decides which values are kept and which are recomputed.
+# Calls that are replaced by the equations of their bodies. Each primitive comes with the parameter
+# that has the body. `jax.checkpoint` ("checkpoint", "remat", "remat2") is among them, because
+# jvpipe itself decides which values are kept and which are recomputed.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -24,7 +24,7 @@ CALLS = {
     "remat2": "jaxpr",
     "remat": "jaxpr",
 }
-# Calls with a derivative rule of their own, and the parameter that has the body of each.
+# Calls with a derivative rule of their own, each with the parameter that has the body.
 RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
@@ -36,14 +36,14 @@ def flatten(
     """Traces a function to one flat, pruned jaxpr.
 
     Nested `jit` and `jax.checkpoint` calls are replaced by their bodies, which keep the name scopes
-    of the calls. Cheap scalars that depend only on constants are computed at once. Sharding
-    constraints are left out.
+    of the calls. Cheap scalars that depend only on constants are computed here, once for all.
+    Sharding constraints are left out.
 
     Args:
         fn: the function.
         args: arrays or `jax.ShapeDtypeStruct`.
-        keep_rules: whether to keep calls with a derivative rule, which are needed if the result
-            will be differentiated; else their bodies replace them.
+        keep_rules: whether to keep calls with a derivative rule, which a derivative of the result
+            needs. If not, their bodies replace them.
 
     Raises:
         ValueError: the function closes over a value that was traced.

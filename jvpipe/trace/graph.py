@@ -53,7 +53,7 @@ class Body:
             differentiable inputs and then pruned to these: a backward made for fewer inputs would
             have other equations, and the compiler might round the remaining gradients differently.
         received: marks the outputs that a gradient comes from, given the frozen parameters.
-        share: of a slice's loss in the loss of the micro-batch, if the loss is a mean; else 1.
+        share: the factor of a slice's loss in the micro-batch's loss; below 1 only for a mean.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -111,8 +111,8 @@ def build_graph(
 ) -> Traced:
     """Cuts a traced loss into layers.
 
-    Cheap values that depend on no parameter (masks) or on nothing but parameters (casts) belong to
-    no layer: each layer that needs one recomputes it, except for the sums that `settle_sums` moves.
+    Cheap values made of no parameter (masks) or of parameters alone (casts) belong to no layer:
+    each layer that needs one computes it. Only `settle_sums` gives some sums to a layer.
 
     Args:
         loss: the traced loss.
@@ -159,10 +159,10 @@ def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
 
 
 _DERIVATIONS = 6
-"""The number of steps from the seed up to which each layer derives a PRNG key for itself.
+"""A layer derives a PRNG key for itself if the key is at most this many steps from the seed.
 
-A key that takes more steps is sent as a tensor. Otherwise alike layers along a chain of keys would
-each contain a longer part of that chain, and no two could share a compiled program.
+A key that takes more steps is sent as a tensor. Otherwise, in a model that splits one key at each
+layer, each layer would split more often than the layer before: no two could share a program.
 """
 
 
@@ -182,8 +182,8 @@ class Sorted:
 
     @staticmethod
     def of(loss: LossJaxpr) -> "Sorted":
-        """Sorts the equations of a loss in one pass: an equation is sorted by what it reads, and
-        what it reads is made before.
+        """Sorts the equations of a loss in one pass: each by its operands, which are made by
+        earlier equations.
         """
         source = {v: ref.kind for v, ref in loss.inputs.items()}
         constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}

@@ -25,9 +25,9 @@ SHARDING = "sharding_constraint"
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     """Returns a jaxpr with each call replaced by its body, pruned.
 
-    Scalars that depend only on constants are computed, sharding constraints are left out, and
-    numbers along an axis (`iota`) are made where they are first read. An equation of a body gets
-    the source location of the outermost call around it, and the name scopes of all these calls.
+    Scalars that depend only on constants are computed. Sharding constraints are left out. An `iota`
+    moves to where its result is first read. An equation of a body gets the source location of the
+    outermost call around it, and the name scopes of all calls around it.
 
     Args:
         closed: any jaxpr.
@@ -122,7 +122,7 @@ class _Line:
         values: list[Atom | _Late],
         call: Any,
     ) -> Sequence[Atom | _Late]:
-        """Returns the results of an equation: of a call's body, constants, or new variables."""
+        """Appends whatever replaces an equation, if anything does, and returns its results."""
         if eqn.primitive.name in self.calls:
             body = eqn.params[self.calls[eqn.primitive.name]]
             is_closed = isinstance(body, ClosedJaxpr)
@@ -141,7 +141,7 @@ class _Line:
         constants = self._folded(eqn, atoms)
         if constants is not None:
             return constants
-        # An index into many keys becomes an operand, so that layers that differ only in the index
+        # An index into many keys becomes an operand. So layers that differ only in that index can
         # share a program.
         if picks_key(eqn):
             keys = _jax.aval(eqn.invars[0])

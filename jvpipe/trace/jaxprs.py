@@ -91,7 +91,7 @@ def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr
 
 
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
-    """Returns a jaxpr that yields other values of its own, pruned to what these need."""
+    """Returns a jaxpr whose results are other values that it computes, pruned to what they need."""
     jaxpr = closed.jaxpr
     narrowed = jaxpr.replace(eqns=prune(jaxpr.eqns, results), outvars=list(results))
     return ClosedJaxpr(narrowed, closed.consts)
@@ -117,7 +117,7 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
 
 def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
-    """Returns keys of the calls of `jax.debug` in a jaxpr, which stay the same in another trace."""
+    """Returns a key for each call of `jax.debug` in a jaxpr; another trace has the same keys."""
     calls = (eqn for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING)
     return set(map(_call_key, calls))
 

@@ -28,7 +28,7 @@ def is_key(value: Any) -> bool:
 
 
 def dtype_of(name: str) -> Any:
-    """Returns the type that has a name, which may be that of typed keys.
+    """Returns the dtype of a name, also of a name of typed keys.
 
     >>> str(dtype_of("key<rbg>")), str(dtype_of("bfloat16"))
     ('key<rbg>', 'bfloat16')
@@ -95,15 +95,14 @@ def take(
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """Replaces by variables the integers that keys are derived with.
+    """Makes variables of the integers that keys are derived with.
 
     Returns:
-        The equations; and the new variables with the integers that they stand for.
+        The equations; and the new variables, each with the integer that it stands for.
     """
     lifted: dict[Var, Any] = {}
 
-    # The first operand of `fold_in` is the key, that of `keys[i]` the keys; the second operand is
-    # the number that is lifted.
+    # The integer is the second operand, both of `fold_in(key, i)` and of `keys[i]`.
     def lift(eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
         if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):

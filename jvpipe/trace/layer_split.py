@@ -1,14 +1,14 @@
 """Cuts a layer in two if the layer is too large a part of a stage.
 
-The two halves must compute bitwise what the whole layer computes. This decides where a layer may be
-cut:
+The results of the two halves must be bitwise identical with those of the whole layer. This decides
+where a layer may be cut:
 
 - Right before a product, with at least one product on either side. There XLA writes the values that
-  cross the cut to memory in any case: the operands of the product in the forward, and in the
-  backward the product that is their cotangent. So the two programs can be bitwise identical with
-  one. `programs.bit_equality` tests whether they are.
-- Not between two readers of a parameter: the parameter would get two gradients, whose sum could be
-  added up in another order.
+  cross the cut to memory in any case. In the forward they are the operands of a product; in the
+  backward, their cotangents are the results of products. So two programs can give the same results
+  as one. `jvpipe.programs.bit_equality` tests whether they do.
+- Not between two readers of a parameter. Each half would make a gradient of the parameter, and the
+  sum of the two could be added up in another order than in the whole layer.
 
 The choice depends only on the layer itself. So layers that are alike are cut alike, and no other
 layer changes.
@@ -76,8 +76,8 @@ class CutPlace:
 
     Attributes:
         before_end: how many equations lie between the place and the layer's end.
-        share: the share of the layer's seconds that is spent before the place.
-        sent_bytes: the bytes that the first half would send on of the values that it makes.
+        share: the fraction of the layer's seconds that is spent before the place.
+        sent_bytes: the bytes that the first half makes and the second half reads.
     """
 
     before_end: int
@@ -95,8 +95,8 @@ def places_inside(
     Args:
         traced: the model.
         layers: the numbers of these layers.
-        seconds: returns how long each equation of a layer takes; it is called once for layers that
-            are alike.
+        seconds: returns how long each equation of a layer takes. It is called once for all layers
+            that are alike.
     """
     sorted_eqns = Sorted.of(traced.loss)
     bounds = _bounds(traced, sorted_eqns)
@@ -155,7 +155,7 @@ def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
 
     Args:
         traced: the model.
-        where: for each layer to cut, how many equations before its end.
+        where: for each layer to cut, how many equations lie between the cut and the layer's end.
     """
     return split_at(traced, where.items())
 
@@ -165,7 +165,7 @@ def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
 
     Args:
         traced: the model.
-        where: pairs of a layer and the number of equations before its end.
+        where: pairs of a layer and the number of equations between the cut and the layer's end.
     """
     bounds = _bounds(traced, Sorted.of(traced.loss))
     further = [bounds[layer][1] - before_end for layer, before_end in where]

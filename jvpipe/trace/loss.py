@@ -1,4 +1,9 @@
-"""A user's loss function as one flat jaxpr with named inputs and outputs."""
+"""A user's loss function as one flat jaxpr with named inputs and outputs.
+
+Inputs are the leaves of parameters, model state and batch, the seed, and the arrays that the loss
+captured. Outputs are the loss, the new model state and aux. Each is named by a `Ref`, its kind and
+its number, so that later passes know what a variable stands for.
+"""
 
 import functools
 import inspect
@@ -35,17 +40,17 @@ class LossJaxpr:
 
     Attributes:
         eqns: the equations, in order.
-        inputs: the input variables, each with the value that it stands for.
-        outputs: the results, each with the value that it stands for.
+        inputs: the input variables, each with its name.
+        outputs: the results, each with its name.
         names: for each kind of value, the paths of its leaves.
         constants: the arrays that the loss captured.
         weighted: whether the loss returns a total and a weight.
         aux_tree: the tree of aux, in which a `Weighted` is a leaf.
         aux_weighted: marks the leaves of aux that are `Weighted`.
-        seed_words: the length of the seed vector that the loss reads; 0 if it reads none.
+        seed_words: the length of the seed vector (`KeyKind.seed`); 0 if the loss reads none.
         of_size: traces the same loss on another number of examples.
         sharding: how parameters lie over the devices of a place, if a place has several devices.
-        specs: the spec of each parameter under `sharding`.
+        specs: for each parameter, the axes of a place along which its dimensions are cut.
         aux_chosen: for each leaf of aux, the reduction that the user chose, if any.
         state_chosen: for each leaf of the model state, the reduction that the user chose, if any.
         frozen: the numbers of the parameters that have no update and whose gradient is not used.
@@ -126,8 +131,8 @@ def trace_loss(
     arguments = (params, *([state] if has_state else []), batch, seed)
     closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
-    # A number that a key is derived with, such as a layer's index, becomes an input. As a constant
-    # it would make each layer a program of its own.
+    # A number that a key is derived with, such as a layer's index, becomes an input. A constant
+    # would make a program of its own of each layer.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     # The inputs are the leaves of the trees in the order of `trees`, then the seed, if there is
@@ -160,7 +165,7 @@ def trace_loss(
         outputs.aux_tree,
         outputs.aux_weighted,
         0 if seed is None else seed.size,
-        functools.cache(of_size),  # replicas of all stages ask for few sizes
+        functools.cache(of_size),  # called often, for the few sizes of the replicas' slices
         aux_chosen=chosen_aux(reductions, outputs.aux_paths, outputs.aux_parts(results)),
         state_chosen=chosen("model_state_reduce", reductions.state, names[ValueKind.STATE]),
     )
@@ -177,7 +182,7 @@ def _resized(batch: Tree, examples: int) -> Tree:
 
 @dataclass
 class _Outputs:
-    """The outputs of a loss; `flatten` fills in all but the first two attributes during the trace.
+    """The outputs of a loss. During the trace, `flatten` sets all but the first two attributes.
 
     Attributes:
         has_aux: whether the loss returns aux, as the caller says.

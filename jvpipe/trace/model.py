@@ -66,8 +66,8 @@ def trace_model(
         micro_batch: arrays or shapes of one micro-batch.
         rng: a key, or None.
         model_state: the model state; used only with `has_state`.
-        present: the layers of the same loss at the shapes of another batch, if the loss is to be
-            cut into the same layers; None to choose the cuts from scratch.
+        present: layers to cut the loss into again: those that it has at the shapes of another
+            batch. None to choose the cuts from scratch.
         stacks: the parameters to split into slices, one per layer; None to split each parameter
             that only scans over layers read.
         has_aux: whether the loss returns aux besides its value.
@@ -79,8 +79,8 @@ def trace_model(
             at the last of the k; 1 if they change in every micro-batch.
 
     Raises:
-        ValueError: `sharding` does not fit the parameters, or the layers would read other
-            parameters than the layers of `present` do.
+        ValueError: `sharding` does not fit the parameters, or a layer would read other parameters
+            than the same layer of `present` does.
     """
     specs = {} if sharding is None else _specs(sharding, params)
     returns: Returns = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}

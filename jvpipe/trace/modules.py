@@ -1,4 +1,4 @@
-"""Finds parts of Flax modules, passed whole as parameters, that cannot or should not be trained."""
+"""Finds parameters that must not be trained, such as keys and statistics of a whole Flax module."""
 
 import logging
 import sys
@@ -16,10 +16,10 @@ _log = logging.getLogger("jvpipe")
 
 
 def check_modules(params: Tree) -> None:
-    """Checks that no parameter is a statistic, key or cache of a module, which updates would spoil.
+    """Checks that no parameter is a statistic, a key or a cache, because updates would spoil it.
 
     Raises:
-        ValueError: a parameter is one; the message says how a module is taken apart.
+        ValueError: a parameter is; the message says how to take its module apart.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # flax.nnx was never imported, so no parameter is one of its modules
@@ -39,7 +39,7 @@ def check_modules(params: Tree) -> None:
 
 
 def warn_of_statistics(trained: Sequence[str]) -> None:
-    """Warns of running statistics among trained parameters, as in Linen's variables, passed whole.
+    """Warns if the optimizer trains running statistics, as it does with all of Linen's variables.
 
     Args:
         trained: the paths of the parameters that the optimizer trains.

@@ -1,14 +1,14 @@
-"""Batch norm, told apart from any other use of a reduction over several examples in single ones.
+"""Recognizes batch norm among equations in which single examples read a statistic of several.
 
     m = mean(x)           a statistic of several examples
     c = x - m             m is open in c: c depends on m and is not yet scaled
     v = mean(c**2)        a statistic of c; m is open in v, too; sqrt(v) and rsqrt(v) are scales
     c * rsqrt(v + e)      m is closed: the scale was made of all statistics that were open
 
-A replica may normalise its own examples, because a batch norm on fewer examples does just that. A
-loss that centres without a scale, or uses the statistic in any other way, would be another loss on
-slices. So only linear functions, sums, products and squares may be made of a value in which a
-statistic is open, and the statistic must be closed before the loss.
+On a slice of the examples, a batch norm is still a batch norm, so a replica may normalize its own
+examples. A loss that only centers, or that uses the statistic in any other way, would be another
+loss on slices. So a value in which a statistic is open may only go through linear functions, sums,
+products and squares, and the statistic must be closed before the loss.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -34,9 +34,9 @@ _ROOTS = ("sqrt", "rsqrt")
 
 
 def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
-    """Returns for each result the result of the first equation that computes the same.
+    """Maps each result to the result of the first equation that computes the same value.
 
-    So the mean that `jnp.var` computes again is recognised as the one that the loss has computed.
+    So if `jnp.var` computes a mean again, it is known to be the mean that the loss has computed.
 
     Args:
         eqns: the equations, in their order.
@@ -57,7 +57,7 @@ def normalised(
     ins: Sequence[Lies],
     out: Lies,
 ) -> Lies | None:
-    """Returns how a result lies, including which statistics are open in it and if it is a scale.
+    """Returns how a result lies, now with its open statistics and whether it is a scale.
 
     Args:
         eqn: an equation that is neither a loop nor a call.
@@ -92,12 +92,13 @@ def normalised(
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether a batch norm may apply an equation to open values: linear ones and squares."""
+    """Tells whether an equation is linear or a square, as a batch norm applies to open values."""
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True
     if name == "integer_pow":
         return eqn.params["y"] == 2
     operands = zip(eqn.invars, ins, strict=True)
-    others = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
-    return name in _PRODUCTS and len(others) == 1
+    # If only one operand depends on examples, the product is linear; if it is both, a square.
+    moving = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
+    return name in _PRODUCTS and len(moving) == 1

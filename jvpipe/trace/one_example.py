@@ -8,7 +8,7 @@ are extrapolated from the sizes on the micro-batch and on a batch twice as large
     reshape[new_sizes=(4, 16, 1)]    reshape[new_sizes=(8, 16, 1)]    reshape[new_sizes=(1, 16, 1)]
     div x 64.0                       div x 128.0                      div x 16.0
 
-A derivative rule is a function whose equations cannot be changed, so rules are taken from a trace
+A derivative rule is a function, whose equations cannot be changed. So rules are taken from a trace
 on one example.
 """
 
@@ -81,7 +81,7 @@ def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 @dataclass
 class _Smaller:
-    """The making of equations on one example from those on several and on twice as many.
+    """The walk that makes equations on one example from those on several and on twice as many.
 
     Args:
         examples: how many examples "several" is.
@@ -166,8 +166,8 @@ class _Smaller:
         """Returns a literal on one example: it is constant, or proportional to n or to 1/n."""
         a = np.asarray(whole.val)
         b = np.asarray(double.val)
-        # An integer may be any size a + b n, as parameters are; a real number must have the factor
-        # n or 1/n, which the ratio shows.
+        # An integer may be a size, such as 3 + 2 n, which `_value` extrapolates. A real number must
+        # have the factor n or 1/n, which the ratio of the two numbers shows.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):

@@ -11,8 +11,8 @@ from itertools import chain
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
-# Cheap operations are recomputed rather than kept or sent. They are the elementwise ones, and in
-# `_CHEAP` changes of shape, reductions, and the derivation of keys.
+# Cheap operations are recomputed rather than kept or sent. Besides the elementwise ones, `_CHEAP`
+# has changes of shape, reductions, and the derivation of keys.
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
@@ -89,7 +89,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def is_move(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation only moves or casts values, which its readers do as they read."""
+    """Tells whether an equation only moves or casts values, which XLA merges into its readers."""
     return eqn.primitive.name in _move_names()
 
 

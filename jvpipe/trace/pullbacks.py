@@ -21,9 +21,9 @@ def pullback(
 ) -> tuple[ClosedJaxpr, Sequence[int]]:
     """Returns the derivative of an equation, and the operands with respect to which it is taken.
 
-    The arrays that a rule closes over are its first operands. JAX refuses to differentiate by them
-    and does not say how many there are. So operands are left out from the front until JAX accepts
-    the rest.
+    The first operands are arrays that the rule closes over. JAX refuses to differentiate with
+    respect to them and does not say how many they are. So operands are left out from the front
+    until JAX accepts the rest.
 
     Args:
         eqn: an equation with a derivative rule of its own.
@@ -54,7 +54,7 @@ def pullback(
         try:
             return derivative(moving), moving
         except Exception as error:
-            # Any other error is one of the rule itself.
+            # Any other error comes from the rule itself.
             if not _jax.is_of_closed_over(error) or not moving:
                 raise
             moving = moving[1:]

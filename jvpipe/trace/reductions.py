@@ -1,8 +1,9 @@
-"""Values made of sums and means over examples: which of them are sums or means again.
+"""Finds which values made of sums and means over examples are again sums or means.
 
-Slices of a micro-batch can make such values: a sum is the sum of the slices' sums; a mean is the
-sum of the slices' means, each times the slice's share of the examples. Here `decay` depends on no
-example, `count` is a sum over examples, and `size` is the number of examples:
+Each replica of a stage has a slice of the micro-batch's examples. Sums and means follow from the
+slices' values: a sum is the sum of the slices' sums; a mean is the sum of the slices' means, each
+times the slice's fraction of the examples, its share. Below, `decay` depends on no example, `count`
+is a sum over examples, and `size` is the number of examples:
 
     2 * sum(x), sum(x) + sum(y)          sums
     mean(x) + decay                      a mean: decay is the mean of itself
@@ -10,11 +11,14 @@ example, `count` is a sum over examples, and `size` is the number of examples:
     sum(x) / count * count               a sum, though sum(x) / count alone is neither sum nor mean
     mean(x) * size                       a sum
 
-A slice without items divides zero by zero in sum(x) / count: there the divisor becomes one. If only
-the count is zero, as weights of both signs can make it, the loss is NaN. If the count is a whole
-number, max(count, 1) differs from count only without items, so a slice uses its count as it is.
-Fractional weights may add up to less than one. There max(weight, 1) changes the value, slices
-cannot make it, and it counts as mixed.
+A count may be zero in a slice, though not in the whole micro-batch:
+
+- In sum(x) / count, a slice without items would divide zero by zero, so its divisor becomes one. If
+  only the count is zero, because it adds up weights of both signs, the result is NaN.
+- If the count is a whole number, max(count, 1) differs from it only where there are no items. So a
+  slice uses its count as it is.
+- If the count adds up fractional weights, it may lie between zero and one, where max(count, 1) is
+  another value. Slices cannot make that value, so it counts as mixed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -77,14 +81,14 @@ class Lies:
             mixed, or depends on no example.
         axis: the axis of the examples, if the value lies along one; else -1.
         roots: the reductions over examples that the value was made of.
-        power: p, if the value has the factor n^p, n the number of examples: either it is n^p times
-            a value that depends on no example, or each example's part has that factor. A slice
-            makes the factor with its own n.
+        power: p, if the value, or each example's part of it, has the factor n^p, n the number of
+            examples. In a slice, n is the number of the slice's examples.
         divisor: if the value is a sum divided by a count, the number of the count in `Alike`.
-        beside: if set, the value lies so only if slices change its equation in this way.
-        open: the statistics of a batch norm that the value was centred by and not yet scaled
+        beside: how slices must change the value's equation, so that the value lies as stated; None
+            if they need not.
+        open: the batch-norm statistics by which the value is centered but not yet scaled
             (`jvpipe.trace.normalised`).
-        is_scale: whether the value is such a scale, by which a product closes statistics.
+        is_scale: whether the value is a scale: multiplying by it closes open statistics.
         excess: p, if the value is a sum over examples times n^p.
         is_zero: whether the value is zero for any examples; a zero may lie in every way.
     """
@@ -189,9 +193,9 @@ def reduced(
         eqn: an equation with one result, or with several that lie alike.
         ins: how its operands lie.
         alike: tells which operands are equal, and which are whole numbers.
-        in_rule: whether the equation is in a derivative rule, where a `select_n` between cotangents
-            lies as these do. In a loss it selects between values of the model state and is mixed:
-            the user says how that leaf is reduced.
+        in_rule: whether the equation is in a derivative rule. A `select_n` there selects between
+            cotangents, and lies as they do. A `select_n` in a loss selects between values of the
+            model state: its result is mixed, so the user says how the leaf is reduced.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -231,7 +235,7 @@ def reduced(
 
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-    """Returns how a result lies that is put together of parts: as the parts, if these lie alike."""
+    """Returns how a result of several parts lies: as the parts do if they lie alike, else mixed."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
         chosen = ins[1:]
@@ -265,7 +269,7 @@ def guarded(
     ins: Sequence[Lies],
     alike: Alike,
 ) -> Atom | None:
-    """Returns the count of an equation like max(count, 1), a whole number; None for any other.
+    """Returns the count of an equation like max(count, 1) if it is a whole number, else None.
 
     Args:
         eqn: the equation.
@@ -316,8 +320,8 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
 
     Args:
         ins: how its operands lie.
-        numbers: the operands' numbers in `Alike`, by which a count is known that the other operand
-            was divided by.
+        numbers: the operands' numbers in `Alike`, which show whether one operand is the count that
+            the other was divided by.
     """
     # The operands may come in either order; n is the number of examples, c a count of the user's:
     #

@@ -1,4 +1,4 @@
-"""Cuts a loss, traced at the shapes of another batch, into the layers that it had at the first."""
+"""Cuts a loss that is traced at new shapes into the layers that it has at the first shapes."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ class OtherLayersError(ValueError):
 
 
 def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
-    """Cuts a loss into the layers that it has at present.
+    """Cuts a loss at new shapes into the layers that it has at the first shapes.
 
     The loss may have other equations at other shapes: an axis of size one needs fewer, for example.
-    Then the loss is cut from scratch. In either case, layer by layer, the same parameters must be
-    read, so that training can go on from the same state.
+    Then the loss is cut from scratch. In either case each layer must read the same parameters as
+    before, so that training can go on from the same state.
 
     Args:
         loss: the loss at the new shapes.
@@ -43,7 +43,7 @@ def _same_products(
     before: Sequence[JaxprEqn],
     after: Sequence[JaxprEqn],
 ) -> list[int]:
-    """Returns the positions of splits among new equations: before the same products as at first.
+    """Returns the positions of splits among the new equations, each before the same product.
 
     Args:
         splits: the positions at the first shapes, each right before a product.

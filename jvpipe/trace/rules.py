@@ -1,7 +1,7 @@
 """How cotangents in a user's own derivative rule must lie over the examples.
 
-A slice of a micro-batch computes the backward by itself, so a cotangent has to come apart over
-slices as its value does:
+A slice of a micro-batch computes its backward by itself. So how a value lies over the examples
+decides how its cotangent has to lie:
 
     the value                        its cotangent
     has a part for each example      has a part for each example
@@ -10,8 +10,8 @@ slices as its value does:
     is a mean over n examples        depends on no example, but has the factor n: the cotangent of
                                      a slice's loss has the slice's share as a factor
 
-The backward of a rule is therefore followed as the loss is, from cotangents of its results that lie
-so, and the cotangents of its operands have to lie so.
+To check a rule, its backward is followed as the loss is. It begins with cotangents of the rule's
+results that lie as in the table. It has to end with cotangents of the operands that do, too.
 """
 
 from operator import attrgetter

@@ -1,17 +1,17 @@
 """Finds the running statistics of batch norms among the leaves of a model state.
 
-A leaf r is such a statistic if the loss computes its new value r' like this, x being values of n
-examples:
+A leaf r is a running statistic if the loss computes its new value r' like this, where x are values
+of n examples:
 
     s = sum(x)                   a statistic: a sum over the examples of a micro-batch
-    y = x - s / n                shows that s is a batch norm's: single examples are centred by s
+    y = x - s / n                shows that s is a batch norm's: single examples are centered by s
     q = sum((x - s / n)**2)      the batch norm's other statistic; it may also be sum(x**2)
     r' = h(r, s, q)              the new value is made only of the old value and of such sums
 
 The loss is traced at the shapes of a micro-batch and again at those of a whole batch, and both
 traces must have the same equations. A value has examples along an axis if its shape differs between
-the two. With deferred statistics (`jvpipe.trace.deferred`), sums over micro-batches are added up,
-and the h of the second trace makes r' from them: whatever h divides by has the whole batch's size.
+the two. `jvpipe.trace.deferred_state` adds up s and q over the micro-batches of a batch. It then
+makes r' from the totals by the h of the second trace, which divides by sizes of the whole batch.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.normalised import first_of_same
 
 _CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient", "name")
-"""Primitives whose result is their operand, as far as statistics go."""
+"""Primitives whose result counts as the same statistic as their operand."""
 _SHAPING = (*_CASTS, "broadcast_in_dim", "reshape", "squeeze", "transpose")
-"""Primitives that hand a statistic to single examples."""
+"""Primitives that may come between a statistic and the single examples that read it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Sum:
     Attributes:
         eqn: the place of the equation that makes the sum.
         count: how many values are added up in each element of the sum.
-        mean_of: the place of the sum by whose mean the values are centred before they are squared;
-            None if they are not centred, so that the sums of micro-batches can just be added up.
+        mean_of: the place of the sum by whose mean the values are centered before they are squared;
+            None if they are not centered, so that the sums of micro-batches can just be added up.
     """
 
     eqn: int
@@ -57,8 +57,8 @@ class RunningLeaf:
 
     Attributes:
         index: the leaf's index in the model state.
-        sums: the sums that the new value is made of, besides the old value; and the sums by whose
-            means values in these are centred.
+        sums: the sums that the new value is made of, and the sums by whose means their values are
+            centered.
         eqns: the places of the equations that make the new value from the sums.
     """
 
@@ -68,7 +68,7 @@ class RunningLeaf:
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _MadeOf:
     """What a value is made of: sums over examples, inputs, and the equations in between."""
 
     sums: frozenset[int]
@@ -140,10 +140,10 @@ class TwoTraces:
     def _leaf(self, index: int) -> RunningLeaf | str:
         """Returns a leaf that follows a batch norm; or, as text, why the leaf does not.
 
-        If the leaf follows a batch norm, but cannot be put off to the end of a batch, the text
-        begins with "!", which `find` reports as an error.
+        If the leaf follows a batch norm, but its update cannot be put off to the end of a batch,
+        the text begins with "!", and `find` raises an error.
         """
-        parts = self._slice(state_after(self.micro, index))
+        parts = self._made_of(state_after(self.micro, index))
         if not parts.sums:
             return (
                 f"comes from its examples by {parts.barrier}"
@@ -160,7 +160,7 @@ class TwoTraces:
             return f"!also of its examples by {parts.barrier}"
         if parts.inputs - {state_before(self.micro, index)}:
             return "!it is also made of parameters, or of other leaves of the model state"
-        # To centre squares by the mean of a whole batch, that mean's sum is needed, too.
+        # To center squares by the mean of a whole batch, that mean's sum is needed, too.
         means = {x.mean_of for x in known_sums if x.mean_of is not None} - parts.sums
         known_sums += [Sum(place, self._count(self.eqns[place])) for place in sorted(means)]
         return RunningLeaf(
@@ -200,7 +200,7 @@ class TwoTraces:
     def _is_sum(self, eqn: JaxprEqn) -> bool:
         return eqn.primitive.name == "reduce_sum" and self._carries(eqn.invars[0])
 
-    def _slice(self, atom: Atom) -> _Slice:
+    def _made_of(self, atom: Atom) -> _MadeOf:
         """Returns what a value is made of, back to sums over examples and to inputs."""
         todo = variables([atom])
         seen = set[Var]()
@@ -225,7 +225,7 @@ class TwoTraces:
             else:
                 eqns.add(place)
                 todo += variables(self.eqns[place].invars)
-        return _Slice(
+        return _MadeOf(
             frozenset(sums),
             frozenset(inputs),
             frozenset(eqns),
@@ -235,7 +235,7 @@ class TwoTraces:
     # The statistics of batch norms
 
     def _origin(self, atom: Atom) -> Atom:
-        """Returns a value before its casts; of values computed several times, the first."""
+        """Returns a value before its casts; if it is computed several times, the first result."""
         while isinstance(atom, Var):
             atom = self._first.get(atom, atom)
             place = self._defining.get(atom)
@@ -245,7 +245,7 @@ class TwoTraces:
         return atom
 
     def _centre(self, eqn: JaxprEqn) -> int | None:
-        """Returns the place of the sum by whose mean an equation centres examples; else None."""
+        """Returns the place of the sum by whose mean an equation centers examples; else None."""
         if eqn.primitive.name != "sub" or not self._carries(eqn.outvars[0]):
             return None
         values, centre = eqn.invars
@@ -282,19 +282,19 @@ class TwoTraces:
 
     @cached_property
     def _centred(self) -> dict[int, int]:
-        """For each place of an equation that centres examples, the place of the mean's sum."""
+        """For each place of an equation that centers examples, the place of the mean's sum."""
         found = ((i, self._centre(eqn)) for i, eqn in enumerate(self.eqns))
         return {i: place for i, place in found if place is not None}
 
     @cached_property
     def _centring(self) -> set[int]:
-        """The places of the sums by whose mean examples are centred, repetitions included."""
+        """The places of the sums by whose mean examples are centered, repetitions included."""
         firsts = {self._origin(self.eqns[place].outvars[0]) for place in self._centred.values()}
         sums = (i for i, eqn in enumerate(self.eqns) if self._is_sum(eqn))
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
 
     def _sum(self, place: int) -> Sum | None:
-        """Returns a sum if it is a batch norm's: of values that are centred or of their squares."""
+        """Returns a sum of values that are centered, or of their squares; None for other sums."""
         eqn = self.eqns[place]
         axes = eqn.params["axes"]
         operand = self._origin(eqn.invars[0])
@@ -309,7 +309,7 @@ class TwoTraces:
         if mean_of is not None:
             alike = self.eqns[mean_of].params["axes"] == axes
             return Sum(place, count, mean_of) if alike else None
-        # The values are squared without being centred; a batch norm has their mean as another sum.
+        # The values are squared without being centered. A batch norm sums them up plainly, too.
         means = (self.eqns[i] for i in self._centring)
         plain = any(self._origin(x.invars[0]) is base and x.params["axes"] == axes for x in means)
         return Sum(place, count) if plain else None

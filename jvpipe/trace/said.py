@@ -1,8 +1,8 @@
-"""How slices' aux and model state are combined if the trace cannot tell and the user has chosen.
+"""How aux and model state are made of the slices' values, as the trace tells or the user chose.
 
-A leaf whose reduction the user chose is made of the plain values that the loss yields on slices.
-So it must not depend on a sum that slices compute in another way, where a slice adds only its share
-of an operand, or leaves that operand to the first slice.
+The user's choice counts only if the trace cannot tell. The reduction then takes the values that the
+unchanged loss yields on the slices. So the leaf must not depend on an equation that slices change,
+by adding only their share of an operand, or leaving the operand to the first slice (`Beside`).
 """
 
 from collections.abc import Collection, Mapping
@@ -51,7 +51,7 @@ class Said:
 
     @cached_property
     def aux(self) -> dict[Ref, Lies]:
-        """How leaves of aux lie, for those that the trace cannot tell and the user has chosen."""
+        """How leaves of aux lie, for the leaves about which only the user's choice tells."""
         aux: dict[Ref, Lies] = {}
         for ref, lies in self.traced.items():
             if ref.kind is ValueKind.AUX and _is_unknown(lies):
@@ -87,7 +87,7 @@ class Said:
         if reduction is not None:
             check_state_reduction(name, self.atoms[ref], reduction)
             return Spread(_STATE[reduction])
-        # Each replica normalises by its own statistics, so running ones are the replicas' mean.
+        # Each replica normalizes by its own statistics, so running ones are the replicas' mean.
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
@@ -101,14 +101,14 @@ class Said:
         return bool(lies.roots) and lies.roots <= set(self.normalising)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices compute in another way, less those of chosen leaves.
+        """Returns the equations that slices change, without those that chosen leaves are made by.
 
         Args:
             loss: the loss that has the equations.
-            amended: all equations, by `id`, that slices could compute in another way.
+            amended: all equations, by `id`, that slices could change, and how.
 
         Raises:
-            CoupledError: a chosen leaf needs an equation as it is, and another output needs it
+            CoupledError: a chosen leaf needs an equation unchanged that another output needs
                 changed.
         """
         unknown = {ref for ref, lies in self.traced.items() if _is_unknown(lies)}

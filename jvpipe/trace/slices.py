@@ -1,14 +1,15 @@
-"""A loss on slices of a micro-batch, one for each replica of a stage, cut into the same layers.
+"""Makes a model's layers for a slice of a micro-batch, the part that one replica of a stage has.
 
-The loss is traced again at the size of each slice. If it is a mean, a slice's loss is multiplied by
-the slice's share of the examples, so that the losses of all slices add up to the mean.
+The loss is traced again at the size of the slice, and cut into the same layers. If it is a mean, a
+slice's loss is multiplied by the slice's fraction of the examples, its share, so that the losses of
+all slices add up to the mean.
 
 Random numbers and positions are made for the whole micro-batch, and each slice takes its part. So
 every replica draws all numbers, and dropout masks do not depend on the number of replicas. For a
 slice of examples 2 and 3 of 8:
 
     whole     bits[8, 4] = random_bits key
-    slice     bits[8, 4] = random_bits key    part[2, 4] = slice bits, examples 2 to 4
+    slice     bits[8, 4] = random_bits key    part[2, 4] = bits[2:4]
 """
 
 import operator
@@ -48,7 +49,7 @@ class Apart:
     Attributes:
         batching: how the edges between layers, aux, the loss and the model state lie over the
             examples.
-        amended: the equations, by `id`, that slices compute in another way.
+        amended: the equations, by `id`, that slices change, and how.
     """
 
     batching: Batching
@@ -60,7 +61,7 @@ def sliced(
     examples: Examples,
     apart: Apart,
 ) -> Traced:
-    """Returns the same layers on some of the examples.
+    """Returns the same layers for a slice of the examples.
 
     Args:
         traced: the layers on a whole micro-batch.
@@ -193,9 +194,7 @@ class _Cut:
                 return part
 
     def _generated(self, whole: JaxprEqn, part: JaxprEqn) -> Sequence[JaxprEqn]:
-        """Returns an equation that makes the whole micro-batch's numbers, and one that cuts out a
-        slice's part.
-        """
+        """Returns the equations that make the whole micro-batch's numbers and cut out a slice's."""
         aval = _jax.aval(whole.outvars[0])
         of_part = _jax.aval(part.outvars[0])
         operands = zip(whole.invars, part.invars, strict=True)
@@ -205,7 +204,7 @@ class _Cut:
         if not axes or not same_operands:
             return [part]
         (axis,) = axes
-        # An example has several rows if its tokens, for instance, share the axis with the examples.
+        # An example may have several rows: a reshape may have put its tokens on the examples' axis.
         rows = aval.shape[axis] // self.total
         start = self.examples.start * rows
         stop = self.examples.stop * rows
@@ -247,8 +246,8 @@ def _amended(
 
     def change(x: jax.Array) -> jax.Array:
         if only_first:
-            # Zeros, written as an equation that reads x: plain zeros would become a constant, and
-            # an equation of a layer has no constants of its own.
+            # This makes zeros by an equation that reads x. Plain zeros would become a constant of
+            # the traced function, and a layer's equations cannot bring new constants.
             return jax.lax.clamp(
                 jnp.zeros((), x.dtype),
                 x,
@@ -318,7 +317,7 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
 
 
 def _taken_apart(traced: Traced, fewer: int) -> Apart:
-    """Finds what `taken_apart` finds, from the whole and one smaller number of examples."""
+    """Finds the same as `taken_apart`, with slices of one size."""
     loss, small = traced.loss, _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(
@@ -348,8 +347,8 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
     """Returns the walk over a loss at two sizes; axis 0 of each batch leaf holds the examples."""
     loss = traced.loss
     states = loss.outputs_of(ValueKind.STATE)
-    # Single examples may read a reduction over several if the model state keeps it, as they read
-    # the statistics of a batch norm.
+    # Single examples may read a reduction over several examples only if the model state keeps it,
+    # as it keeps the statistics of a batch norm.
     same = first_of_same(loss.eqns)
     remembered = reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
@@ -369,7 +368,7 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
 
 
 def places(traced: Traced) -> Callable[[JaxprEqn], str]:
-    """Returns a function that tells in which layer an equation of the loss is."""
+    """Returns a function that names the layer of an equation of the loss, for messages."""
     layer_of: dict[int, Layer] = {}
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         layer_of |= dict.fromkeys(map(id, body.eqns), layer)
@@ -411,7 +410,7 @@ _LESS = " (weights that may add up to less than one take no max(weight, 1): give
 
 
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
-    """Returns the path of a leaf of aux, once in JAX's notation and once as patterns name it."""
+    """Returns the path of a leaf of aux twice: in JAX's notation, and as the user's patterns do."""
     group = aux_group(traced.graph, index)
     aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
     path = jax.tree_util.tree_leaves_with_path(aux)[group][0]

@@ -1,7 +1,7 @@
 """How each value of a loss depends on the examples of a micro-batch, found by tracing at two sizes.
 
-A slice is the part of a micro-batch that one replica of a stage computes. Left is an equation of
-the loss, right how its result lies over the examples:
+A slice is the part of a micro-batch that one replica of a stage computes. Each line below has an
+equation of the loss and says how its result lies over the examples:
 
     x [4, 8]   at size 4, [2, 8] at size 2     along axis 0: that axis has a part for each example
     x @ w      where x lies along axis 0       along axis 0
@@ -10,9 +10,9 @@ the loss, right how its result lies over the examples:
     max(x)                                     mixed: the results of the slices do not determine it
 
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
-results). If one flows back into values of single examples, it couples the examples: slices would
-compute other values than the whole micro-batch. That is refused, except for a batch norm whose
-statistics the model state keeps: each replica normalises by its own (`jvpipe.trace.normalised`).
+results). A value of a single example must not be made from them: slices would compute another value
+than the whole micro-batch. Only a batch norm may do so if the model state keeps its statistics:
+each replica normalizes by its own (`jvpipe.trace.normalised`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ _CALLS = (
     "custom_vjp_call",
 )
 _RULES = ("custom_jvp_call", "custom_vjp_call")
-_KEEPS_NOTHING = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "neg", "copy")
+_ZERO_OF_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "neg", "copy")
 _POSITIONS = ("start_indices", "padding_config")
 _GIVES = "gives single examples what was made of several of them"
 _IN_FIRST = {
@@ -67,11 +67,11 @@ _IN_FIRST = {
     Beside.FIRST_LEFT: Beside.FIRST_LEFT,
     Beside.FIRST_RIGHT: Beside.FIRST_RIGHT,
 }
-"""How a sum in the model state is amended: only the first slice adds, so counters stay exact."""
+"""In the model state only the first slice adds an operand to a sum, so that counters stay exact."""
 
 
 class CoupledError(ValueError):
-    """Examples of a micro-batch depend on one another, so that replicas cannot divide them.
+    """Examples of a micro-batch depend on one another, so replicas cannot share them out.
 
     Args:
         message: for the user.
@@ -93,9 +93,9 @@ class Spreading:
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
         lies_of: how each variable lies, as far as the equations have been followed.
-        amended: the equations, by `id`, that a slice computes in another way (see `Beside`).
+        amended: the equations, by `id`, that slices change, and how.
         normalising: the reductions over examples that a batch norm divides by.
-        same: for each variable the first one that the same computation made, which is equal to it.
+        same: maps each variable to the first one that an equal equation made.
         flows: the variables that a gradient flows through; None: all variables of inexact type.
     """
 
@@ -137,8 +137,8 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values get the same number in `Alike`, so that sum / count * count is known to
-            # be the sum. If `stop_gradient` stops a gradient, its result gets a new number.
+            # Equal values get the same number in `Alike`, by which sum / count * count is known to
+            # be the sum. A `stop_gradient` that stops a gradient must not count as equal.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
@@ -157,9 +157,9 @@ class Spreading:
         b = np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
-        # Literals may differ only if they are multiples of n or of 1/n, n the number of examples:
-        # 4.0 at 4 examples and 2.0 at 2 is n; 0.25 at 4 and 0.5 at 2 is 1/n. 16-bit types have few
-        # digits, so their ratio is compared with a larger tolerance.
+        # A literal that differs must be a multiple of n or of 1/n, n the number of examples. It is
+        # n if it is 4.0 at 4 examples and 2.0 at 2; it is 1/n if it is 0.25 and 0.5. 16-bit types
+        # have few digits, so the tolerance is larger.
         ratio = self.examples / self.fewer
         tolerance = 1e-2 if a.dtype.itemsize < 4 else 1e-6
         for power in (1, -1):
@@ -194,7 +194,7 @@ class Spreading:
         if name == "cond":
             return self._cond(eqn, small, ins)
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
-        is_zero = _makes_nothing(eqn, ins, in_rule=self._rule)
+        is_zero = _makes_zero(eqn, ins, in_rule=self._rule)
         outs = [self._normalised(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
         return [replace(lies, is_zero=is_zero) for lies in outs]
 
@@ -208,7 +208,7 @@ class Spreading:
             ins: how its operands lie.
             grown: for each result, the axis whose size follows the number of examples.
         """
-        # An operand has a part for each example; or only the result has; or neither has:
+        # There are three cases: an operand is ALONG the examples; only the result is; neither is.
         #
         #     tanh x[n, 4]              ALONG, unless the axis is reduced: then SUM, MEAN or MIXED
         #     broadcast 0. to [n, 4]    ALONG from here on
@@ -250,7 +250,7 @@ class Spreading:
                 "goes on from examples less what was made of several of them, as no batch norm does",
             )
         if result.over is Over.ALONG:
-            # A statistic that is open no longer was divided by its scale: the norm is complete.
+            # A statistic that is no longer open has been scaled, so its batch norm is complete.
             before = open_of(ins)
             self.normalising |= before - result.open
             if not result.is_scale:
@@ -270,7 +270,7 @@ class Spreading:
             return Lies(Over.ALONG, axis, power=power)
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
         lies = summed_axes(power) if is_sum else Lies(Over.MIXED)
-        # Outside a loop, the loop's first result stands for the reductions inside.
+        # Outside a loop, the loop's first result stands for the reductions inside the loop.
         root = (self._outer or eqn).outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
@@ -290,12 +290,12 @@ class Spreading:
         raise self._refused(eqn, sizes)
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how constants, positions and random numbers lie, which are made of no example."""
+        """Returns how a value lies that is made without examples, such as random numbers."""
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
-        # A slice of random numbers is cut out by rewriting the equation, and the equations inside
-        # a function with a derivative rule cannot be rewritten.
+        # To cut a slice out of random numbers, their equation is rewritten. Equations inside a
+        # function with a derivative rule cannot be.
         fixed = self._in_rule and name in GENERATORS
         is_numbered = name != "iota" or eqn.params["dimension"] == axis
         if axis is None or (fixed and is_numbered):
@@ -319,7 +319,7 @@ class Spreading:
         return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
-        """Raises if single examples read a reduction of several, unless model state keeps it."""
+        """Raises CoupledError if single examples read a reduction that no model state keeps."""
         for lies in reduced:
             if not lies.roots or not all(root in self.remembered for root in lies.roots):
                 raise self._refused(eqn, _GIVES)
@@ -424,7 +424,7 @@ class Spreading:
         consts, carry, xs = _jax.scan_operands(eqn, ins)
         if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
             raise self._refused(eqn, "goes through the examples one after another")
-        # The scan goes over axis 0: an iteration reads xs without that axis, and ys gain it.
+        # The scan goes over axis 0: an iteration reads xs without that axis, and ys get it back.
         xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
 
@@ -486,15 +486,15 @@ class Spreading:
             now = joined
 
     def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
-        """Returns how a value lies that is one of two: a loop's first or next carry, or a branch's.
+        """Returns how a value lies that may be either of two: carries of a loop, or branches.
 
         Args:
             eqn: the loop, or the equation with branches.
             a: how the first of the two lies.
             b: how the second lies.
         """
-        # A loop often begins with zeros, which lie in every way: they are empty sums, and also a
-        # zero for each example.
+        # A loop often begins with zeros. They lie in every way: as an empty sum, or as a zero for
+        # each example.
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
@@ -514,11 +514,11 @@ def _is_inexact(atom: Atom) -> bool:
     return jnp.issubdtype(_jax.aval(atom).dtype, jnp.inexact)
 
 
-def _makes_nothing(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
+def _makes_zero(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
     """Tells whether a result is zero because operands are; a product counts only in a rule."""
     if eqn.primitive.name == "mul" and in_rule:
         return any(x.is_zero for x in ins)
-    return eqn.primitive.name in _KEEPS_NOTHING and all(x.is_zero for x in ins)
+    return eqn.primitive.name in _ZERO_OF_ZERO and all(x.is_zero for x in ins)
 
 
 def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:

@@ -50,7 +50,7 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks of layers among the parameters: the length of each leaf, None if not a stack.
+    """The stacks among the parameters: for each leaf its number of slices, None if not a stack.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
@@ -188,7 +188,7 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
     """Tells whether a scan's iterations do heavy work, such as products, with slices of parameters.
 
-    A scan over time does not: its iterations use whole parameters.
+    A scan over time does not: each of its iterations reads whole parameters.
     """
     body = eqn.params["jaxpr"]
     flat = flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr

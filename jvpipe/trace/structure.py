@@ -1,4 +1,4 @@
-"""The structure of equations: a hashable value by which equal computations are recognised."""
+"""The structure of equations: a hashable value by which equal computations are recognized."""
 
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class Structure:
 
     @property
     def parts(self) -> tuple[Hashable, Sequence[Hashable], Sequence[Hashable]]:
-        """The stand-ins of the inputs, of each equation, and of the outputs."""
+        """Hashable stand-ins for the inputs, for each equation, and for the outputs."""
         return self._value
 
     def __repr__(self) -> str:
@@ -51,7 +51,8 @@ def structure(
 
     The names of variables do not count: variables are numbered in order of appearance. A custom
     derivative is compared by what its rule computes. Values that cannot be compared are equal only
-    to themselves, so that equal programs may get different structures, but never the reverse.
+    to themselves. So equal programs may get different structures, but different programs never get
+    the same one.
 
     Args:
         eqns: the equations, in order.
@@ -61,7 +62,7 @@ def structure(
     """
     numbers: dict[Var, int] = {}
 
-    # The number identifies a variable; at its first appearance its shape and type join it.
+    # A variable is its number; where it first appears, also its shape and type.
     def number(var: Var) -> Hashable:
         if var in numbers:
             return numbers[var]

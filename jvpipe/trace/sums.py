@@ -1,4 +1,4 @@
-"""Moves a sum over parameters, such as weight decay's sum of squares, to a layer that has them.
+"""Moves a sum over a parameter, such as weight decay's, to a layer that reads the parameter anyway.
 
 If the last layer made all such sums, it would have to read every parameter of the model.
 
@@ -55,9 +55,8 @@ def settle_sums(
     for eqn in reversed(floating):
         layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
-            # Each parameter has a first layer that reads it anyway. The sum is made in the last of
-            # these layers, because there all its parameters have been read, and only if that layer
-            # comes before every layer that needs the sum.
+            # For each parameter of the sum, `first` has the first layer that reads it anyway. The
+            # last of these layers makes the sum, if it comes before all layers that need the sum.
             first = [min(reading_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
             home = max(first, default=len(runs))
             if home < min(layers):

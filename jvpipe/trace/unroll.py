@@ -17,14 +17,14 @@ from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace.keys import is_key, take
 
 STACKING = "stack_layers"
-"""The name of `stack_layers` in a jaxpr, by which its calls are recognised."""
+"""The name of `stack_layers` in a jaxpr, by which its calls are recognized."""
 SLICEWISE = ("convert_element_type", "copy", "stop_gradient")
 """Primitives that act on each slice of a stack as they act on the whole stack."""
 
 
 @jax.jit
 def stack_layers(*slices: Any) -> jax.Array:
-    """Stacks arrays along a new first axis; flattening recognises this function by `STACKING`."""
+    """Stacks arrays along a new first axis; flattening recognizes this function by `STACKING`."""
     return jax.numpy.stack(slices)
 
 
