@@ -71,7 +71,7 @@ class SplitEffort:
 SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
-"""Tells whether two halves give results bitwise identical to those of their layer. Its arguments are
+"""Tells whether two halves give results bitwise identical to those of their layer; is called with
 the whole model, the layer, and the model with the layer cut in two."""
 
 
