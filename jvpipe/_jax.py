@@ -293,7 +293,7 @@ def _row_major(x: Any) -> Any:
 # `jax.device_put` spends 17 microseconds in Python on a copy that takes 3. A pipeline copies twice
 # for each stage and micro-batch, so it calls jaxlib's functions below directly, and `device_put`
 # only if a jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a thread for each copy
-# (36 microseconds). Therefore `prompt_copier` copies few bytes by `_put_host` in the calling thread.
+# (36 microseconds). So `prompt_copier` copies a few bytes by `_put_host`, in the calling thread.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 

@@ -84,7 +84,7 @@ class NnxLoss:
         return bool(jax.tree.leaves(state))
 
     def module(self, params: Tree, model_state: Tree = None, rng: jax.Array | None = None) -> Any:
-        """Builds the module, in training mode if a key is given, and otherwise as for evaluation."""
+        """Builds the module: in training mode if a key is given, and otherwise for evaluation."""
         graph, _, streams, _ = self._structure
         module = nnx.merge(graph, params, _streams(streams, rng), model_state or {}, copy=True)
         module.eval() if rng is None else module.train()
