@@ -57,7 +57,7 @@ def shown(batch: Tree) -> str:
 class CompiledPlans:
     """The compiled plans of one model. The loss is traced and compiled once for each batch shape.
 
-    The plan is made for the first shape. Later shapes keep it, because the state lies as it says.
+    The plan is made for the first shape. Later shapes keep it, because it also places the state.
 
     Args:
         settings: what the user asked for.
@@ -391,8 +391,8 @@ def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes r
         compiled.hosts.agree(name, parts)
 
 
-# The models that a pipeline has met: each is traced and planned once, so that switching back to one
-# costs nothing.
+# The models that a pipeline has met. Each is traced and planned once, so a switch back to an earlier
+# model costs nothing.
 
 Loss = Callable[..., Any]
 

@@ -145,7 +145,7 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Returns one device for each stage: consecutive stages lie on the devices of one process.
+    """Returns devices in the order of stages: each process has a block of consecutive stages.
 
     Raises:
         ValueError: there are fewer stages than processes, or a process has too few devices.
@@ -161,7 +161,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     left = {process: [d for d in devices if d.process_index == process] for process in processes}
     order = []
     for s in range(stages):
-        # Consecutive stages share a process, so few tensors cross between processes.
+        # With such blocks, few tensors cross between processes.
         process = processes[s * len(processes) // stages]
         if not left[process]:
             block = sum(
@@ -185,7 +185,7 @@ def device_limits(
 
     Args:
         limits: one limit for all devices; or one for each device; or one for each that the plan
-            uses, and the others get the smallest of these. None: the limits that devices report.
+            uses, and other devices get the smallest of them. None: the limits that devices report.
         devices: all devices of the run.
         planned: how many devices the plan uses; they come first in `devices`.
         hosts: the processes of the run, if there are several.

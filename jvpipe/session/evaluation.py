@@ -3,7 +3,7 @@
 An evaluation runs only the forwards of the plan in use. A prediction runs a function of the user's,
 which is traced and cut into layers like a loss. Each layer of the function runs on the device that
 holds the parameters that the layer reads, but never on an earlier stage than the layer before it.
-The lines show which layers run on which device:
+For example, a model and a function of it may run on two devices like this:
 
     training      device 0: embed, block 0    device 1: block 1, head, loss
     prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
@@ -131,7 +131,7 @@ def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tup
 def _holding(
     session: Engine, compiled: CompiledPlan, what: str, beside: Sequence[int], new: Sequence[int]
 ) -> Iterator[None]:
-    """Checks that a forward and other arrays keep the limits together; counts new arrays meanwhile.
+    """Checks that a forward and other arrays together keep the limits, and counts new arrays.
 
     Args:
         session: has the limits and the ledger.

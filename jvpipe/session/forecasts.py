@@ -469,7 +469,7 @@ def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
     """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
 
     Returns:
-        The plan and `more`; or None, and the smallest raise under which a plan is known to fit.
+        The plan and `more`; or None, and the smallest raise under which a plan is expected to fit.
     """
     less, nearest, before = 0, math.inf, None
     for _ in range(ASKING.signings):

@@ -404,7 +404,7 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
 
 
-# The planner decides how many devices each stage has, after layers were measured on slices.
+# The planner decides the shape (which devices each stage has), after layers were timed on slices.
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ are taken to be the product
 where w[l] are the seconds on which the plan was based; f[d] is the factor by which the device is
 slower than it was then (the median of y / w over its layers, each weighted by its w); and r[l] is
 the remaining factor, which belongs to the layer itself and is set to 1 unless it is far from 1.
-Cuts for a slow device have fewer layers there, and these layers return once its f is 1 again.
+Cuts for a slow device give it fewer layers. The layers return once the device's f is 1 again.
 
 Noise in the measurements must not move layers, so the gain of other cuts must exceed a threshold in
 several steps in a row, each judged by itself. The home plan is the one that was planned or that the
@@ -212,7 +212,7 @@ class Trigger:
     def expect(self, cuts: tuple[int, ...]) -> None:
         """Announces the cuts of the plan that is the answer to the cuts returned last.
 
-        A plan with these cuts does not become the home plan when it is observed. Others do.
+        When a plan with these cuts is observed, it does not become the home plan. Any other does.
         """
         self._asked = cuts
 
