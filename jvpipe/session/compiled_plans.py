@@ -391,8 +391,8 @@ def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes r
         compiled.hosts.agree(name, parts)
 
 
-# The models that a pipeline has met. Each is traced and planned once, so a switch back to an earlier
-# model costs nothing.
+# The models that a pipeline has met. Each is traced and planned once, so a switch back to an
+# earlier model costs nothing.
 
 Loss = Callable[..., Any]
 
