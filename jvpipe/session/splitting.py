@@ -2,9 +2,9 @@
 
 vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts inside
 layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
-inside layers and between them are considered together. Of all cuts whose slowest stage is nearly as
-fast as possible, those that cut the fewest layers are preferred, and of these the cuts that send
-the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what a
+inside layers and between them are considered together. Among all cuts whose slowest stage is nearly
+as fast as possible, those that cut the fewest layers are preferred, and among these the cuts that
+send the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what a
 run computes: a layer is cut only if its halves give bitwise identical results
 (`programs.bit_equality`).
 
