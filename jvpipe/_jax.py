@@ -161,7 +161,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation calls code on the host in the order of the program."""
+    """Tells whether an equation calls code on the host and keeps the order of such calls."""
     return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
@@ -171,7 +171,7 @@ def is_of_closed_over(error: Exception) -> bool:
 
 
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
-    """Returns file and name of each function in which an equation was traced, innermost first."""
+    """Returns the file and name of each function that was tracing an equation, innermost first."""
     traceback = eqn.source_info.traceback
     return (
         []
@@ -211,9 +211,9 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
-    The function has no derivative. On CPUs, the compiler does not merge it into its caller. Other
-    compilers do merge it, and choose kernels by the layouts that readers of a result prefer. There,
-    results get the layout that arrays have between programs, so that the kernels are the same.
+    The function has no derivative. On CPUs, the compiler is kept from merging it into its caller.
+    Other compilers merge it, and choose kernels by the layouts that the readers of a result prefer.
+    There, results get the layout that arrays have between programs, so the kernels are the same.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -248,8 +248,8 @@ def _outlined() -> Any:
 def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr with results bitwise identical to those of a program that has only this jaxpr.
 
-    On CPUs it is not merged into its caller; elsewhere its arguments and results have barriers,
-    across which compilers do not fuse.
+    On CPUs it is not merged into its caller. Elsewhere its arguments and results get barriers, and
+    compilers do not fuse operations across a barrier.
     """
     barrier = jax.lax.optimization_barrier
     return list(barrier(outlined(closed, barrier(list(values)))))
@@ -279,7 +279,7 @@ def _laid_out() -> Any:
 
 
 def _is_spread(context: Any) -> bool:
-    """Tells whether a program is for several devices; a fixed layout would gather their arrays."""
+    """Tells whether a program runs on several devices: fixed layouts would gather their arrays."""
     return getattr(context.module_context.axis_context, "num_devices", None) not in (None, 1)
 
 
@@ -291,9 +291,9 @@ def _row_major(x: Any) -> Any:
 
 
 # `jax.device_put` spends 17 microseconds in Python on a copy that takes 3. A pipeline copies twice
-# for each stage and micro-batch, so it calls the functions below `device_put` directly, and uses
-# `device_put` only if a jaxlib lacks them. Between CPU devices, these functions also wake a thread
-# for each copy (36 microseconds), so a few bytes that have come are copied at once.
+# for each stage and micro-batch, so it calls jaxlib's functions below directly, and `device_put`
+# only if a jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a thread for each copy
+# (36 microseconds). So `prompt_copier` copies a few bytes by `_put_host`, in the calling thread.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
@@ -309,9 +309,10 @@ def is_ready(array: jax.Array) -> bool:
 def exact(platform: str) -> dict[str, str | bool]:
     """Returns compiler options that make a value bitwise identical in all programs that compute it.
 
-    On CPUs, XLA gives a product to a library, together with the elementwise work and the sums
-    before it if nothing else reads these. A normalised row is then computed differently than in a
-    program where it has another reader. With these options only products go to the library.
+    On CPUs, XLA gives a product to a library. If nothing else reads the elementwise work and the
+    sums before the product, they go to the library too. A normalized row is then computed in
+    another way than in a program where it has another reader. With these options, only products go
+    to the library.
     """
     options: dict[str, str | bool] = {
         "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
@@ -330,7 +331,7 @@ _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 @cache
 def is_plain(dtype: Any) -> bool:
-    """Tells whether NumPy holds a type as devices do; not so for keys and types below a byte."""
+    """Tells whether NumPy holds a type as devices do: no random keys, nothing below a byte."""
     return isinstance(dtype, np.dtype) and dtype.name not in _PACKED
 
 
@@ -358,7 +359,7 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies a few bytes from `source` to `device`, at once if possible."""
+    """Returns a function that copies a few bytes from `source`, without another thread on CPUs."""
     copy = copier(device)
     grouped = isinstance(device, DeviceGroup)
     if _put_host is None or grouped or not source.platform == device.platform == "cpu":
@@ -408,7 +409,7 @@ def feeder(
 
 
 def transfer_server(address: str) -> Any:
-    """Returns a server from which other processes pull arrays, at this host's address."""
+    """Returns a server at this host's `address`, from which other processes pull arrays."""
     client = cast(Any, jax.local_devices()[0]).client
     return transfer.start_transfer_server(
         client, f"{address}:0", [f"{address}:0"], max_num_parallel_copies=8, transfer_size=1 << 20
@@ -478,16 +479,16 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
 
 
 _NO_TILES = "find output tile sizes"
-"""A part of the refusal of a compiler for GPUs. Without the GPU, it tries one tiling of a product,
-and refuses the program if this tiling does not fit."""
+"""A part of the message with which a compiler for GPUs refuses a program. If the GPU is absent, the
+compiler tries one tiling of a product, and refuses the program if this tiling does not fit."""
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     """Returns the first line of a compiled program, and its bytes.
 
     The bytes are those of arguments, of results, of results that share memory with arguments, of
-    temporaries and of code. With the GPU at hand, the compiler would try more tilings of a product,
-    and then a library. If the first tiling does not fit, the library is used here.
+    temporaries and of code. If the GPU were here, the compiler would try several tilings of a
+    product, and then a library. Without the GPU, the library is used if the first tiling fails.
 
     Args:
         text: the program in StableHLO.

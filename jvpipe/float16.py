@@ -40,7 +40,7 @@ def scaled(
         loss_fn: a loss as `Pipeline` takes it, which casts to float16 itself and returns float32.
         optimizer: the optimizer, for parameters in float32.
         scale: the scale at the start, a power of two.
-        growth_updates: after how many updates without an overflow the scale is doubled.
+        growth_updates: how many updates in a row without an overflow double the scale.
 
     Raises:
         ValueError: `scale` is not a power of two, or `growth_updates` is below 1.
@@ -64,8 +64,8 @@ def scaled(
 class ScaledLoss:
     """A loss with scaled gradients, and its optimizer.
 
-    It is used as `Pipeline(made, made.optimizer)`, and then `pipe.init(made.init(params), ...)`.
-    Its parameters are `{"params": ..., "scale": ...}`, so those of the original loss are
+    Use it as `Pipeline(made, made.optimizer)`, and then `pipe.init(made.init(params), ...)`. The
+    parameters become `{"params": ..., "scale": ...}`, so those of the original loss are
     `pipe.params(state)["params"]`.
     """
 
@@ -74,7 +74,7 @@ class ScaledLoss:
     scale: float
 
     def init(self, params: Tree) -> Tree:
-        """Returns parameters with the first scale; if they are a function of a key, a function."""
+        """Adds the first scale to parameters, which are a tree or a function of a key."""
         if is_initialiser(params):
             return lambda key: self.init(params(key))
         return {"params": params, "scale": jnp.float32(self.scale)}
@@ -137,6 +137,7 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         proposed = jnp.where(
             finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)
         )
+        # Like every update, that of the scale is added to its parameter.
         return {"params": moves, "scale": proposed - scale}, ScaledState(
             jnp.where(grows, 0, count), inner
         )

@@ -35,8 +35,8 @@ def loss(
     Args:
         model_fn: builds the module, `model_fn(rngs)`.
         loss_fn: `loss_fn(module, batch)` returns the loss of a micro-batch, as a number or a
-            `jvpipe.Weighted`. The module is in training mode; in evaluations of the pipeline, it is
-            as after `module.eval()`.
+            `jvpipe.Weighted`. The module is in training mode in steps, and in the mode of
+            `module.eval()` in evaluations of the pipeline.
 
     >>> def build(rngs):
     ...     return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
@@ -57,7 +57,7 @@ def loss(
 class NnxLoss:
     """A loss of (params, batch, rng), or of (params, model_state, batch, rng) with `has_state`.
 
-    It is used as `Pipeline(made, optimizer, has_state=made.has_state)`, and then
+    Use it as `Pipeline(made, optimizer, has_state=made.has_state)`, and then
     `pipe.init(made.init, batch, key, made.model_state(key))`.
     """
 
@@ -70,9 +70,9 @@ class NnxLoss:
         return nnx.to_pure_dict(params)
 
     def model_state(self, key: jax.Array) -> dict[Any, Any] | None:
-        """Returns the arrays that are neither parameters nor streams; None if there are none.
+        """Returns the arrays that are neither parameters nor streams, such as running statistics.
 
-        They are, for example, running statistics.
+        Returns None if there are none.
         """
         _, _, _, state = self._split(self.model_fn(nnx.Rngs(key)))
         return nnx.to_pure_dict(state) if self.has_state else None
@@ -84,7 +84,7 @@ class NnxLoss:
         return bool(jax.tree.leaves(state))
 
     def module(self, params: Tree, model_state: Tree = None, rng: jax.Array | None = None) -> Any:
-        """Builds the module from parameters and model state; in training mode if a key is given."""
+        """Builds the module: in training mode if a key is given, and otherwise for evaluation."""
         graph, _, streams, _ = self._structure
         module = nnx.merge(graph, params, _streams(streams, rng), model_state or {}, copy=True)
         module.eval() if rng is None else module.train()
@@ -112,7 +112,7 @@ class NnxLoss:
 
 
 def _streams(shapes: Any, rng: jax.Array | None) -> Any:
-    """Returns the random streams, each at its beginning and with a key of its own."""
+    """Returns the random streams at their beginning, each with a key that is derived from `rng`."""
     leaves, tree = jax.tree.flatten(shapes)
     key = jax.random.key(0) if rng is None else rng
 

@@ -1,6 +1,6 @@
-"""The class `Pipeline`, which checks its users' arguments and takes pytrees apart.
+"""The class `Pipeline`: checks its users' arguments, and flattens pytrees into lists of arrays.
 
-All files below this one work with flat lists of arrays.
+The files that it calls work with these flat lists only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,61 +49,63 @@ class Pipeline:
     """A pipeline of devices that trains a plain JAX loss.
 
     Args:
-        loss_fn: `(params, batch, rng) -> loss`, a scalar or `jvpipe.Weighted`; `(loss, aux)` with
-            `has_aux`; `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])` with
-            `has_state`.
+        loss_fn: a function `(params, batch, rng) -> loss`, whose result is a scalar or a
+            `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With `has_state`, the
+            function is `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])`.
         optimizer: an optax transformation whose jaxpr can be cut between layers.
-        stages: the number of stages, 2 unless given, or a `Plan`; with `replicas="auto"` the
-            planner chooses the number unless it is given.
-        microbatches: how many a batch is split into, 4 unless given; it must divide the leading
-            axis of every batch leaf. If a loss couples examples, as a contrastive one does, it sees
-            only those of a micro-batch; a warning says so unless the number is given.
-        schedule: a name: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half" or "auto";
-            without a flush "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe"; or
-            a schedule with options, such as `jvpipe.schedules.PipeMare(decay=0.5,
-            warmup_updates=100)`.
-        planner: "jvpipe", which chooses cuts and fates jointly for the fastest step under the
-            memory limit; or the name of another one, such as "even" or one after a paper: `python
-            -m jvpipe` lists all.
-        memory_limit: bytes or a text such as "16GiB" for all devices, or a sequence with one of
-            these for each; unless given, the memory that each device reports, if it does.
-        host_memory_limit: the limit for values of all devices that are swapped to the host, and
-            for arrays that `update_model` parks there.
-        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*": "swap"}`.
-        checkpoint: torchgpipe's modes: for which micro-batches a stage recomputes everything from
-            its input: "always", "except_last" or "never".
-        devices: one per stage, by default the first of `jax.devices()`; a device that is named
-            twice is shared by two stages. If the schedule runs several stages per device, `stages`
-            and `devices` count the devices that a micro-batch passes. If devices differ in speed or
-            memory, planner "jvpipe" chooses which stage each of them gets.
+        stages: the number of stages, or a `Plan`. Unless given, 2; but with `replicas="auto"` the
+            planner chooses the number.
+        microbatches: how many micro-batches a batch is split into, 4 unless given. The number must
+            divide the leading axis of every batch leaf. A loss that couples examples, such as a
+            contrastive one, sees only those of one micro-batch; a warning says so unless the number
+            is given.
+        schedule: the order in which micro-batches run. With a flush after each step: "gpipe",
+            "1f1b", "interleaved", "zb-h1", "zb-v", "v-half" or "auto". Without a flush:
+            "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe". Or a schedule with
+            options, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
+        planner: "jvpipe", which chooses cuts and fates together for the fastest step under the
+            memory limit; or the name of another planner, such as "even" or one after a paper.
+            `python -m jvpipe` lists all.
+        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a limit
+            for each. Unless given, the memory that each device reports, if it reports any.
+        host_memory_limit: the limit of what all devices together keep on the host: swapped values,
+            and arrays that `update_model` parks there.
+        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*": "swap"}`:
+            what happens to them between forward and backward.
+        checkpoint: for which micro-batches a stage recomputes everything from its input: "always",
+            "except_last" or "never", as in torchgpipe.
+        devices: one per stage, by default the first of `jax.devices()`. Stages share a device that
+            is named more than once. If the schedule runs several stages per device, `stages` and
+            `devices` count the devices that a micro-batch passes. If devices differ in speed or
+            memory, planner "jvpipe" chooses the stage of each device.
         speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given, layers are
             measured on one device of each kind.
-        replicas: how many devices each stage has, such as (2, 1). They share the examples of each
-            micro-batch. By default each stage has one, so that results do not depend on how many
-            devices a machine has. With "auto", the planner chooses the replicas and the number of
-            stages for all devices, or one device per stage if the schedule or the loss do not allow
-            more. Stages take `devices` in order: the first stage takes its count, then the second,
-            and so on. A replica computes its examples as a single device would compute all: a loss
-            that is a mean, or `jvpipe.Weighted`, keeps its value, and dropout its masks. But batch
-            norms normalise the examples of each replica by their own statistics, and the means of
-            these statistics are kept. Gradients are added up once per update. In a schedule without
-            a flush, the devices of a stage take turns with whole micro-batches instead.
+        replicas: how many devices each stage has, such as (2, 1); by default one each, so that
+            results do not depend on how many devices a machine has. With "auto", the planner
+            chooses the replicas and the number of stages for all devices; it chooses one device per
+            stage if the schedule or the loss does not allow more. Stages take `devices` in order:
+            the first stage takes its count, then the second, and so on. The devices of a stage
+            share the examples of each micro-batch. A loss that is a mean or a `jvpipe.Weighted`
+            keeps its value, and dropout keeps its masks. But each replica's batch norms normalize
+            by the statistics of its own examples, and the means of these statistics are kept.
+            Gradients are added up once per update. In a schedule without a flush, the devices of a
+            stage take turns with whole micro-batches instead.
         sharding: if `devices` are meshes, how parameters lie over their axes: a `PartitionSpec` for
             each regular expression of whole paths, as in `{".*/kernel": PartitionSpec(None,
-            "model")}`. A parameter that is not named is whole on each device of its mesh. Gradients
-            and the optimizer's state lie like their parameter; the compiler chooses how the results
-            of layers lie. All meshes have the same axes. Limits, and bytes in the ledger, are those
-            of one device of each mesh.
+            "model")}`. A parameter that no expression matches is whole on each device of its mesh.
+            Gradients and the optimizer's state lie like their parameter. The compiler chooses how
+            the results of layers lie. All meshes must have the same axes. Limits, and bytes in the
+            ledger, are those of one device of each mesh.
         batch_axis: the axis of the meshes along which the examples of each micro-batch are cut.
             Operations that couple examples, such as batch norm, see all of them.
-        stacked: how the optimizer sees parameters of layers over which the loss scans: by default
-            as the stacked arrays, like plain optax, and an optimizer that cannot be cut between
-            such layers is refused; with "per_layer" as one parameter for each layer.
-        frozen: patterns of the paths of parameters that are not trained, such as `["base/*"]`. No
-            gradient is computed, and no optimizer state held for them; they may be of any type
-            (int8, int4); and the optimizer gets `optax.MaskedNode()` in their place. A parameter
-            that the optimizer itself never changes (`optax.set_to_zero`), and whose gradient it
-            does not read, costs as little.
+        stacked: how the optimizer sees parameters of layers over which the loss scans. By default
+            it sees the stacked arrays, as in plain optax; an optimizer that cannot be cut between
+            such layers is refused. With "per_layer" it sees one parameter for each layer.
+        frozen: patterns of the paths of parameters that are not trained, such as `["base/*"]`. They
+            have no gradient and no optimizer state, may be of any type (int8, int4), and the
+            optimizer gets `optax.MaskedNode()` in their place. Parameters that the optimizer itself
+            never changes (`optax.set_to_zero`), and whose gradients it does not read, cost as
+            little.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters, as
             in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the host between
             updates. Unless given, the planner decides under a limit.
@@ -111,14 +113,14 @@ class Pipeline:
         has_state: the loss takes and returns a model state, such as statistics of batch norms.
         deferred_batch_norm: running statistics of batch norms change once per batch, by the
             statistics of all its examples, as in torchgpipe. Their leaves of the model state are
-            found in the loss. Each micro-batch is still normalised by its own statistics. Not with
-            replicas.
+            found by the trace of the loss. Each micro-batch is still normalized by its own
+            statistics. This excludes replicas.
         aux_reduce: how leaves of aux, by path, are reduced over micro-batches, and over replicas if
             the trace cannot tell: "mean", "sum", "max" or "last", as in `{"largest": "max"}`.
             Unless given, floating-point scalars are averaged, and others are stacked.
         model_state_reduce: how leaves of the model state, by path, are reduced over replicas if the
             trace cannot tell: "mean" over examples, "sum" of the changes of each replica, or "same"
-            on all. If several patterns match, the last one counts.
+            if all replicas have equal values. If several patterns match, the last one counts.
         grad_norm: also report the global norm of the gradient.
         group: consecutive layers of a stage run as one program in each direction, with results
             bitwise identical to those of layers apart. Groups take longer to compile, but need
@@ -126,9 +128,8 @@ class Pipeline:
             compiles groups before the first step; False keeps layers apart. If left out, layers
             begin apart, and on CPUs groups are compiled beside the run once its steps have taken as
             long as its programs took to compile. A layer that calls code on the host always runs as
-            a program of its own, and so does a layer that has moved until its group is compiled
-            beside the run. Layers stay apart if groups would exceed the limit, and under
-            `sharding`.
+            its own program. After a move, layers run apart until their groups are compiled beside
+            the run. Layers stay apart if groups would exceed the limit, and under `sharding`.
         remeasure: measure layers again, although an earlier process has measured them. Measurements
             are kept beside JAX's compilation cache, if that is on disk
             (`jax_compilation_cache_dir`), and nowhere else.
@@ -206,7 +207,7 @@ class Pipeline:
         return replace(session.compiled.plan, outline=outline)
 
     def explain(self) -> str:
-        """Returns a text that says which layers run where, what they cost and why."""
+        """Returns a text that says which layers run where, what they cost, and the reasons."""
         session = self.session
         plan, devices = session.compiled.plan, session.settings.devices
         layer_s, reasons = session.compiled_plans.reasons()
@@ -222,8 +223,8 @@ class Pipeline:
         """Traces the loss, measures, plans, compiles, and places copies of the arrays on devices.
 
         Args:
-            params: a pytree of arrays, in which `jvpipe.LazyArray`s are read one by one; or a
-                function `key -> params`, which makes each leaf on the device that owns it.
+            params: a pytree of arrays, in which each `jvpipe.LazyArray` is read only when it is
+                placed; or a function `key -> params`, by which each leaf is made on its own device.
             batch: a batch, or its shapes.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
@@ -279,15 +280,15 @@ class Pipeline:
         A state is valid until the next one is asked for. Under an asynchronous schedule, the
         pipeline stays full between steps, and the states are in flight: they hold micro-batches
         whose backwards have not run. Such a state can be saved, evaluated or drained; its
-        parameters are the newest of each layer. Before a batch with other shapes than that of
-        `init`, micro-batches in flight are finished; the batch itself is finished in its own step.
+        parameters are the newest of each layer. If a batch has other shapes than that of `init`,
+        the micro-batches in flight are finished before it, and the batch within its own step.
 
         Args:
             state: the state to begin with, which is consumed.
             batches: an iterable of batches.
             num_steps: how many steps to make; unless given, one for each batch.
-            on_step: a function that is called with the state and the metrics of each step once it
-                is dispatched; reading a metric there waits for the step.
+            on_step: a function that is called with the state and the metrics of each step as soon
+                as the step is dispatched; reading a metric there waits for the step.
         """
         check_callback(on_step)
         for batch in checked_stream(batches, num_steps):
@@ -305,7 +306,7 @@ class Pipeline:
         return self.session.needs()
 
     def drain(self, state: State) -> State:
-        """Finishes the micro-batches in flight."""
+        """Finishes the micro-batches in flight, and returns the state at rest."""
         return self.session.drain(state)
 
     def wait(self, state: State) -> State:
@@ -317,7 +318,7 @@ class Pipeline:
 
         Args:
             state: its newest parameters and model state are used.
-            batch: a batch of any size that the micro-batches divide.
+            batch: a batch whose size is a multiple of the number of micro-batches.
             params: parameters to use in place of the state's, such as averaged ones from
                 `optimizer_state`; both are in memory during the evaluation.
 
@@ -370,8 +371,8 @@ class Pipeline:
         """Returns the optimizer's state in the tree of `optimizer.init(params)`, as numpy arrays.
 
         Keys stay keys. The state of stacked layers is stacked. A leaf that only the gradient of a
-        frozen parameter would fill is `optax.MaskedNode()`. It can be read for averaged parameters,
-        which `evaluate(state, batch, params=...)` takes, or for counts.
+        frozen parameter would fill is `optax.MaskedNode()`. Optimizer state may hold averaged
+        parameters, which `evaluate(state, batch, params=...)` takes.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
         optimizer = self.session.compiled.optimizer
@@ -387,7 +388,7 @@ class Pipeline:
             tree: the tree that `optimizer_state` returns, with changes.
 
         Raises:
-            ValueError: the tree is not one of this optimizer's.
+            ValueError: the tree has other leaves, shapes or types than this optimizer's state.
         """
         check_arrays(tree, "leaf of the optimizer's state")
         leaves = self.session.trees.split_optimizer_state(self.session.compiled.optimizer, tree)
@@ -400,15 +401,15 @@ class Pipeline:
     ) -> State:
         """Moves layers to the devices of another plan during training, without changing values.
 
-        If there are several processes, all must ask for the same.
+        If there are several processes, all must make the same call.
 
         Args:
             state: the newest state, which is consumed if the move is made at once.
             plan: the new plan, with other cuts, fates or another number of stages.
-            at: (step, micro-batch) of the first micro-batch under the new plan; unless given, that
-                of the next step. A move at a later step is made when training comes to it. Inside
-                a step, devices wait only for the summed gradients of the moving layers. If a plan
-                has replicas, the move must be between two steps.
+            at: (step, micro-batch) of the first micro-batch under the new plan; unless given, the
+                first one of the next step. A move at a later step is made when training comes to
+                it. A move inside a step makes devices wait only for the summed gradients of the
+                moving layers. If a plan has replicas, the move must be between two steps.
             why: the reason, which `session.history` keeps.
 
         Raises:
@@ -436,20 +437,21 @@ class Pipeline:
     def update_model(
         self, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None
     ) -> State:
-        """Goes on with another model, under a new plan, from the next step on.
+        """Switches to another model, under a new plan, from the next step on.
 
         Micro-batches in flight are finished first. A parameter with the path, shape and type of one
         of the present model keeps its value and its optimizer state; a leaf of the model state
         keeps its value in the same way. Leaves that the new model lacks wait on the host until a
-        later model has them again. All others begin with the given values and fresh optimizer
-        state. A layer that an earlier model had is not compiled again. The same loss object is
-        neither traced nor planned again.
+        later model has them again. New parameters and leaves begin with the given values and fresh
+        optimizer state. A layer that an earlier model had is not compiled again. A loss object that
+        was used before is neither traced nor planned again.
 
         Args:
             state: the newest state, which is consumed.
             loss_fn: the new loss, with the same arguments and kinds of results as the present one.
-            params: the new model's parameters; shapes are enough for those that are kept or return.
-            model_state: the new model's state; the present one unless given.
+            params: the new model's parameters; shapes suffice for those that keep their value or
+                come back from the host.
+            model_state: the new model's state; unless given, that of the present model.
 
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or a parameter has another
@@ -483,15 +485,17 @@ class Pipeline:
     # Checkpoints
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, keyed by parameter path, which any cuts can restore.
+        """Writes a checkpoint, with arrays named by parameter path, which any cuts can restore.
 
         If there are several processes, each writes a part. A state in flight is saved with all its
-        arrays, so that the same schedule, cuts and fates can go on with bitwise identical results.
+        arrays. It goes on with bitwise identical results, but only under the same schedule, cuts
+        and fates.
 
         Args:
             path: the folder of the checkpoint.
             state: any valid state.
-            extra: values that JSON can hold, to keep in it; `jvpipe.checkpoint_extra` reads them.
+            extra: values for your own use, such as the epoch, in types that JSON can hold;
+                `jvpipe.checkpoint_extra` reads them.
         """
         self.session.check_state(state)
         checkpoints.save_state(

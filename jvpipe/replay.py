@@ -1,4 +1,8 @@
-"""Replay of a pipeline's run on one device, from its ledger of versions."""
+"""Replay of a pipeline's run on one device, from its ledger of versions.
+
+The ledger says which version of the weights each forward and backward read. So one device can run
+the same tasks one after another, with bitwise identical results.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -29,8 +33,8 @@ def replay(
     Args:
         ledger: the ledger of the run, `pipe.ledger`, which says which version of the weights each
             forward and backward read.
-        pipe: the pipeline, whose layers, optimizer and fates are used.
-        params: the parameters at the start of the run; the optimizer's state began fresh.
+        pipe: the pipeline, whose layers, optimizer and fates the replay uses.
+        params: the parameters at the start of the run; the optimizer's state is made from them.
         batches: all batches of the run.
         rng: the key of the run.
         model_state: the model state at the start, if the loss has one (`has_state`).
@@ -118,7 +122,8 @@ def _seen(params: Tree, frozen: Collection[int]) -> Tree:
 def _kept(shapes: Tree, state: Tree) -> Tree:
     """Returns the part of an optimizer state that the pipeline keeps.
 
-    A leaf for which the pipeline's shapes have `optax.MaskedNode()` is never read, and left out.
+    If the pipeline's shapes have `optax.MaskedNode()` for a leaf, nothing reads the leaf, and the
+    result has `optax.MaskedNode()` as well.
     """
     import optax
 

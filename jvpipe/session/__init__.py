@@ -1,1 +1,11 @@
-"""The sessions of pipelines: their options, planning, measuring, steps, migrations and adapting."""
+"""The sessions of pipelines: from a user's options to plans, steps, migrations and checkpoints.
+
+Files in the order in which a run needs them:
+
+    options, arguments, devices, settings         options are checked and become settings
+    measuring, planning, splitting                seconds and bytes, a plan, finer layers
+    model_planner, compiled_plans                 the first plan of a model, ready to run
+    engine, session, evaluation, checkpoints      a run, its steps, and what is done with its states
+    trigger, adapt                                another plan, if devices become slow
+    question, forecast, forecasts                 plans for hardware that is not here
+"""

@@ -1,21 +1,24 @@
 """Watches how long steps take, and moves to another plan during training when the move pays.
 
-The controller's thread only hands over the marks of a step: arrays that come when its tasks have
-run. A second thread reads the marks, asks the trigger whether another plan would pay, and lowers
-and compiles the migration (the move of layers to the devices of the other plan). The pipeline makes
-the migration between two steps. If there are several processes, each of them reports the seconds of
-its devices, the first one decides, and all migrate before the same step. They exchange news in
-rounds, every `ADAPTING.round_steps` steps. The columns are the step of the round, what the news
-says, and what follows:
+The training thread only hands over the marks of a step: arrays that are ready once its tasks have
+run. A second thread reads the marks, asks the trigger (trigger.py) whether another plan would pay,
+and compiles the migration: the move of layers to the devices of the other plan. The training thread
+makes the migration between two steps.
+
+If there are several processes, each reports the seconds of its devices, the first one decides, and
+all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps` steps.
+The columns are the step of the round, what the news says, and what follows:
 
     step 4     each process: the seconds of its layers      the first process asks the trigger
     step 8     the first process: a proposed plan           all prepare it, beside the training
     step 12    each process: it is ready                    all migrate
 
-Between two rounds no process waits for another, so that one may run ahead. Each process acts only
-on news that all have received, so that all do the same. If one is not ready, all ask again in the
-next round. A process alone has no rounds: its thread decides and prepares as soon as it has read a
+Between two rounds no process waits for another. Each process acts only on news that all have
+received, so all do the same. If a process is not ready to migrate, all wait for the next round. A
+single process needs no rounds: its second thread decides and prepares as soon as it has read a
 step, and the migration is made before the next step that begins.
+
+How often steps are read is set in `ADAPTING`, and how much evidence a move needs in `Rule`.
 """
 
 import logging
@@ -50,7 +53,7 @@ class AdaptEffort:
 
     Attributes:
         waiting_steps: how many steps may wait for the second thread; further steps are not read.
-        round_steps: steps between two exchanges of news among processes; all need the same number.
+        round_steps: steps from one exchange of news to the next, the same in all processes.
     """
 
     waiting_steps: int = 4
@@ -67,7 +70,7 @@ class Adapter:
     Args:
         compiled_plans: the compiled plans of the model.
         queue: the pipeline's migrations that are still to be made.
-        limits: in bytes; a migration keeps them while layers move.
+        limits: the limits of memory in bytes, which a migration keeps also while layers move.
         hosts: the processes of the run, if there are several.
     """
 
@@ -88,7 +91,7 @@ class Adapter:
         """Switches watching on, under a rule, or off; all processes must do the same.
 
         Raises:
-            Disagreement: another process was switched otherwise or has another rule.
+            Disagreement: another process is switched differently, or has another rule.
         """
         if self._hosts:
             self._hosts.agree("adapting", [("on", str(on)), ("rule", str(rule))])
@@ -116,6 +119,7 @@ class Adapter:
             return
         record, first = monitor.close(), self._compiled_plans.current
         is_free = self._thread.waiting < ADAPTING.waiting_steps
+        # Steps on batches of other shapes take other times, so they are not compared.
         if record and is_free and compiled.traced is first.traced:
             if not self._hosts or not self._hosts.process:  # this process decides
                 self._judge.plans[step] = first.plan
@@ -124,7 +128,7 @@ class Adapter:
             )
 
     def offer(self, step: int) -> None:
-        """Does a round before `step`, if one is due: exchanges news, then prepares or migrates."""
+        """Does a round before `step` if one is due: exchanges news, then prepares or migrates."""
         if not self._thread:
             return
         judge, hosts, current = self._judge, self._hosts, self._compiled_plans.current
@@ -132,7 +136,7 @@ class Adapter:
             self._link = self._measured_link()
         judge.link = self._link
         if hosts is None:
-            # A process alone has no rounds: it migrates as soon as its thread is ready.
+            # A single process needs no rounds: it migrates as soon as its second thread is ready.
             if judge.preparing is not None and not self._queue:
                 self._move(judge.preparing, [judge.news()], step)
             return
@@ -162,7 +166,7 @@ class Adapter:
         return links_between(first, others[0]).send if others else INFINITE
 
     def _move(self, proposal: Proposal, news: Sequence[Told], step: int) -> None:
-        """Queues a migration once all processes are ready for it, or drops it if one refuses."""
+        """Queues a migration once all processes are ready for it; drops it if one refuses."""
         judge, current = self._judge, self._compiled_plans.current
         refusals = [one.refusal for one in news if one.refusal]
         if not refusals and not all(one.how for one in news):
@@ -189,7 +193,7 @@ class Adapter:
         step: int,
         stream_steps: int,
     ) -> None:
-        """Reads the marks of a step; a process alone also decides and prepares at once."""
+        """Reads the marks of a step; a single process also decides and prepares at once."""
         try:
             seconds = seen(read(), compiled)
         except Exception:
@@ -198,7 +202,7 @@ class Adapter:
         if self._hosts:
             judge.untold.append((step, seconds))
             return
-        if judge.preparing is not None:  # the training thread has yet to take what is ready
+        if judge.preparing is not None:  # the training thread has not taken the last migration yet
             return
         judge.decide([Told({step: seconds})], compiled)
         proposal, judge.proposal = judge.proposal, None
@@ -213,7 +217,7 @@ class _Judge:
     Args:
         rule: how much evidence is enough for another plan.
         compiled_plans: the compiled plans of the model.
-        limits: in bytes; a migration keeps them while layers move.
+        limits: the limits of memory in bytes, which a migration keeps also while layers move.
     """
 
     def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
@@ -223,12 +227,12 @@ class _Judge:
         self.untold: deque[tuple[int, Seen]] = deque()  # steps not yet reported to the others
         self.proposal: Proposal | None = None  # not yet reported to the others
         self.preparing: Proposal | None = None  # all processes prepare this one
-        self.ready: Migration | str | None = None  # of `preparing`, or why it cannot be made
+        self.ready: Migration | str | None = None  # for `preparing`, or why it cannot be made
         self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # a proposal replaces it: its steps are not judged
+        self._replaced: Plan | None = None  # a proposal is to replace it: its steps do not count
         self._answer: Planned | None = None  # the last plan that the planner gave
-        self._asked: tuple[int, ...] = ()  # the trigger's cuts that led to the last proposal
+        self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
 
     def news(self) -> Told:
         """Returns what the other processes do not know yet, and counts it as reported."""
@@ -262,12 +266,12 @@ class _Judge:
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
-        """Prepares a migration in a way that this process has memory for, or keeps the error.
+        """Prepares a migration for which this process has memory; `ready` has it, or the error.
 
         Args:
             proposal: has the plan to move to.
             compiled: the plan in use.
-            step: the first step before which the migration may be made.
+            step: the earliest step before which the migration can be made.
             stream_steps: how many steps the stream, if there is one, will have had by then.
         """
         try:
@@ -290,7 +294,7 @@ class _Judge:
         self._replaced = None
 
     def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
-        """Proposes another plan if a step shows that one would pay for the move to it.
+        """Proposes another plan if a step shows that a faster one would repay the move to it.
 
         Args:
             plan: the plan under which the step ran.
@@ -333,7 +337,7 @@ class _Judge:
         Returns:
             `home`, if its cuts are asked for. Otherwise the planner's plan for devices as slow as
             they now are, or None if that plan gains too little. If no planner made `home`, or its
-            planner is not asked again, `home` with the cuts that are asked for.
+            planner cannot be asked again, `home` with the cuts that are asked for.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
@@ -394,21 +398,21 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     return Seen(layer_s, exposed_s)
 
 
-# A group is several consecutive layers of a stage that run as one program. Layers begin apart, each
-# with its own programs, and so do layers that have moved. Groups are compiled beside the run, which
-# takes over their programs later. How long a run will be is not known. Unless groups are asked for,
-# they are compiled once the steps under a plan have taken as long as its programs took to compile
-# (c seconds), and only on CPUs, where groups were measured and found bitwise identical:
+# A group is several consecutive layers of a stage that run as one program. A run begins with layers
+# apart, each with its own programs. After a migration, layers are apart again. Groups are compiled
+# beside the training, which takes over their programs once they are ready. How long a run will last
+# is not known. So, unless the user asks for groups, they are compiled once the steps under a plan
+# have taken as long as its programs took to compile (c seconds). This is done only on CPUs, where
+# groups were measured and found bitwise identical:
 #
 #     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
 #     |<------- c -------->|<---------- c ------------>|
 #
-# So a run that ends early compiles no groups, and for a longer run, compiling groups takes about as
-# long as it has already run.
+# A run that ends early thus compiles no groups.
 
 
 class Grouping:
-    """A compiler of layers in groups: it works beside the training, which then takes over."""
+    """The compiler of groups: works beside the training, which then takes over its programs."""
 
     def __init__(self) -> None:
         self._thread = Thread("jvpipe-groups")
@@ -421,11 +425,12 @@ class Grouping:
         self._stepping_s += taken_s
 
     def pass_step(self, compiled_plans: CompiledPlans) -> None:
-        """Begins to compile the groups of a plan without groups, or takes over compiled ones.
+        """Begins to compile groups if the plan has none, or takes over groups that are compiled.
+
+        This must be called between two steps, with no migration in the queue.
 
         Args:
-            compiled_plans: the compiled plans of the model. This must be called between two steps,
-                with no migration in the queue.
+            compiled_plans: the compiled plans of the model.
         """
         current, asked = compiled_plans.current, compiled_plans.settings.group
         if current.grouped or asked is False:

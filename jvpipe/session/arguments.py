@@ -1,4 +1,9 @@
-"""The checks of a user's arguments: numbers, names, functions, random keys and batches."""
+"""The checks of a user's arguments: numbers, names, functions, random keys and batches.
+
+Each check raises ValueError for a wrong value, with a message that has the option's name, the value
+and what to give instead. A check whose name begins with `check_` returns nothing. The others return
+the value in the form that the code after them needs.
+"""
 
 import inspect
 import math
@@ -63,7 +68,7 @@ def positive(name: str, value: Any, largest: float = math.inf) -> float:
 
 
 def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
-    """Makes a check that a name is one of `choices`; `kind` says in messages what it names."""
+    """Makes a check that a name is one of `choices`; messages call what is named a `kind`."""
     # A list can be read by each check, while `choices` may be an iterator.
     names = list(choices)
 
@@ -91,7 +96,7 @@ def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:
-    """Checks that a value is a text that can be a name, whether or not anything has that name.
+    """Checks that a value can be a name: any text that is not empty.
 
     Args:
         name: the name of the option, for the message.
@@ -106,7 +111,7 @@ def checked_name(name: str, value: Any, usual: str) -> str:
 
 
 def checked_schedule(name: str, schedule: Any) -> Schedule:
-    """Returns the schedule with a name, or a schedule as it is given."""
+    """Returns the schedule with the given name; a schedule is returned as it is."""
     return find_schedule(
         schedule if isinstance(schedule, Schedule) else checked_name(name, schedule, "1f1b")
     )
@@ -123,10 +128,10 @@ def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
     Args:
         name: the name of the option, for the message.
         fates: a mapping, or a text from a command line.
-        of: says in the message what has these names, with an example.
+        of: what the patterns name, for the message.
 
     Raises:
-        ValueError: `fates` is neither a mapping of texts nor such a text.
+        ValueError: `fates` is neither a mapping of texts nor a text of the form below.
 
     >>> checked_fates("state_fates", "embed/*=keep,*=swap", of="parameters")
     {'embed/*': 'keep', '*': 'swap'}
@@ -252,7 +257,7 @@ def check_key(rng: Any) -> None:
 
 
 def check_arrays(tree: Tree, role: Role) -> None:
-    """Raises ValueError for leaves that are only shapes, or arrays whose memory was given up."""
+    """Raises ValueError for leaves that are only shapes, and for arrays that were deleted."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
             raise ValueError(f"{role} '{path_name(path)}' is a shape: give an array")
@@ -283,7 +288,7 @@ def _called(function: Any) -> str:
 
 
 def check_chooser(schedule: Schedule, planner: str) -> None:
-    """Raises ValueError if the planner is to choose the order of tasks (`AUTO`) and cannot."""
+    """Raises ValueError if the schedule is `AUTO` and the planner cannot choose task orders."""
     if schedule == AUTO and find_planner(planner).as_paper:
         raise ValueError(
             f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave planner out, or name a schedule "
@@ -342,9 +347,10 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
 
 
 def shapes_of(tree: Tree) -> Any:
-    """Returns the containers of a tree, and the shapes and types of its leaves once on a device.
+    """Returns the containers of a tree, and the shapes and types that its leaves have on a device.
 
-    Trees for which this is equal are traced alike, so it is a key for what was traced.
+    A loss is traced to the same program for all trees with the same result, so the result is the
+    key under which the program is kept.
     """
     leaves, containers = jax.tree.flatten(tree)
     return containers, tuple(
@@ -359,7 +365,11 @@ _UNEVEN = (
 
 
 def check_deferred(options: Mapping[str, Any]) -> None:
-    """Raises ValueError if deferred batch norms have no model state, no batch end, or replicas."""
+    """Raises ValueError unless the other options allow deferred batch norms.
+
+    These sum over a whole batch, in the model state. So there must be a model state, and each batch
+    must end before the next one begins. A replica would sum over a part of the batch only.
+    """
     if not options["deferred_batch_norm"]:
         return
     if not options["has_state"]:
@@ -381,7 +391,7 @@ def check_deferred(options: Mapping[str, Any]) -> None:
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of a micro-batch; raises ValueError if the batch cannot be split so."""
+    """Returns the shapes of a micro-batch, if the batch can be split into equal micro-batches."""
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)

@@ -1,7 +1,8 @@
-"""Checkpoints of a session's states: saved by parameter path, restored under any plan.
+"""Checkpoints of a session's states, with arrays that are named by their parameters' paths.
 
-A state at rest has no micro-batches in flight (forwards that ran without their backwards). A state
-in flight has some, and its arrays are restored where they lay.
+A micro-batch is in flight if its forward has run and its backward has not. A state at rest has none
+in flight and can be restored under any cuts. A state in flight has some; its arrays are restored to
+the places where they lay, so the cuts must be the same.
 """
 
 import json
@@ -32,7 +33,7 @@ from jvpipe.util.pattern import anything, compare
 class Snapshot:
     """A copy of a state on the host, which later steps do not change.
 
-    If there are several processes, it has the arrays that this process holds.
+    If there are several processes, each one's snapshot has the arrays that the process holds.
     """
 
     arrays: Arrays
@@ -42,7 +43,7 @@ class Snapshot:
     def write(self, path: str | Path) -> None:
         """Writes the snapshot as a checkpoint; any thread may call this.
 
-        If there are several processes, all must write, one checkpoint after another.
+        If there are several processes, all must write the same snapshots in the same order.
 
         Args:
             path: the folder of the checkpoint.
@@ -59,7 +60,7 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
     Args:
         session: the session to which the state belongs.
         state: a state at rest or in flight.
-        extra: values that JSON can hold, to keep in the checkpoint.
+        extra: values for the user's own use, such as the epoch, in types that JSON can hold.
     """
     check_json(extra)
     saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
@@ -71,7 +72,7 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
         except Exception as error:
             raise session.controller.failure(error) from error
 
-    # A pipeline that restores before `init` traces its loss with these shapes.
+    # If a pipeline calls `restore` before `init`, its loss is traced with these shapes.
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
     meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
@@ -104,7 +105,7 @@ def save_state(session: Engine, path: str | Path, state: State, extra: dict[str,
         session: the session to which the state belongs.
         path: the folder of the checkpoint.
         state: a state at rest or in flight.
-        extra: values that JSON can hold, to keep in the checkpoint.
+        extra: values for the user's own use, such as the epoch, in types that JSON can hold.
     """
     snapshot(session, state, extra).write(path)
 
@@ -115,13 +116,13 @@ def restore(session: Engine, path: str | Path) -> State:
     Each process reads the arrays that it will hold.
 
     Args:
-        session: a session of the same model; if it has no model yet, the loss is traced with the
-            shapes in the checkpoint.
+        session: a session of the same model. If `init` was not called yet, the loss is traced with
+            the shapes in the checkpoint.
         path: the folder of the checkpoint.
 
     Raises:
-        ValueError: the checkpoint is of another model; or it was saved in flight under other cuts.
-        DamageError: the checkpoint is not as it was saved.
+        ValueError: the checkpoint is of another model, or was saved in flight under other cuts.
+        DamageError: a file of the checkpoint has changed or is missing.
         MemoryLimitExceeded: the run does not keep the limits.
     """
     hosts = session.settings.hosts
@@ -131,7 +132,7 @@ def restore(session: Engine, path: str | Path) -> State:
         _trace(session, path, saved.meta)
     _check_key(session, path, saved.meta)
     compiled = session.compiled
-    if compiled.previous:  # the session's own stream was changing plans; the restored one is not
+    if compiled.previous:  # earlier plans of the session's stream, which ends here
         compiled = replace(compiled, previous=None)
     if "flight" in saved.meta:
         _saving(session, compiled).check_in_flight(path, saved.meta["flight"])
@@ -196,7 +197,7 @@ def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> 
     stream_steps = int(in_flight["steps"])
     names = _saving(session, compiled).own(stream_steps)
     arrays = read_together(hosts, lambda: saved.read(names))
-    # Arrays go straight to where they lay, so placing them never holds more than a step does.
+    # Arrays go straight to where they lay, so placing them takes no more memory than a step.
     session.reset(compiled, compiled.peaks)
     try:
         placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)

@@ -1,4 +1,4 @@
-"""The compiled plans of a model: its loss is traced once per batch shape, always under one plan."""
+"""The compiled plans of a model: one for each shape of its batches, all under the same plan."""
 
 import json
 import logging
@@ -55,22 +55,22 @@ def shown(batch: Tree) -> str:
 
 
 class CompiledPlans:
-    """The compiled plans of one model, one for each batch shape that it was traced at.
+    """The compiled plans of one model. The loss is traced and compiled once for each batch shape.
 
-    The plan is made for the first batch shape; all later shapes run under the same plan.
+    The plan is made for the first shape. Later shapes keep it, because it also places the state.
 
     Args:
         settings: what the user asked for.
         store: compiles and keeps programs.
-        present: the compiled plans of the model that is in training, if this is another model:
-            layers are then timed in the memory that the present model leaves under the limit.
+        present: the compiled plans of the model that is in training, if this is another model.
+            Layers are then timed in the memory that the present model leaves under the limit.
     """
 
     def __init__(
         self, settings: Settings, store: ProgramStore, present: "CompiledPlans | None" = None
     ) -> None:
         self.settings, self._store = settings, store
-        self._follows = present is not None  # time matters then: finer layers are not tried
+        self._follows = present is not None  # a switch should be quick: finer layers are not tried
         self.runs: Runs = {} if present is None else present.runs
         first = settings.places[0] if settings.places else 0  # layers are timed on this device
         self._room_bytes = settings.limits[first] if settings.limits else None
@@ -84,7 +84,7 @@ class CompiledPlans:
         self._archive = Archive.beside_the_cache(again=settings.remeasure, busy=self._follows)
         self.planned: Planned | None = None
         self.shape: ChosenShape | None = None
-        self.model_id = object()  # all states of one model have the same object
+        self.model_id = object()  # every state of the model refers to it
 
     def __bool__(self) -> bool:
         return bool(self._by_shapes)
@@ -117,7 +117,7 @@ class CompiledPlans:
         chosen = shape and shape.planned
         if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
             lines += shape.why
-        # After a migration the plan has other cuts, and the planner's reasons are not about it.
+        # After a migration the cuts may be others, which the planner's reasons do not explain.
         if planned and planned.plan.cuts == compiled.plan.cuts:
             layer_s = layer_s and work_s(planned.placed)
             lines += planned.reasons(compiled.optimizer.cross_layer)
@@ -133,7 +133,7 @@ class CompiledPlans:
 
         Args:
             batch: a whole batch.
-            warms_up: the step is one of the synchronous ones that precede an asynchronous stream.
+            warms_up: the step is one of the synchronous steps that begin an asynchronous run.
         """
         trees, key = self.trees, shapes_of(batch)
         if key not in self._by_shapes:
@@ -328,7 +328,7 @@ class CompiledPlans:
     def adopt(self, compiled: CompiledPlan) -> None:
         """Makes the plan of `compiled` the plan of every batch shape from now on.
 
-        `compiled` itself is for the first batch shape and replaces the compiled plan of it.
+        `compiled` itself is for the first batch shape, whose compiled plan it replaces.
         """
         # The first shape stays first, because `current` reads the plan of all shapes there.
         (first, _), *others = self._by_shapes.items()
@@ -345,7 +345,7 @@ class CompiledPlans:
 
         A later plan may then put any layer on any of these devices without compiling.
         """
-        # Later plans are run without groups at first, so layers are compiled one by one.
+        # A later plan first runs without groups, so the programs of single layers are compiled.
         every = [replace(plan, grouped=False) for plan in (self.current, *self._warmup.values())]
         for compiled in every:
             compiled.peaks  # noqa: B018 - reading it compiles the plan where its layers lie now
@@ -358,7 +358,7 @@ class CompiledPlans:
 
 
 def loop_reasons(traced: Traced) -> list[str]:
-    """Writes for each layer with a loop that it is not cut inside the loop, and how it could be."""
+    """Returns a line for each layer with a loop: why it is not cut there, and what would help."""
     lines = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]
@@ -377,7 +377,7 @@ def loop_reasons(traced: Traced) -> list[str]:
 def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes run") -> None:
     """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
 
-    It precedes the first row: a process that sends what none receives would wait forever.
+    This is done before any row runs: a process would wait forever to send what no other receives.
 
     Args:
         compiled: the plan.
@@ -391,8 +391,8 @@ def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes r
         compiled.hosts.agree(name, parts)
 
 
-# The models that a pipeline has met: each is traced and planned once, so that switching back to one
-# costs nothing.
+# The models that a pipeline has met. Each is traced and planned once, so a switch back to an
+# earlier model costs nothing.
 
 Loss = Callable[..., Any]
 
@@ -405,7 +405,7 @@ class KnownModels:
     """The compiled plans of the models that a pipeline has met.
 
     The key of a model is its loss function (the object, not its code) with the shapes of its trees.
-    `parked` holds, on the host, arrays of other models that the present model lacks.
+    `parked` has the arrays of other models, on the host, that the present model does not use.
     """
 
     def __init__(self, store: ProgramStore) -> None:
@@ -421,7 +421,7 @@ class KnownModels:
 
         Args:
             present: the compiled plans of the model that is in training.
-            loss_fn: the loss; a copy of a known loss counts as a new one.
+            loss_fn: the loss; another function object with the same code counts as a new loss.
             params: arrays or shapes.
             model_state: arrays or shapes; unless given, those of the present model.
 
@@ -441,7 +441,7 @@ class KnownModels:
             ] = present
             if key not in self._known:
                 self._known[key] = self._traced(present, loss_fn, params, model_state)
-            # The last one is the most recent; the first one was asked for longest ago.
+            # The order is that of requests: the model that was asked for longest ago is first.
             self._known.move_to_end(key)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
@@ -451,7 +451,7 @@ class KnownModels:
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
     ) -> CompiledPlans:
         settings = replace(present.settings, loss_fn=loss_fn)
-        # A plan has the layers of one model: for another model only its devices are used.
+        # The layers of a plan are those of one model. Another model uses only the plan's devices.
         if isinstance(settings.stages, Plan) or settings.shares:
             plan = settings.stages if isinstance(settings.stages, Plan) else present.current.plan
             places = tuple(stage.devices[0] for stage in plan.stages)
@@ -492,7 +492,7 @@ class _Watched(dict[Any, Any]):
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """Returns the path of the first parameter that a loss does not find, or None if unclear."""
+    """Returns the path of the first parameter that a loss does not find; None if it is unknown."""
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

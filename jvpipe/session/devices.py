@@ -1,4 +1,4 @@
-"""Options become settings: each stage's device, each device's limit, parameters over meshes."""
+"""Makes settings of options: the device of each stage, limits of memory, meshes and sharding."""
 
 import json
 import os
@@ -40,10 +40,10 @@ class ReportedMemory:
     """How the memory that devices report becomes the limits that plans keep.
 
     Attributes:
-        alike: a device gets the smallest limit that any device reports and that is at least this
-            share of its own, so that devices that differ by little count as equal.
-        whole: the share of its reported memory that a plan may fill on a GPU. The allocator gives
-            memory out in pieces, and the gaps between the pieces are lost.
+        alike: devices whose limits differ by little count as equal: each gets the smallest reported
+            limit that is at least this share of its own.
+        whole: the share of a GPU's reported memory that a plan may fill. The rest is for the gaps
+            that the allocator leaves between arrays.
     """
 
     alike: float = 0.98
@@ -54,7 +54,7 @@ REPORTED = ReportedMemory()
 
 
 def checked_devices(devices: Any) -> list[Device]:
-    """Checks the devices that the user gives and returns them as a list; None: all of JAX's."""
+    """Checks the devices that the user gives, and returns them; for None, all devices of JAX."""
     chosen = several(jax.devices() if devices is None else devices)
     if not chosen or not all(hasattr(device, "addressable_memories") for device in chosen):
         raise ValueError(
@@ -74,30 +74,30 @@ def place(
 ) -> tuple[tuple[Device, ...], tuple[int, ...]]:
     """Finds the distinct devices, and for each stage the index of its first device among them.
 
-    Devices that the user gives are all returned, used or not, because a later plan may have more
+    All devices that the user gives are returned, used or not, because a later plan may have more
     stages. Stages take devices in order: stage 0 takes as many as it has replicas, then stage 1.
 
     Args:
-        stages: the number of devices that a micro-batch passes, or a plan; None: to be decided.
+        stages: how many devices a micro-batch passes, or a plan; None if a planner decides it.
         devices: the devices as the user gave them.
         schedule: says which stages share a device.
         replicas: how many devices each stage takes, if some stage takes several.
-        shares: the planner decides how many devices each stage takes.
+        shares: whether the planner decides how many devices each stage takes.
 
     Returns:
-        The devices, and the indices; these are empty if a plan or a planner decides the devices.
+        The devices and the indices. There are no indices if a plan or a planner decides them.
 
     Raises:
         ValueError: there are too few devices, or two replicas would share one.
     """
     offered = checked_devices(devices)
-    # A user may name a device twice, and stages then share it. Replicas cannot share a device.
+    # Stages share a device that the user names more than once. Replicas cannot share a device.
     if shares or replicas:
         _check_different(offered)
     elif devices is None and stages:
         count = stages.device_count if isinstance(stages, Plan) else stages
         offered = [*dealt(count, offered), *offered]
-    # `dict.fromkeys` keeps the order, in which stages take devices.
+    # `dict.fromkeys` keeps the order, which is the order in which stages take devices.
     distinct = tuple(dict.fromkeys(offered))
     available = len(distinct if devices is None else offered)
     if isinstance(stages, Plan) or stages is None:
@@ -145,7 +145,7 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Returns one device for each stage: consecutive stages lie on the devices of one process.
+    """Returns devices in the order of stages: each process has a block of consecutive stages.
 
     Raises:
         ValueError: there are fewer stages than processes, or a process has too few devices.
@@ -161,7 +161,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     left = {process: [d for d in devices if d.process_index == process] for process in processes}
     order = []
     for s in range(stages):
-        # Consecutive stages share a process, so few tensors cross between processes.
+        # With such blocks, few tensors cross between processes.
         process = processes[s * len(processes) // stages]
         if not left[process]:
             block = sum(
@@ -184,16 +184,17 @@ def device_limits(
     """Returns each device's limit in bytes; empty if no limit is given and none reported (CPUs).
 
     Args:
-        limits: one limit for all devices, one for each, or one for each that the plan uses: the
-            devices beyond the plan then get the smallest of these limits. None: as reported.
+        limits: one limit for all devices; or one for each device; or one for each that the plan
+            uses, and other devices get the smallest of them. None: the limits that devices report.
         devices: all devices of the run.
-        planned: how many of these the plan uses; they come first.
+        planned: how many devices the plan uses; they come first in `devices`.
         hosts: the processes of the run, if there are several.
 
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    # Every process takes part in the exchange: another one may have been given no limit.
+    # With several processes, each takes part in the exchange of reports, because another process
+    # may have been given no limit and wait for them.
     if limits is None or hosts is not None:
         reported = reported_limits(devices, hosts)
         if limits is None:
@@ -205,7 +206,7 @@ def device_limits(
 
 
 def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
-    """Returns the bytes that each device of the run reports; nearly equal ones are made equal."""
+    """Returns the limits in bytes that devices report, with nearly equal limits made equal."""
     reported = {device.id: _reported(device) for device in devices if is_own(device)}
     limits = {at: limit for at, limit in reported.items() if limit is not None}
     if hosts is not None:
@@ -228,8 +229,8 @@ def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
     """Returns how many bytes the host may hold for all devices; None: there is no limit.
 
     Args:
-        asked: the limit that the user gives. If it is None, and there are GPUs, the limit is what
-            JAX lets each process pin, once for each process that has GPUs.
+        asked: the limit that the user gives. If it is None and there are GPUs, the limit is the sum
+            of what JAX lets each process with GPUs pin in host memory.
         devices: the devices of all processes.
     """
     processes = {device.process_index for device in devices if device.platform == "gpu"}
@@ -238,7 +239,7 @@ def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
     return len(processes) * int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * GIB
 
 
-# Meshes: a place may consist of several devices, and rules say how parameters lie over its axes.
+# Meshes: a stage may run on a mesh of devices. Rules say how parameters lie over the mesh's axes.
 
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 
@@ -258,7 +259,7 @@ def inner_axes(
 
     Raises:
         ValueError: meshes have different axes, share a device or cross processes; or a rule names
-            an axis that they do not have.
+            an axis that the meshes do not have.
     """
     listed = list(devices) if isinstance(devices, Sequence) else []
     meshes = [one for one in listed if isinstance(one, Mesh)]
@@ -287,9 +288,8 @@ def inner_axes(
         raise ValueError(
             f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(common)}"
         )
-    groups = [
-        DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes
-    ]  # made again, so that the compiler handles the axes, whatever their types were
+    # New meshes have axes of the default type, which the compiler handles.
+    groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
     if not sharding and batch_axis is not None:
         return groups, Sharding({}, common, batch_axis)
@@ -372,7 +372,7 @@ def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
             f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an axis of the meshes, each "
             f"axis once; they have {_listed(axes)}"
         )
-    # Trailing Nones mean nothing. Without them, specs with equal meaning compare equal.
+    # Trailing Nones have no effect. Without them, specs with the same effect compare equal.
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return entries
@@ -388,7 +388,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         loss_fn: as the user gave it.
         optimizer: as the user gave it.
         devices: as the user gave them.
-        options: each option's value by name, checked by itself; some are taken out of the mapping.
+        options: values by option name, each already checked alone; some are removed from it.
 
     Raises:
         ValueError: an option contradicts another one, or the devices.
@@ -408,7 +408,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     counts = None if stages is None or shares else replica_counts(replicas, stages, schedule)
     groups, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
     used, places = place(stages, groups, schedule, counts, shares=shares)
-    # Devices beyond those of the plan serve later plans. The user gives no speeds for them.
+    # Devices beyond those of the plan are for later plans. The user gives no speeds for them.
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
@@ -435,7 +435,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
 
 
 def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> None:
-    """Raises ValueError for reductions of aux or model state if the loss does not return any."""
+    """Raises ValueError for reductions of aux or model state that the loss does not return."""
     for rules, returns_some, option, flag in (
         (reductions.aux, has_aux, "aux_reduce", "has_aux"),
         (reductions.state, has_state, "model_state_reduce", "has_state"),
@@ -453,11 +453,11 @@ def shares_devices(
 
     Args:
         replicas: "auto", or how many devices each stage has.
-        stages: their number, or a plan, if one of these is given.
+        stages: the number of stages, or a plan; None if neither is given.
         planner: the planner's name.
 
     Raises:
-        ValueError: the planner is asked to decide it and cannot, or a plan has decided it.
+        ValueError: `replicas` is "auto", but this planner cannot decide it or a plan has done so.
     """
     if replicas != "auto":
         return False
@@ -480,13 +480,13 @@ def shares_devices(
 def stages_under(
     stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
 ) -> int | Plan | None:
-    """Returns the stages, a number or a plan, as a schedule runs them; None: to be decided.
+    """Returns the number of stages or the plan, for a schedule; None if a planner decides it.
 
     Args:
-        stages: their number, or a plan, if one of these is given.
-        schedule: the order in which they run; it may refuse the numbers, or warn of idle devices.
+        stages: the number of stages, or a plan; None if neither is given.
+        schedule: the schedule, which may refuse the numbers, or warn of idle devices.
         microbatches: how many a step has.
-        shares: the planner decides how many devices each stage has.
+        shares: whether the planner decides how many devices each stage has.
     """
     if isinstance(stages, Plan):
         stages = stages.under(schedule.name)
@@ -506,9 +506,9 @@ def replica_counts(
     """Returns how many devices each stage has; None if each has one, or a plan says how many.
 
     Args:
-        counts: as the user gave them, one for each stage.
+        counts: how many devices the user gives to each stage, if any.
         stages: the number of stages, or a plan.
-        schedule: the order in which they run; not every schedule can have replicas.
+        schedule: the schedule; some schedules cannot have replicas.
 
     Raises:
         ValueError: there are more or fewer counts than stages, or a plan has other counts.

@@ -1,4 +1,8 @@
-"""The engine of a pipeline: what computes a run, how a run begins, and how its states are read."""
+"""The engine of a pipeline: begins a run, and reads its states.
+
+Session (session.py) adds the steps of training to it. Evaluations and checkpoints need only this
+part.
+"""
 
 import json
 from collections.abc import Hashable, Sequence
@@ -75,7 +79,7 @@ class Engine:
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
         # The function of the last call of `predict`, compiled.
         self.predictions: dict[Hashable, CompiledPlan] = {}
-        # The plan with which the run began, and its peaks as all processes have reported them.
+        # The plan with which the run began, and the peaks that all processes reported for it.
         self._begun_with: tuple[Plan, Sequence[Peak]] = Plan(()), ()
 
     # Looking
@@ -97,15 +101,15 @@ class Engine:
 
     @property
     def planned(self) -> Planned | None:
-        """The first plan and the numbers it was decided on; None if the user gave the plan."""
+        """The first plan with the numbers that decided it; None if the user gave the plan."""
         return self.compiled_plans.planned
 
     @property
     def peaks(self) -> list[Peak | None]:
         """Each device's peak in a step of the present plan; None if only another process knows it.
 
-        Processes exchange their peaks once, when a run begins. If the plan has changed since then,
-        a process knows the peaks of its own devices only.
+        Processes exchange their peaks once, when a run begins. After a change of the plan, a
+        process knows only the peaks of its own devices.
         """
         plan, peaks = self._begun_with
         here, known = self.compiled.peaks, plan == self.compiled.plan
@@ -128,7 +132,7 @@ class Engine:
         )
 
     def pictures(self, steps: int = 1) -> list[Picture]:
-        """Returns pictures of the tasks in the last steps, after waiting for their end."""
+        """Waits for the end of the last steps, and returns a picture of the tasks in each."""
         monitor = self._watching()
         labels = [self.graph.label(layer) for layer in self.graph.layers]
         return [picture(monitor, record, labels) for record in monitor.last(steps)]
@@ -150,8 +154,8 @@ class Engine:
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
         """Copies the newest arrays of a kind to the host, in the order of their leaves.
 
-        If there are several processes, all must call this, and only the first one gets the arrays;
-        the others get None.
+        If there are several processes, all must call this. The first one gets the arrays, and the
+        others get None.
         """
         self.check_whole(self.compiled, state)
         hosts, devices = self.settings.hosts, self.settings.devices
@@ -170,7 +174,7 @@ class Engine:
             raise self.controller.failure(error) from error
 
     def own_params(self, state: State) -> dict[str, Any]:
-        """Returns the newest parameters of this process by their names, as numpy arrays."""
+        """Returns the newest parameters that this process holds, by name, as numpy arrays."""
         arrays = self.compiled.placing.values(self.plain_arrays(self.compiled, state))
         return {
             parameter.array.name: to_host(array)
@@ -188,7 +192,7 @@ class Engine:
         return plain_arrays(compiled, state)
 
     def check_whole(self, compiled: CompiledPlan, state: State) -> None:
-        """Raises ValueError unless this is a state of the present model that was not consumed."""
+        """Raises ValueError unless this is a state of the present model with all its arrays."""
         self.check_state(state)
         state.check(len(names_of(compiled, state.stream_steps)))
 
@@ -262,7 +266,8 @@ class Engine:
 
         Args:
             compiled_plans: the compiled plans of the model.
-            compiled: the one of these that places the arrays, or one that will replace it.
+            compiled: the compiled plan that places the arrays: one of `compiled_plans`, or one that
+                they adopt afterwards.
             leaves: by name, what makes an array or puts it on a device. Optimizer state that has no
                 leaf here is made by the optimizer.
             words: the words of the run's key.
@@ -281,18 +286,18 @@ class Engine:
         return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)
 
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
-        """Forgets the run before, provided that the new run and its beginning keep the limits.
+        """Forgets the earlier run, if the new run and the making of its arrays keep the limits.
 
         Args:
             compiled: the compiled plan of the new run.
-            making: the peaks of the devices, and last of the host, while the arrays of the new run
+            making: the peak of each device, and last the host's, while the arrays of the new run
                 are made.
 
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
-        # A new run begins with nothing parked on the host, so parked arrays do not count here. They
-        # are forgotten only after the check, when the new run is sure to begin.
+        # A new run parks no arrays of other models on the host, so the check does not count them.
+        # They are forgotten only after the check, because a failed check must change nothing.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:
@@ -308,13 +313,13 @@ class Engine:
         self.ledger.begin()
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Runs another model from now on."""
+        """Runs the model of these compiled plans from now on."""
         self.compiled_plans = compiled_plans
 
     # Running
 
     def readable(self, values: Sequence[jax.Array]) -> Sequence[Any]:
-        """Returns metrics that, if there are several processes, name a lost process when read."""
+        """Returns the values of metrics; reading one raises an error if a process was lost."""
         if self.settings.hosts is None:
             return values
         return [Awaited(value, self.controller.arrive) for value in values]
@@ -353,7 +358,7 @@ class Engine:
             batch: a whole batch.
             words: the words of the run's key, if it has one.
             step: the number of the step.
-            rows: the rows of the step, if every leaf that they read must be present.
+            rows: the rows of the step, to check that every leaf that they read is present.
             compiled: the compiled plan of the rows; the one in use unless given.
 
         Raises:
@@ -370,7 +375,7 @@ class Engine:
         return feeds
 
     def needs(self) -> list[str]:
-        """Returns the leaves of the batch that layers of this process read."""
+        """Returns the names of the batch's leaves that layers of this process read."""
         graph, devices = self.graph, self.settings.devices
         stages = self.compiled.plan.stages
         here = [
@@ -439,7 +444,8 @@ def agree_on_given(
     hosts.agree("what init is given", parts)
     mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
     all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
-    # A leaf's values are compared only if every process has them: a shape's digest is the shape.
+    # A leaf's values are compared only if every process has them. A line that is equal to the
+    # leaf's shape shows that its process has only the shape.
     by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
     hosts.agree(
         "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]
@@ -447,7 +453,7 @@ def agree_on_given(
 
 
 def _unread(leaf: Any) -> Any:
-    """Returns a leaf, or the shape of a lazy one, which should be read only where it is needed."""
+    """Returns a leaf, or the shape of a lazy leaf: its values are read only if they are needed."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
 
 
@@ -456,7 +462,7 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
 
     Args:
         hosts: the processes.
-        here: the peaks as this process knows them, too small for devices of other processes.
+        here: the peaks as this process knows them; those of other processes' devices are too small.
     """
     sizes_by_process = [
         json.loads(word)
@@ -485,7 +491,7 @@ def feeds_of(
             continue
         if isinstance(leaf, Tracer):
             abstract(batch, "batch leaf")  # raises an error that names the traced leaf
-        # The leaf gets its type on a device here, so that no conversion is needed there.
+        # The leaf is converted on the host to the type that it has on a device.
         leaf = _feedable(leaf)
         size = leaf.shape[0] // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
@@ -500,7 +506,7 @@ def _feedable(leaf: Any) -> Any:
     """Returns a leaf of the batch as an array with the type that it has on a device.
 
     Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs that
-    are compiled ahead take such small types only from JAX's own arrays.
+    are compiled ahead of time take such small types only from JAX's own arrays.
     """
     if isinstance(leaf, LazyArray):
         return leaf.astype(canonical(leaf.dtype))

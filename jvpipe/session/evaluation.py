@@ -3,7 +3,7 @@
 An evaluation runs only the forwards of the plan in use. A prediction runs a function of the user's,
 which is traced and cut into layers like a loss. Each layer of the function runs on the device that
 holds the parameters that the layer reads, but never on an earlier stage than the layer before it.
-The lines show which layers run on which device:
+For example, a model and a function of it may run on two devices like this:
 
     training      device 0: embed, block 0    device 1: block 1, head, loss
     prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
@@ -57,9 +57,9 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
     Args:
         session: the session to which the state belongs.
         state: its newest arrays are evaluated.
-        batch: a batch of any size that the micro-batches divide.
-        params: leaves to use in place of the state's parameters, both of which are in memory
-            during the evaluation; empty to use the state's.
+        batch: a batch whose size is a multiple of the number of micro-batches.
+        params: leaves to use in place of the state's parameters; empty to use the state's. Both are
+            in memory during the evaluation.
 
     Raises:
         MemoryLimitExceeded: an evaluation does not keep the limit.
@@ -104,7 +104,8 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     arrays, copied = _arrays(session, compiled, trained)
     live = session.ledger.live[: len(compiled.devices)]
     counted = _bytes(compiled.persistent, len(live))
-    # The peak of a forward counts its own arrays, which the ledger counts as well.
+    # The peak of a forward includes the arrays that it reads. They are part of `live` or of
+    # `copied` as well, so they are subtracted here.
     beside = [
         x + more - counted_bytes
         for x, more, counted_bytes in zip(live, copied, counted, strict=True)
@@ -130,7 +131,7 @@ def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tup
 def _holding(
     session: Engine, compiled: CompiledPlan, what: str, beside: Sequence[int], new: Sequence[int]
 ) -> Iterator[None]:
-    """Checks that a forward and other arrays together keep the limits; counts new arrays inside.
+    """Checks that a forward and other arrays together keep the limits, and counts new arrays.
 
     Args:
         session: has the limits and the ledger.
@@ -193,7 +194,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
     def loss(params: Tree, *rest: Any) -> Any:
         """Returns the sum of the function's values as the loss, and the values as aux.
 
-        Tracing drops what the loss does not depend on, and the loss depends on every summand.
+        Tracing drops everything on which the loss does not depend. The sum depends on all values.
         """
         *model_state, batch, _ = rest
         values = function(params, *model_state, batch)
@@ -228,7 +229,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
 
 
 def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
-    """Plans a function's layers: on their parameters' stage, but never before an earlier layer."""
+    """Puts each layer of a function on the stage of its parameters, or on a later stage."""
     trained, stages = training.traced.graph, training.plan.stages
     home = {
         trained.parameters[p].array.name: s
@@ -238,7 +239,7 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     }
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
-        # A layer may read values of earlier layers, so it is never on an earlier stage than these.
+        # A layer may read values of all layers before it, so it is on the same stage or later.
         at = max([at, *(home[graph.parameters[p].array.name] for p in graph.owned(layer))])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
@@ -284,13 +285,13 @@ def _carried(
 ) -> dict[_Spot, jax.Array | None]:
     """Copies arrays from other processes to the devices of this one that read them.
 
-    This is needed if the function reads parameters in another order than the loss, so that a layer
-    runs on a later stage than that of its parameters.
+    This is needed only if the function reads parameters in another order than the loss: a layer may
+    then run on a later stage than the one that holds its parameters.
 
     Args:
         session: the session of the training.
         compiled: the function.
-        there: all arrays of the training; None for those that another process has.
+        there: all arrays of the training; None for an array that another process has.
     """
     hosts = session.settings.hosts
     if hosts is None:

@@ -94,11 +94,11 @@ class Forecast:
     def held_bytes(self) -> list[int]:
         """Each device's peak bytes under the best plan, if all devices are like the one at hand.
 
-        The bytes equal those of a run's ledger, because the programs are compiled for the device at
-        hand; nothing else here compiles for it. Programs take other bytes on other hardware:
-        `plan_for(..., compile=True)` asks the compiler of that hardware, which gives each stage's
-        `compiled_bytes`. Without that, temporaries are counted by rules that compilers for GPUs and
-        TPUs were seen to follow, and a stage's bytes are some percent too high or too low.
+        The programs are compiled for the device at hand, so the bytes equal those of a run's ledger
+        on such devices. Programs take other bytes on other hardware: `plan_for(..., compile=True)`
+        asks the compiler of that hardware, which gives each stage's `compiled_bytes`. Without that,
+        the planner counts temporaries by rules that compilers for GPUs and TPUs were seen to
+        follow. Its bytes of a stage are then some percent too high or too low.
 
         Raises:
             ValueError: the problem was made from a profile, not from a model.
@@ -168,7 +168,7 @@ class Forecast:
         timeline.write_trace(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
-        """Returns the answer as `--json` writes it, or a list of several, with the best first."""
+        """Returns what `--json` writes: the answer, or a list of several with the best first."""
         answers = list(map(self._answer_json, self.answers))
         return answers[0] if len(answers) == 1 else answers
 
@@ -238,7 +238,7 @@ class Forecast:
         return content
 
     def _idle(self, evaluation: Evaluation) -> float:
-        """Returns the share of a step in which the devices are idle."""
+        """Returns the share of a step in which devices are idle, as a mean over all devices."""
         shapes = self.shapes
         return simulated_bubble_fraction(self.problem, evaluation.stages, shapes and shapes.devices)
 
@@ -402,8 +402,8 @@ def _told(
 def with_splits(question: Question, whole: Forecast) -> Forecast:
     """Returns the answer with some layers cut in two if that makes the plan faster.
 
-    Training's results are assumed to stay bitwise identical. This is not checked here, because the
-    hardware that would have to run the halves is not here.
+    The halves of a layer are assumed to give results that are bitwise identical to those of the
+    whole layer. This cannot be checked, because the hardware that would run them is not here.
 
     Args:
         question: has the model, which is traced again.

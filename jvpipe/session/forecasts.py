@@ -1,10 +1,10 @@
-"""Plans for hardware that is not here, from shapes only, if wanted checked by its compiler.
+"""Plans from shapes only, for hardware that is not here; its compiler can check the plans.
 
-A compiled plan may hold more bytes than the planner counted. The planner is then asked again, and
-again, until a plan keeps the limits as compiled; the compiler is said to sign that plan. Each time
-the planner knows more: the bytes that the compiler has reported for programs so far take the place
-of estimates. If the planner answers with the same plan again, although it knows these bytes, the
-excess has another cause, and the limits that the planner sees are lowered by the excess.
+A compiled plan may hold more bytes than the planner counted. The planner is then asked again until
+a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time the planner
+knows more, because the bytes that the compiler has reported so far replace estimates. If the same
+plan comes again although the planner knows these bytes, its excess has another cause. The limits
+that the planner sees are then lowered by the excess.
 """
 
 import logging
@@ -96,8 +96,8 @@ def plan_for(
     compiles each program once and keeps the report in JAX's compilation cache. If the plan takes
     more than the limit, another plan is made.
 
-    With `devices`, `replicas` or `cuts`, a stage may have several devices, and the planner decides
-    which of stages, replicas, cuts and micro-batches are not given.
+    With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then decides
+    all of stages, replicas, cuts and micro-batches that are not given.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
@@ -108,10 +108,10 @@ def plan_for(
             else all of the hardware.
         replicas: how many devices each stage has, such as (3, 1) or "3:1"; decided with "auto".
         cuts: how many layers each stage has.
-        hardware: a cluster, by name such as "h100", as a TOML file, or as a `Cluster`; its first
-            devices are used. "a100-40gb" unless given.
-        memory_limit: bytes or a text such as "16GiB" for all devices, or a sequence with one of
-            these for each; unless given, all the memory that the devices have.
+        hardware: a cluster: a name such as "h100", a TOML file, or a `Cluster`. Its first devices
+            are used. "a100-40gb" unless given.
+        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a limit
+            for each. Unless given, all the memory that the devices have.
         microbatches: how many a batch is split into; 4 unless given or decided.
         schedule: the name of a schedule, or one with options; replicas need a synchronous one.
         planner: the name of a planner, or several to compare; "all" compares all planners. Replicas
@@ -123,8 +123,9 @@ def plan_for(
         stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
         state_fates: where the optimizer's state lies between updates, by patterns of parameters.
-            Unless given, a single planner that chooses fates decides: on the host, if no other plan
-            fits, or if copying takes less time than recomputing what would have to make room.
+            Unless given, it is decided, if there is one planner and it chooses fates: on the host
+            if no other plan fits, or if copying it takes less time than recomputing values to make
+            room for it.
         compile: True for the compiler of the hardware, or the name of a compile target, such as
             "v5e:4x4".
         title: the title of the figure.
@@ -179,8 +180,8 @@ def _planned(
 class _Asking:
     """A question with the hardware and the planners, to be asked again when more is known.
 
-    With `pins`, the parts of a shape that the user gives, the planner also chooses the shape: which
-    devices each stage has.
+    A shape says which devices each stage has. `pins` are the parts of it that the user gives, and
+    the planner chooses the rest; None: each stage has one device.
     """
 
     question: Question
@@ -354,7 +355,7 @@ class Signer:
 
     @property
     def said(self) -> Said:
-        """The sizes of each program as the compiler with the most temporary bytes reports them."""
+        """For each program, the sizes by the compiler that reports the most temporary bytes."""
         largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
@@ -393,7 +394,7 @@ class Signer:
             peak, padding, host = by_store[self.stores[fullest]][fullest]
             layers = problem.layers_on(s)[first:last]
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
-            # The row at the peak (one program or copy) tells in which layer the temporaries were.
+            # The row (program or copy) that runs at the peak has the layer of the temporaries.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
             stages.append(
@@ -471,7 +472,7 @@ def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
     """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
 
     Returns:
-        The plan and `more`; or None and, as far as is known, the least raise that a plan needs.
+        The plan and `more`; or None, and the smallest raise under which a plan is expected to fit.
     """
     less, nearest, before = 0, math.inf, None
     for _ in range(ASKING.signings):
@@ -495,8 +496,8 @@ def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
             return replace(forecast, problem=raised, answers=(compiled,)), more
         _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
         nearest = min(nearest, more + over)
-        # If the same plan comes again, the reported bytes of programs do not explain its excess.
-        # Only lower limits then lead to another plan.
+        # If the same plan comes again, the reported bytes of programs do not explain its excess, so
+        # only lower limits lead to another plan.
         less, before = less + (over if forecast.plan == before else 0), forecast.plan
     return None, int(nearest)
 

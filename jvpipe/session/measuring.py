@@ -54,7 +54,7 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
     >>> given_slowness([2.0, 1.0], 0, 1, 3), given_slowness([2.0, 1.0], 0, 0, 3)
     ((2.0, 2.0, 2.0), ())
     """
-    # An empty slowness, not one of 1.0s, is what tells planners that devices are equal.
+    # Planners take devices as equal only if the slowness is empty, not if it consists of 1.0s.
     alike = not speeds or speeds[first] == speeds[device]
     return () if alike else (speeds[first] / speeds[device],) * layers
 
@@ -136,7 +136,7 @@ class Bench:
     Args:
         store: compiles programs.
         runs: the programs that this process has measured; new measurements are added to it.
-        room_bytes: the device's memory for a program; a program that needs more is not run.
+        room_bytes: the memory that a timed program may take; a program that needs more is not run.
         archive: the measurements of earlier processes, kept on disk with the new ones.
         between_hosts: the link from the devices of one process to those of another, if there are
             several processes.
@@ -153,8 +153,8 @@ class Bench:
 class Measurement:
     """The measurements for a plan, each made when it is first read.
 
-    Bytes are always counted. Seconds, and links between devices, are measured if the planner asks
-    for seconds; fates of residuals, and links to the host, if it chooses fates.
+    Bytes are always counted. Layers and links between devices are timed if the planner asks for
+    seconds. Recomputation and links to the host are timed if it also chooses fates.
 
     Args:
         settings: what the user asked for.
@@ -310,7 +310,7 @@ class Measurement:
 
         Args:
             local: the costs of the model on slices of a micro-batch.
-            pins: the parts of a shape that are given; unless given, the micro-batch's examples.
+            pins: the parts of a shape that are given; None: only the examples of a micro-batch are.
         """
         settings, examples = self.settings, self.traced.graph.examples
         shapes = Shapes(
@@ -367,10 +367,10 @@ class Measurement:
 
 
 def per_machine(processes: Sequence[int]) -> int:
-    """Counts the devices of each machine if every process is one; 1 if machines would not be alike.
+    """Counts the devices per machine if each process counts as a machine; 1 if they are not alike.
 
-    Machines are alike if the devices of each process are consecutive and equally many, except that
-    the last process may have fewer.
+    Machines are alike if the devices of each process are consecutive and equally many. The last
+    process may have fewer.
 
     Args:
         processes: the process of each device.
@@ -388,8 +388,8 @@ def per_machine(processes: Sequence[int]) -> int:
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     """Chooses the sizes of slices to measure.
 
-    They are the smallest that a replica can get, and half a micro-batch if that is more than twice
-    as large.
+    They are the smallest slice that a replica can get, and half a micro-batch if that is more than
+    twice as large.
 
     Args:
         examples: how many a micro-batch has.
@@ -404,15 +404,15 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
 
 
-# The planner decides how many devices each stage has, after layers were measured on slices.
+# The planner decides the shape (which devices each stage has), after layers were timed on slices.
 
 
 @dataclass(frozen=True)
 class ChosenShape:
-    """The number of places of a pipeline, with the reasons as lines of text.
+    """The number of places of a pipeline, and the reasons for it as lines of text.
 
-    A place is one device, or several that are replicas. `planned` is the plan if some place has
-    several devices.
+    A place is one device, or several devices that are replicas of each other. `planned` is the plan
+    if some place has several devices.
     """
 
     places: int
@@ -451,13 +451,13 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
             return ChosenShape(problem.devices, why)
         try:
             device_bytes = held_bytes_of(planned.plan)
-        except ValueError as unlike:  # a layer's residuals on slices are others than on the whole
+        except ValueError as unlike:  # a layer leaves other residuals on slices than on the whole
             return _one_each(measurement, str(unlike))
         limits = [problem.limit_of(place) or math.inf for place in problem.places]
         over = max(size - limit for size, limit in zip(device_bytes, limits, strict=True))
         if over <= 0:
             return ChosenShape(problem.devices, why, planned)
-        # The next limit is smaller by the bytes by which this plan exceeds the true limit.
+        # The planner's limit is lowered by the excess of this plan over the true limit.
         tighter = (asked.model.memory_limit_bytes or 0) - int(over)
         asked = asked.under(max(1, tighter))
     limit = shapes.model.memory_limit_bytes
@@ -468,7 +468,7 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
 def _one_each(measurement: Measurement, why: str) -> ChosenShape:
     """Returns the shape in which each stage has one device; `why` says why stages have no more.
 
-    There are as many stages as the user asks for, or otherwise as devices and layers allow.
+    There are as many stages as the user asks for, or else as many as devices and layers allow.
     """
     settings, layers = measurement.settings, len(measurement.traced.graph.layers)
     places = settings.stages
@@ -478,7 +478,7 @@ def _one_each(measurement: Measurement, why: str) -> ChosenShape:
 
 
 def _refusal(measurement: Measurement) -> str:
-    """Says why stages cannot have several devices, whatever the loss; empty if they can."""
+    """Says why stages cannot have several devices under any loss; empty if they can."""
     schedule = measurement.settings.schedule
     try:
         check_replicable(schedule)

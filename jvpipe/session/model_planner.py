@@ -1,4 +1,9 @@
-"""The first plan of a model, planned or given by the user, and compiled."""
+"""The first plan of a model: made by a planner or given by the user, and compiled.
+
+A planner's plan is accepted only after it was compiled and its exact bytes were counted, see
+planning.py. Two variants are tried as well: some layers cut in two (splitting.py), and the
+optimizer's state on the host (`place_state`).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,9 +56,9 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 
 
 def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
-    """Counts the seconds of a step in which optimizer state is copied from the host and back.
+    """Returns the seconds of a step in which optimizer state is copied from the host and back.
 
-    Devices copy at the same time, so the device with the most state on the host determines it.
+    Devices copy at the same time, so the device with the most state on the host counts.
 
     Args:
         plan: says which state lies on the host.
@@ -118,8 +123,8 @@ def place_state(
 ) -> A:
     """Decides whether the optimizer's state lies on the devices or on the host between updates.
 
-    It lies on the host if no plan fits with it on the devices. It also lies there if values would
-    have to be recomputed or swapped to make room for it, and a step is faster with state copied.
+    It lies on the host if no plan fits with all of it on the devices. It also lies there if values
+    would have to be recomputed or swapped to make room for it, and copying it makes a step faster.
 
     Args:
         kept: the answer with all state on the devices.
@@ -138,7 +143,7 @@ def place_state(
 
 
 class Chosen(NamedTuple):
-    """A compiled plan, the numbers on which it was decided, and its shape with the reasons."""
+    """A compiled plan, the problem and decision behind it, and its shape with the reasons."""
 
     compiled: CompiledPlan
     planned: Planned | None = None
@@ -147,13 +152,13 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelPlanner:
-    """The maker of a model's first plan; the compiled plan that it checks is the one that runs.
+    """The maker of a model's first plan. It checks the limits on the very programs that then run.
 
     Args:
         settings: what the user asked for.
         bench: times programs.
         cutter: cuts the optimizer for the layers of a trace.
-        leaves: make the parameters or put them on devices; the memory for this counts as well.
+        leaves: make the parameters or put them on devices; the memory that this takes counts too.
     """
 
     settings: Settings
@@ -176,7 +181,7 @@ class ModelPlanner:
             ValueError: there are more stages than layers, or the given plan does not fit.
             MemoryLimitExceeded: no plan keeps the limit.
         """
-        # The state that may lie on the host; empty if the user decides or there is no limit.
+        # The bytes of state that may lie on the host; empty if the user decides or has no limit.
         sizes = self._may_leave(traced)
         if not sizes:
             return self._planned(traced, finer=finer)
@@ -223,7 +228,7 @@ class ModelPlanner:
         return chosen._replace(compiled=self._to_run(traced, plan))
 
     def _step_s(self, compiled: CompiledPlan, planned: Planned) -> float:
-        """Counts the seconds of a step; no other work hides the copies of optimizer state."""
+        """Returns a step's seconds, on the assumption that no work hides copies of state."""
         sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
         return planned.step_s + away_s(compiled.plan, sizes, planned.problem)
 
@@ -241,7 +246,7 @@ class ModelPlanner:
         splitter = self._splitter()
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
-        # Only now the number of layers is final, because `finest` may have cut some in two.
+        # The number of layers is checked only now, because `finest` may have cut some in two.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
         # Fates that the user gives name whole layers, so these layers are not cut to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
@@ -271,7 +276,7 @@ class ModelPlanner:
         if (planned := shape.planned) is not None:
             return Chosen(self._to_run(traced, planned.plan), planned, shape)
         n, order = shape.places, settings.devices
-        # With fewer stages than processes, some processes have no work, and the order stays.
+        # `dealt` needs a stage for each process. With fewer stages the order stays.
         if n >= len({device.process_index for device in order}):
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
@@ -289,7 +294,8 @@ class ModelPlanner:
     def _question(self, traced: Traced) -> tuple[str, ...]:
         """Returns texts of everything that the choice of layers to cut in two depends on.
 
-        They are the key of the choice in the archive. Measured seconds are left out on purpose.
+        They are the key of the choice in the archive. Measured seconds are left out on purpose: the
+        same question then finds the same choice in each process, although its seconds vary.
         """
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
@@ -330,7 +336,7 @@ class ModelPlanner:
         """Returns the peak of each stage's fullest device, in a step or while arrays are made."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        # Programs cannot be compiled for devices of other processes, so an own one stands in.
+        # Programs cannot be compiled for devices of other processes. One of this process stands in.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         peaks = [max(step.bytes, making.bytes) for step, making in both]
@@ -349,7 +355,6 @@ class ModelPlanner:
                 self.settings.schedule.device_of(s, len(groups)) for s in range(len(plan.stages))
             )
             plan = plan.on([groups[place] for place in places])
-        # The compiled plan that was checked against the limits is itself the one that runs.
         compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
         if compiled is None:
             compiled = self._compiled(traced, plan)
@@ -388,7 +393,7 @@ def _attempted(plan: Callable[[], Chosen]) -> Chosen | MemoryLimitExceeded:
 
 
 def pays_for_room(planned: Planned) -> bool:
-    """Tells whether a step takes noticeably longer than with the same cuts and all values kept."""
+    """Tells whether the plan's step is noticeably longer than if all values could be kept."""
     if not any(planned.decision.choices):
         return False
     # A plan with the same cuts that keeps every value shows how many seconds the limit costs.
@@ -436,10 +441,10 @@ def compile_plan(
 def _check_carried(compiled: CompiledPlan) -> None:
     """Raises ValueError if a device with several stages might wait for its own later task.
 
-    Model state is carried from one micro-batch to the next: the forward of the first layer that
-    reads a leaf waits for the last layer that writes it, on the micro-batch before. A device with
-    several stages runs one stage for several micro-batches before its next stage. If the writer is
-    in another stage, it may come after that next stage, and the reader would wait forever.
+    Model state is carried from one micro-batch to the next: the first layer that reads a leaf waits
+    until the last layer that writes it has run on the micro-batch before. A device with several
+    stages runs one of them for several micro-batches before it runs the next. If the writer is in
+    another stage than the reader, it may come after that next stage: the reader would wait forever.
     """
     plan = compiled.plan
     for first, *_, last in carried(compiled.traced.graph):

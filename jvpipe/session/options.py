@@ -1,4 +1,8 @@
-"""The options of a pipeline, each defined once with its type, default, unit, check and help."""
+"""The options of a pipeline, each defined once with its type, default, unit, check and help.
+
+The calls `Pipeline` and `plan_for`, both commands, their files and docs/options.md are made from
+these definitions. A new option is a new field of `PipelineOptions`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -32,15 +36,15 @@ from jvpipe.util.given import checked_flag, checked_frozen
 from jvpipe.util.sizes import parse_bytes, parse_limits
 
 Check = Callable[[str, Any], Any]
-"""A check takes an option's name as the user wrote it, and the given value; it returns the value
-that the program uses, or raises ValueError."""
+"""Takes an option's name as the user wrote it, and the given value. Returns the value that the
+program uses, or raises ValueError."""
 MOST_PLACES = 10**5
-"""The most stages, devices or micro-batches: a simulation has a task for each pair of stage and
-micro-batch, so larger numbers would run for hours."""
+"""The largest number of stages, devices or micro-batches. A simulation has a task for each pair of
+stage and micro-batch, so with larger numbers it would run for hours."""
 
 
 class Taker(Flag):
-    """The calls and commands that an option may be given to: `train` and `plan` also in files."""
+    """The calls and commands that take options; the commands also read them from files."""
 
     PIPELINE = auto()
     PLAN_FOR = auto()
@@ -55,18 +59,20 @@ EVERY = CALLS | COMMANDS
 Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
 """What an option is about, in the order of the help and of the page of options."""
 Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
-"""What a resumed run does with an option's value from the run's folder, and with another given one.
+"""What a resumed run does with an option's value in the run's folder, and with another value.
 
-"open" uses the old value unless another is given; "fixed" refuses another one; "plans" makes
-another plan for another one. The other three forget the old value: "start" holds for one start of a
-run, "processes" does so and is equal in all processes of that start, and "own" may differ from
-process to process.
+    "open"         keeps the old value, unless another is given
+    "fixed"        keeps the old value, and refuses another
+    "plans"        keeps the old value; another value leads to another plan
+    "start"        forgets the old value, since it held for one start of the run
+    "processes"    as "start"; all processes of a start have the same value
+    "own"          as "start"; each process may have a value of its own
 """
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option and its properties; name, type and default are those of the field it defines."""
+    """An option and its properties. Name, type and default come from the field that defines it."""
 
     check: Check
     help: str
@@ -94,14 +100,14 @@ class Option:
     def checked(self, said: str, value: Any) -> Any:
         """Returns the value that the program uses for a given one.
 
-        None is returned unchecked if it is the default, since it then means that nothing was given.
+        If None is the default, it means that nothing was given, and is not checked.
 
         Args:
             said: the option's name as the user wrote it, for the message.
             value: as the user gave it.
 
         Raises:
-            ValueError: the value is not allowed; the message has it and says what is allowed.
+            ValueError: the value is not allowed; the message has the value and what is allowed.
         """
         return value if value is None and self.default is None else self.check(said, value)
 
@@ -119,13 +125,13 @@ def option(
     """Defines the field of a dataclass as an option.
 
     Args:
-        default: the value if none is given. None: a planner decides, or there is no such thing.
+        default: the value if none is given. None: a planner decides it, or there is no value.
         check: checks a given value and returns what the program uses.
         help: one or more sentences for `--help` and the page of options.
         group: what the option is about.
         unit: what a number counts, or what a text is.
         takers: the calls and commands that have the option, among the takers of the dataclass.
-        resumed: what a resumed run does with it.
+        resumed: what a resumed run does with the value.
         was: the names of the option in the last release.
     """
     defined = Option(check, help, group, unit, takers, resumed, was)
@@ -165,8 +171,8 @@ _COUNT = partial(whole_number, most=MOST_PLACES)
 class PipelineOptions:
     """The options of a pipeline, for calls, commands and files.
 
-    The type of a field is what a file may contain. A Python call may be given other types, too,
-    such as a `Cluster` for `hardware`, which the check of the option accepts.
+    The type of a field is what a file may contain. A Python call may be given further types that
+    the option's check accepts, such as a `Cluster` for `hardware`.
     """
 
     taker: ClassVar[Taker] = EVERY
@@ -175,8 +181,8 @@ class PipelineOptions:
     stages: int | None = option(
         None,
         partial(checked_stages, largest=MOST_PLACES),
-        "How many stages the model is cut into, each on a device or on a group of --replicas; if left out 2, but "
-        "decided with --replicas auto, and by plan with --devices.",
+        "How many stages the model is cut into; each runs on one device, or on as many as --replicas says. If left "
+        "out, 2; but decided with --replicas auto, and by the plan command with --devices.",
         "pipeline",
         "stages",
         EVERY,
@@ -185,7 +191,7 @@ class PipelineOptions:
     replicas: str | None = option(
         None,
         checked_replicas,
-        "How many devices each stage has, such as 2,1; auto to have that decided, and the number of stages.",
+        "How many devices each stage has, such as 2,1. With auto, this and the number of stages are decided.",
         "pipeline",
         "devices",
         EVERY,
@@ -194,8 +200,8 @@ class PipelineOptions:
     devices: int | None = option(
         None,
         _COUNT,
-        "How many devices there are for all stages together, of which a stage may get several; if left out as many as "
-        "--replicas takes, else all of --hardware, else all of this machine (one per core if they are CPUs).",
+        "How many devices all stages have together; a stage may get several. If left out, as many as --replicas takes, "
+        "else all of --hardware, else all of this machine (one per core if they are CPUs).",
         "pipeline",
         "devices",
         COMMANDS | PLAN_FOR,
@@ -204,7 +210,8 @@ class PipelineOptions:
     microbatches: int | None = option(
         None,
         _COUNT,
-        "Into how many parts a batch is split; 4 if left out, decided by plan with --devices or --replicas.",
+        "How many parts a batch is split into. If left out, 4; but decided by the plan command with --devices or "
+        "--replicas.",
         "pipeline",
         "micro-batches",
         EVERY,
@@ -241,7 +248,7 @@ class PipelineOptions:
         lambda said, value: (
             value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
         ),
-        "A cluster by name or a TOML file; a100-40gb for a model, infinite links for a graph.",
+        "A cluster, by name or as a TOML file. If left out, a100-40gb for a model; infinitely fast links for a graph.",
         "pipeline",
         "",
         PLANS,
@@ -249,7 +256,7 @@ class PipelineOptions:
     stacked: str | None = option(
         None,
         checked_stacked,
-        "What the optimizer sees of layers that the model scans over: with per_layer each alone, else their arrays.",
+        "How the optimizer sees layers that the model scans over: with per_layer one by one, else as stacked arrays.",
         "pipeline",
         "",
         EVERY,
@@ -257,7 +264,7 @@ class PipelineOptions:
     frozen: tuple[str, ...] = option(
         (),
         checked_frozen,
-        'A pattern of the paths of parameters that stay as they are, such as "base/*"; may be given again.',
+        'A pattern of the paths of parameters that are not trained, such as "base/*"; may be given several times.',
         "pipeline",
         "pattern",
         EVERY,
@@ -265,7 +272,7 @@ class PipelineOptions:
     speeds: tuple[float, ...] | None = option(
         None,
         checked_speeds,
-        "How fast each device is beside the others; measured if left out.",
+        "The relative speed of each device; measured if left out.",
         "pipeline",
         "",
         PIPELINE,
@@ -289,7 +296,7 @@ class PipelineOptions:
     has_aux: bool = option(
         False,
         checked_flag,
-        "The loss returns something beside.",
+        "The loss also returns auxiliary values.",
         "model",
         "",
         CALLS,
@@ -297,7 +304,7 @@ class PipelineOptions:
     has_state: bool = option(
         False,
         checked_flag,
-        "The loss carries a model state.",
+        "The loss takes and returns a model state, such as statistics of batch norms.",
         "model",
         "",
         CALLS,
@@ -305,7 +312,7 @@ class PipelineOptions:
     deferred_batch_norm: bool = option(
         False,
         checked_flag,
-        "What batch norms remember changes once a batch, not with each micro-batch.",
+        "Running statistics of batch norms change once per batch, not with each micro-batch.",
         "model",
         "",
         PIPELINE,
@@ -313,7 +320,7 @@ class PipelineOptions:
     aux_reduce: Mapping[str, str] | None = option(
         None,
         partial(checked_reduction, kind=AuxReduction),
-        "What leaves of aux become over micro-batches and replicas, by patterns of their paths.",
+        "How leaves of aux are reduced over micro-batches and replicas, by patterns of their paths.",
         "model",
         "",
         PIPELINE,
@@ -321,7 +328,7 @@ class PipelineOptions:
     model_state_reduce: Mapping[str, str] | None = option(
         None,
         partial(checked_reduction, kind=StateReduction),
-        "What leaves of the model state become over replicas, by patterns of their paths.",
+        "How leaves of the model state are reduced over replicas, by patterns of their paths.",
         "model",
         "",
         PIPELINE,
@@ -329,7 +336,7 @@ class PipelineOptions:
     compile: bool = option(
         False,
         checked_target,
-        "Asks the compiler of the hardware, which need not be here, how many bytes the programs take; planning goes on "
+        "Asks the compiler of the hardware, which may be absent, how many bytes the programs take; planning goes on "
         "until a plan keeps the limit by the compiler's count.",
         "memory",
         "",
@@ -338,7 +345,8 @@ class PipelineOptions:
     memory_limit: str | None = option(
         None,
         lambda said, value: parse_limits(value),
-        "What each device may hold, such as 16GiB, or 24GiB,11GiB for two; what it has if left out, if it says so.",
+        "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If left out, the memory that "
+        "each device reports, if it reports any.",
         "memory",
         "bytes",
         EVERY,
@@ -347,7 +355,7 @@ class PipelineOptions:
     host_memory_limit: str | None = option(
         None,
         lambda said, value: parse_bytes(value),
-        "What values swapped to the host may take there, of all devices together.",
+        "How much memory the swapped values of all devices may take on the host together.",
         "memory",
         "bytes",
         RUNS,
@@ -367,7 +375,8 @@ class PipelineOptions:
         partial(
             checked_fates, of="tensors, such as {'*/attention/*': 'swap'} or \"*/attention/*=swap\""
         ),
-        "What happens to tensors between a forward and its backward, by patterns of their names.",
+        "What happens to tensors between a forward and its backward: keep, swap or recompute, by patterns of their "
+        "names.",
         "memory",
         "",
         PIPELINE,
@@ -375,8 +384,8 @@ class PipelineOptions:
     state_fates: str | None = option(
         None,
         partial(checked_fates, of="parameters, such as {'*': 'swap'} or \"*=swap\""),
-        "Where the optimizer's state lies between updates, by patterns of the paths of parameters, such as *=swap, "
-        "several with commas between; decided under a limit if left out.",
+        "Where the optimizer's state lies between updates, by patterns of the paths of parameters, such as *=swap; "
+        "several are separated by commas. If left out, decided under a memory limit.",
         "memory",
         "PATTERN=FATE",
         EVERY,
@@ -385,8 +394,8 @@ class PipelineOptions:
     group: bool | None = option(
         None,
         checked_flag,
-        "Consecutive layers of a stage run as one program, on CPUs with the same results bitwise; if left out, on CPUs "
-        "alone, once the steps of a run have taken as long as its programs took to compile.",
+        "Runs consecutive layers of a stage as one program; on CPUs, results are bitwise identical. If left out, only "
+        "on CPUs, once the steps of a run have taken as long as its programs took to compile.",
         "run",
         "",
         RUNS,
@@ -402,7 +411,7 @@ class PipelineOptions:
     remeasure: bool = option(
         False,
         checked_flag,
-        "Measures layers again; else what an earlier run of the same model has measured on this machine is used.",
+        "Measures layers again; else the measurements of an earlier run of the same model on this machine are used.",
         "run",
         "",
         RUNS,
@@ -427,7 +436,7 @@ def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def passed(options: PipelineOptions, taker: Taker) -> dict[str, Any]:
-    """Returns, by name, the options of a command line that a Python call takes as well."""
+    """Returns the values of a command line's options that a Python call takes as well, by name."""
     every_option = options_of(PipelineOptions).items()
     return {
         name: getattr(options, name)

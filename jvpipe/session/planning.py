@@ -1,9 +1,9 @@
-"""Asking planners for cuts, fates, the order of tasks and devices, and the devices of each stage.
+"""Asks planners for a plan, until one keeps the memory limit when its bytes are counted exactly.
 
 A planner estimates a run's bytes by closed formulas. Its answer is therefore lowered to the rows of
-a run, whose bytes are exact. If these exceed the memory limit, the planner is asked again under a
-smaller limit. Whether any plan keeps the limit is decided by bytes only, so that measured seconds,
-which vary, do not change the answer.
+a run (programs and copies), whose bytes are exact. If these exceed the limit, the planner is asked
+again under a smaller limit. Whether any plan keeps the limit is decided by bytes only, so measured
+seconds, which vary, do not change the answer. `ASKING` says how long the search goes on.
 """
 
 import logging
@@ -40,11 +40,11 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 _log = logging.getLogger("jvpipe")
 Slowness = tuple[float, ...]
-"""How many times longer than the first device another device takes for each layer; empty if they
+"""For each layer, how many times longer than the first device another device takes; empty if both
 are equally fast."""
 HeldBytes = Callable[[Plan], Sequence[int]]
-"""A function of a plan that returns the peak bytes of the fullest device of each stage. It counts
-in the lowered rows, so the bytes equal those of a run."""
+"""Returns, for each stage of a plan, the peak bytes of its fullest device. They are counted in the
+lowered rows, so they equal those of a run."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class AskingEffort:
     """How long the search goes on for a plan whose run keeps a memory limit.
 
     Attributes:
-        attempts: how often a planner is asked at most. Each time the limit it sees is lowered by
-            the bytes by which the run of its last answer would exceed the true limit.
+        attempts: how often a planner is asked at most. Each time the limit that it sees is lowered
+            by the excess of its last plan's run over the true limit.
         signings: how often a planner is asked at most until a plan, as compiled by the hardware's
             compiler, keeps the limit.
-        counted_times: the largest ratio of the bytes that a planner estimates for a plan to those
-            that its run holds. A plan whose estimate exceeds the limit by more is not lowered.
-        noticed: the share by which steps have to be longer than with every value kept, before a
-            plan is asked for whose optimizer state lies on the host.
+        counted_times: the largest expected ratio of a planner's estimate to the bytes of a run. If
+            the estimate for a plan exceeds the limit by more, the plan is not lowered.
+        noticed: a plan with optimizer state on the host is tried only if the limit makes steps
+            longer by more than this share.
     """
 
     attempts: int = 5
@@ -220,8 +220,8 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
     """Returns the rough plans, given the fastest first, whose shapes are worth an exact plan.
 
-    If the fastest one recomputes layers, every shape is worth one, because exact fates may save
-    much time. Otherwise only better cuts can save time, and the slower shapes are left out.
+    If the fastest one recomputes layers, all shapes are, because exact fates may save much time.
+    Otherwise only better cuts can save time, and shapes that are much slower are left out.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s
@@ -230,11 +230,12 @@ def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
 
 
 def _of_shape(planner: str, plan: RoughPlan) -> Planned:
-    """Returns a plan of a rough plan's shape; it is at least as fast if the search begins there."""
+    """Returns the best exact plan that is found with the shape of a rough plan."""
     problem = plan.problem
     if problem.schedule == AUTO:
         return _ask(planner, problem, None)
-    # The search begins with the rough plan, if that keeps the limit and has as many stages.
+    # The search begins with the rough plan, if that keeps the limit and has as many stages. What it
+    # finds is then at least as fast.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
     return answered(planner, problem, under_rule(problem, begin))
@@ -254,7 +255,7 @@ def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
 
 
 def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
-    """Makes the error of a paper's planner that has no plan; it names a limit with which it has."""
+    """Makes the error of a paper's planner that finds no plan; it names a limit that suffices."""
     limit = shapes.model.memory_limit_bytes
     assert limit is not None, "without a limit every planner has a plan"
 
@@ -275,7 +276,7 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
 
 
 class _Least(NamedTuple):
-    """The plan that holds the fewest bytes, and the problem with the order of devices it is for."""
+    """The plan that holds the fewest bytes, and the problem with that plan's order of devices."""
 
     floor: Floor
     problem: Problem
@@ -318,13 +319,14 @@ class _Asker:
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
 
     def unlimited(self, problem: Problem) -> Planned | None:
-        """Asks a planner that chooses fates for a plan without a limit; None if that exceeds it.
+        """Asks a planner that chooses fates for a plan as if there were no limit.
 
-        Whether the plan keeps the limit is decided by its lowered rows. The planner's own estimate
-        is near the bytes of the rows and never much below them, but may be above. So the plan may
-        keep the limit although its estimate does not, and is lowered if the estimate is at most
-        `counted_times` the limit.
+        Returns:
+            The plan; None if it exceeds the limit, or if the planner does not choose fates.
         """
+        # The lowered rows decide whether the plan keeps the limit. The planner's estimate is hardly
+        # below their bytes but may be well above. So the plan is lowered even if the estimate
+        # exceeds the limit, by a factor of at most `counted_times`.
         limit = problem.memory_limit_bytes
         assert limit is not None
         counted_limit = ASKING.counted_times * limit
@@ -382,12 +384,12 @@ class _Asker:
             # because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
             problem = replace(problem, schedule=given_lists(lines_of(lists)))
+        # Orders that put the same limits in the same places hold the same bytes, however fast the
+        # devices are, so only one of them is tried.
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
         floors = list[_Least]()
-        # Orders that put the same limits in the same places hold the same bytes, however fast the
-        # devices are, so only one of them is tried.
         for one in by_room.values():
             floors.append(_Least(self.floor(one, limit), one))
             if floors[-1].floor.bytes <= limit:
@@ -416,7 +418,7 @@ class _Asker:
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_limit = limit - less[problem.where[stage]]
         same = tuple(replace(group, less_bytes=0, slowness=()) for group in problem.groups)
-        # The message names one limit for all devices, which is found as if they were equal.
+        # The message names one limit for all devices, so they are taken to be equal here.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
             f"no plan of {self.planner} keeps the limits of the devices: at best {problem.name_of(stage)}, which "
@@ -439,7 +441,7 @@ def decide(
 
     A limit can be kept if the plan that holds the fewest bytes keeps it. This depends on bytes
     only, so every run decides it in the same way. The planner's search also depends on measured
-    seconds and may find no plan under such a limit; the plan with the fewest bytes is then taken.
+    seconds, and may find no plan although one exists. The plan with the fewest bytes is then taken.
 
     Args:
         planner: the name of the planner.
@@ -458,7 +460,7 @@ def decide(
     # `least_kept_bytes` counts for 1F1B, and an open order of tasks may hold less.
     is_open = problem.schedule == AUTO
     is_roomy = is_open or ASKING.counted_times * least_kept_bytes(problem) <= limit
-    # Finding the plan with the fewest bytes takes long, and if the limit is wide it is not needed.
+    # The plan with the fewest bytes takes long to find. It is not needed if the limit is wide.
     least = None if is_roomy else asker.least(problem, limit)
     planned = asker.unlimited(problem) or asker.within(problem, least)
     if planned is None and least is None:

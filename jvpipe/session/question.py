@@ -1,4 +1,4 @@
-"""The question that planners answer about a model's shapes, for hardware that is not here."""
+"""The question that planners answer for hardware that is not here: how to run a model's shapes."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -82,8 +82,8 @@ class Question(Training):
 
         Args:
             examples: how many examples to trace with; unless given, those of a micro-batch.
-            present: the model traced with another number of examples, whose cuts into layers are
-                used; None: the cuts are found for this trace.
+            present: the model as traced with another number of examples. Its cuts into layers are
+                used; None: the cuts are found again.
         """
         if present is not None:
             return self._trace(examples, present)
@@ -110,7 +110,7 @@ class Question(Training):
         return replace(model, traced=self._cutter(model).freeze(model.traced))
 
     def _cutter(self, model: Model) -> OptimizerCutter:
-        """Returns what traces and cuts the optimizer of a model; it is made once per model."""
+        """Returns the cutter of a model's optimizer, which is made once per model."""
         key = self.microbatches, id(model.params)
         if key not in self._cutters:
             self._cutters[key] = OptimizerCutter.of(self, model)
@@ -128,8 +128,8 @@ class Question(Training):
         Args:
             cluster: the hardware.
             traced: the model, if it is traced already.
-            optimizer: the optimizer, cut for `traced`; costs include its state if it is given or
-                if `traced` is not.
+            optimizer: the optimizer, cut for `traced`. If `traced` is given without it, costs leave
+                out the optimizer's state.
         """
         if traced is None:
             model = self.trace()
@@ -178,7 +178,7 @@ class Question(Training):
         return slowness_by_kind(used, str, longer)
 
     def held_bytes(self, plan: Plan) -> list[int]:
-        """Returns each device's peak bytes in a run of a plan, compiled for the device at hand."""
+        """Compiles a plan for the device at hand; returns each device's peak bytes in its run."""
         return [peak.bytes for peak in self.compiled(plan, shared_store()).peaks[:-1]]
 
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
@@ -265,15 +265,15 @@ class Question(Training):
         for b in smaller(largest, devices):
             if 1 in costs:
                 break
-            # Costs with so few examples are used only if the loss then has the same layers and
-            # operations. Otherwise no replica may have so few examples.
+            # A replica may have so few examples only if the loss then has the same layers and
+            # operations.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
         plain = Problem(costs[largest], self.schedule.chunks, self.schedule, 1, overlaps=True)
         model = on_cluster(plain, cluster)
-        # Copies between machines do not use the links to the hosts.
+        # With several machines, copies between devices are taken not to use the links to hosts.
         model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
         # With a single example the loss may be another program, without a batch axis.
@@ -286,7 +286,7 @@ class Question(Training):
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
     """Returns a problem with a cluster's links: the network if stages lie on several machines."""
     check_devices(problem.devices, cluster)
-    # Stages take the devices of one machine after another: the first machine holds as many as fit.
+    # Stages take all devices of the first machine before any of the next one.
     within = problem.devices <= cluster.devices_per_machine
     peer: Link = cluster.peer if within else cluster.network
     return replace(
@@ -302,11 +302,11 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
     """Returns, for each device, how many times longer it takes for each layer than a profile says.
 
-    The profile is taken to be of the cluster's first device. The entry of a device that is as fast
-    is empty.
+    The profile is taken to be of the cluster's first device. The entry of an equally fast device is
+    empty.
 
     Args:
-        cluster: its devices' products per second are compared; None: all devices are equal.
+        cluster: the hardware, whose products per second are compared; None: all devices are equal.
         devices: how many devices are used.
         layers: how many layers the profile has.
     """
@@ -334,7 +334,7 @@ def given_pins(
         cluster: has the devices.
         devices: how many devices there are; unless given, as many as `replicas` take, or else all
             of the cluster.
-        stages: how many stages; None, here and below, lets the planner decide.
+        stages: how many stages. Here and in the following, None lets the planner decide.
         replicas: how many devices each stage has; "auto" also lets the planner decide.
         cuts: how many layers each stage has.
         microbatches: how many a step has.
@@ -392,8 +392,8 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the numbers of examples at which layers are traced, besides a whole micro-batch.
 
-    They are the share of one replica if every device is one; then 1, the smallest share possible;
-    and 2, the smallest possible if the loss is another program for a single example.
+    The first is the share of each device if all devices are replicas of one stage. The others are
+    the smallest possible shares: 1, or 2 if the loss is another program for a single example.
 
     Args:
         examples: how many a micro-batch has.
@@ -416,7 +416,7 @@ def check_devices(stages: int, cluster: Cluster) -> None:
 
 
 def check_sums(problem: Problem) -> None:
-    """Raises ValueError for seconds and bytes so large that the planners' sums lose accuracy."""
+    """Raises ValueError if seconds or bytes are so large that the planners' sums lose accuracy."""
     layers, m, in_flight = problem.costs.layers, problem.microbatches, max(problem.in_flight)
     crossing = [edge.bytes for edge in problem.costs.edges]
     kept = [layer.options[0].kept_bytes for layer in layers]
@@ -436,7 +436,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
-    # One device that has all layers and keeps every value holds the most of all plans.
+    # No device of any plan holds more than one that has all layers and keeps every value.
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(

@@ -43,12 +43,12 @@ _log = logging.getLogger("jvpipe")
 
 
 class Migrations:
-    """The queue of migrations (changes of the plan that move layers), in order of their moments.
+    """The queue of migrations (changes of the plan that move layers), the next one first.
 
     Args:
         compiled_plans: the compiled plans of the model; each migration changes their plan.
         controller: runs the copies of a migration.
-        limits: in bytes; a migration keeps them while layers move.
+        limits: the limits of memory in bytes, which a migration keeps also while layers move.
         warmup_updates: how many of the first updates of an asynchronous run are made in synchronous
             steps.
     """
@@ -91,14 +91,15 @@ class Migrations:
             step, microbatch = earliest, 0
         old = self.queue[-1].new if self.queue else self._compiled_plans.current
         stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
-        # `run_due` prepares the migration again if something is in flight after all.
+        # No micro-batch is expected in flight then, so the stream's earlier plans are dropped. If
+        # some are in flight after all, `run_due` prepares the migration again.
         if old.previous and not stream_steps:
             old = replace(old, previous=None)
         if microbatch and (old.plan.replicated or plan.replicated):
             raise ValueError(
                 f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
             )
-        # The migration begins at `old`, the plan of the last queued one, not at the present plan.
+        # The migration starts from `old`, which differs from the present plan if others are queued.
         new = self._compiled_plans.with_plan(plan, old)
         self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
 
@@ -118,8 +119,9 @@ class Migrations:
         Args:
             state: the newest state.
             drain: finishes the micro-batches in flight.
-            compiled: the compiled plan of the next step. A migration due inside that step is left
-                to it, if `compiled` has the present plan and shapes; otherwise it is made now.
+            compiled: the compiled plan of the next step; None stands for the present one. If it is
+                the present one, a migration due inside the step stays queued and is made by the
+                step. Otherwise the migration is made now.
 
         Raises:
             StageError: a copy failed; the error's `state` is whole under the old plan.
@@ -137,7 +139,7 @@ class Migrations:
             if migration.change.how == "inside":
                 break
             self.queue.popleft()
-            # Layers move between two steps only if no micro-batch is in flight.
+            # A move between two steps needs the arrays at rest: no micro-batch may be in flight.
             state = drain(state)
             state.check(migration.bound.lowered.persistent)
             self._controller.settle()
@@ -193,9 +195,15 @@ class Migrations:
 
 
 class _StepRun(NamedTuple):
-    """The rows of a step, its number of updates, and how many steps the stream has had after it.
+    """What one step runs, and what it counts.
 
-    `migration` is the one made inside the step, if there is one.
+    Attributes:
+        compiled: the compiled plan; in a stream with a migration inside the step, the new one.
+        bound: the rows of the step (programs and copies), ready to run.
+        uses: which version of the weights each task reads; empty if no record is needed.
+        updates: how many updates the step makes.
+        stream_steps: how many steps the stream (a run without flushes) has had after this one.
+        migration: the migration made inside the step, if there is one.
     """
 
     compiled: CompiledPlan
@@ -234,7 +242,7 @@ class Session(Engine):
         self.model_history = []
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Runs another model from now on."""
+        """Runs the model of these compiled plans from now on."""
         if compiled_plans is not self.compiled_plans:
             super().follow(compiled_plans)
             self.migrations.follow(compiled_plans)
@@ -244,12 +252,12 @@ class Session(Engine):
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
         Errors of earlier steps are raised first, while the given state is still whole. Then earlier
-        losses are checked to be finite: in a stream (a run without flushes) the step waits for the
-        losses of all steps except the last one, otherwise only losses that have come are checked.
-        A step that calls code on the host, which can fail, waits for the step before it.
+        losses are checked to be finite. In a stream (a run without flushes) the step waits for the
+        losses of all earlier steps except the last one. Otherwise it checks only losses that have
+        come. A step that calls code on the host, which can fail, waits for the step before it.
 
-        Only micro-batches with the shapes of the first batch can be in flight. They are finished
-        before a batch of other shapes runs, which is then finished within its own step.
+        Only micro-batches with the shapes of the run's first batch can be in flight. They are
+        finished before a batch of other shapes runs. Such a batch is finished within its own step.
         """
         start_s = time.perf_counter()
         self.check_state(state)
@@ -266,12 +274,13 @@ class Session(Engine):
             check = partial(self.limits.check, to_run.peaks, self.settings.devices)
             together(self.settings.hosts, "limits", check)
             state = self.drain(state)
-            # Draining may have adopted a compiled plan without the earlier plans of the stream.
+            # Draining may have adopted a compiled plan that forgets the stream's earlier plans.
             fitting = self.compiled_plans.for_batch(batch)
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        # `marks` are of programs that call code on the host: `settle` waits for those so far.
+        # Programs that call code on the host leave marks. `settle`, below, waits for the marks of
+        # earlier steps and not for those of this step.
         earlier_marks = len(self.controller.marks)
         feeds = self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
@@ -309,8 +318,8 @@ class Session(Engine):
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
-            # A synchronous run is replayed without a record. A record is needed for the synchronous
-            # steps at the start of an asynchronous run.
+            # A synchronous run needs no record. In an asynchronous run, the synchronous steps at
+            # its start are recorded too, because the replay goes through the whole run.
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
             bound = migration.bound if migration else compiled.step
             return _StepRun(compiled, bound, uses, 1, 0, migration)
@@ -321,10 +330,10 @@ class Session(Engine):
         return _StepRun(compiled, bound, step.uses, updates, before + 1, migration)
 
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
-        """Returns the metrics of a step by name, and has its losses checked later."""
+        """Returns the metrics of a step by name, and queues its losses for a later check."""
         values = self.readable(values)
-        # In a stream each micro-batch may have read other weights, so each loss is checked. The
-        # micro-batches' losses are then the last of the values.
+        # In a stream each micro-batch may have read different weights, so each one's loss is
+        # checked. The losses of the micro-batches are then the last values.
         apart = run.stream_steps > 0
         losses = values[-self.settings.microbatches :] if apart else []
         metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
@@ -339,7 +348,7 @@ class Session(Engine):
         Args:
             batch: the batch of the micro-batch.
             microbatch: the micro-batch's number, counted from the start of the run.
-            updates: how many updates the weights that it read had had.
+            updates: the version of the weights that it read.
         """
         compiled = self.compiled_at(batch, updates)
         moment = divmod(microbatch, self.settings.microbatches)
@@ -348,7 +357,7 @@ class Session(Engine):
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
 
     def drain(self, state: State) -> State:
-        """Finishes the micro-batches in flight."""
+        """Finishes the micro-batches in flight, and so ends the stream."""
         self.check_state(state)
         state = self._finish(state, self.compiled)
         if self.compiled.previous:
@@ -356,7 +365,7 @@ class Session(Engine):
         return state
 
     def _finish(self, state: State, compiled: CompiledPlan) -> State:
-        """Finishes the micro-batches that this compiled plan has in flight."""
+        """Finishes the micro-batches in flight by the rows of a compiled plan."""
         if not state.stream_steps:
             return state
         step, bound = compiled.drain(state.stream_steps)
@@ -370,15 +379,15 @@ class Session(Engine):
 def switch_model(
     session: Session, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree
 ) -> State:
-    """Goes on with another model; micro-batches in flight are finished first.
+    """Switches the training to another model; micro-batches in flight are finished first.
 
     Args:
         session: the session that trains the present model.
         state: the newest state, which is consumed.
         loss_fn: the new loss, with the same arguments and kinds of results as the present one.
-        params: the new model's parameters; shapes suffice for a parameter that the present model
-            has or that is parked on the host.
-        model_state: the new model's state; the present one unless given.
+        params: the new model's parameters. Shapes suffice for parameters that the present model
+            has, and for those of earlier models, which are parked on the host.
+        model_state: the new model's state; None: that of the present model.
 
     Raises:
         ValueError: the loss reads a parameter that `params` lack, or a parameter has another shape
@@ -398,7 +407,7 @@ def switch_model(
     }
     switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")
-    # Losses are checked before the ledger of versions, which messages need, is replaced.
+    # Messages about losses read the ledger of versions, so losses are checked while it is there.
     session.check_losses(state, wait=bool(state.stream_steps))
     state = session.drain(state)
     state.check(len(session.compiled.persistent))

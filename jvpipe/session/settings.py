@@ -72,27 +72,28 @@ class Settings(Training):
     """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
 
     Args:
-        stages: the number of devices that a micro-batch passes, or a plan for the first model's
-            layers; None if the planner decides the number (`shares`).
+        stages: how many devices a micro-batch passes, or a plan for the first model's layers; None
+            if the planner decides (`shares`).
         planner: the name of the planner, which chooses cuts and fates.
         limits: the bytes that each device may hold; empty if there is no limit.
         host_limit_bytes: the limit for swapped and parked values on the host.
         fates: the fates of tensors, by patterns of their names.
-        checkpoint: torchgpipe's mode.
-        devices: the distinct devices.
+        checkpoint: which micro-batches are computed again from their stage's input: torchgpipe's
+            modes. None: `fates` or the planner decides.
+        devices: the devices, each once. Other fields refer to them by index.
         places: the device of each stage, as an index; empty if a plan was given.
         splits_unasked: `microbatches` was left out, so batches are split although the user did not
             ask for it.
-        replicas: all devices of each stage, if some stage has several.
+        replicas: all devices of each stage, as indices; empty unless some stage has several.
         shares: the planner decides how many devices each stage has.
         sharding: how parameters lie over the devices of a place, if places are meshes.
         reductions: the user's reductions for leaves of aux and of the model state.
         deferred_batch_norm: running statistics of batch norms change once per batch.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure layers again, although an earlier process has measured them.
-        group: consecutive layers of a stage run as one program; None: once that pays.
+        group: consecutive layers of a stage run as one program; None: as soon as that pays.
         hosts: the processes of the run, if there are several.
-        speeds: the relative speed of each device; empty if measurements are to tell.
+        speeds: the relative speed of each device; empty if speeds are measured.
     """
 
     stages: int | Plan | None
@@ -117,14 +118,14 @@ class Settings(Training):
 
     @property
     def chooses_fates(self) -> bool:
-        """Whether the planner chooses fates: there is a limit, and it is a planner that can."""
+        """Whether the planner chooses fates, which needs a limit and a planner that can do so."""
         return bool(self.limits) and find_planner(self.planner).chooses_fates
 
     @property
     def asks_fates(self) -> bool:
-        """Whether layers have to be measured under other fates than keep.
+        """Whether layers are measured also with their values recomputed or swapped.
 
-        That is the case if the planner chooses fates, or recomputes all values.
+        This is needed if the planner chooses fates, or recomputes all values.
         """
         return self.chooses_fates or find_planner(self.planner).fate_rule is FateRule.RECOMPUTES
 
@@ -138,8 +139,8 @@ class Settings(Training):
 # name the part that differs.
 
 Parts = list[tuple[str, str]]
-"""The name of each part, and a text that is equal exactly if the part is. A message shows the line
-of the text that differs, so lines should be short."""
+"""The name of each part with its text; parts are equal exactly if their texts are. A message shows
+the line that differs, so lines should be short."""
 
 
 def library_versions() -> Parts:
@@ -152,7 +153,7 @@ def option_parts(settings: Settings) -> Parts:
     """Returns the options of a pipeline, without its functions, whose traces are compared later."""
     apart = ("loss_fn", "optimizer", "hosts")
     names = [one.name for one in fields(settings) if one.name not in apart]
-    # All fields are taken, so that one that is added later is compared as well.
+    # Every field is taken unless it is named above, so that a new field is compared as well.
     values = {name: getattr(settings, name) for name in names}
     stages, schedule = settings.stages, settings.schedule
     values |= {
@@ -176,9 +177,9 @@ _Readers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OptimizerCutter:
-    """A cutter of an optimizer into pieces for any split of the parameters into layers.
+    """Cuts an optimizer into one piece for each layer, for any cuts of the model into layers.
 
-    The optimizer is traced once for all splits.
+    The optimizer is traced once, and cut again if the layers change.
 
     Args:
         optimizer: an optax transformation.
@@ -287,7 +288,7 @@ class OptimizerCutter:
         return self._trace(readers, None if graph.weighted else self.microbatches)
 
     def freeze(self, traced: Traced) -> Traced:
-        """Returns the layers without gradients of parameters that user or optimizer freeze.
+        """Removes the gradients of parameters that the user or the optimizer freezes.
 
         Raises:
             ValueError: a trained parameter cannot have a gradient, or no parameter is trained.
@@ -307,11 +308,11 @@ class OptimizerCutter:
         return left
 
     def text(self, graph: LayerGraph, schedule: Schedule) -> str:
-        """Returns a text of the update of a graph's parameters, to recognise it in other processes.
+        """Returns a text of the update of a graph's parameters, to recognize it in other processes.
 
-        It may contain addresses of functions, which differ between processes.
+        The text may contain addresses of functions, which differ between processes.
         """
-        # Unlike a jaxpr, a structure has no names of variables, which would differ as well.
+        # Names of variables differ between processes too. A jaxpr has them, a structure has none.
         update = self._trace(*self._sums(graph, schedule)).update.jaxpr
         return repr(structure(update.eqns, update.invars, update.outvars))
 
@@ -324,7 +325,7 @@ class OptimizerCutter:
         ]
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
-        """Returns how many gradients each parameter has, and the divisor of their sum, if any."""
+        """Returns the number of gradients of each parameter, and the divisor of sums or None."""
         readers = tuple(len(p.readers) for p in graph.parameters)
         return readers, None if graph.weighted else schedule.period(self.microbatches)
 
@@ -350,7 +351,7 @@ class OptimizerCutter:
 class Trees:
     """The caller's trees with which a model was traced, as shapes.
 
-    Split trees have a leaf for each layer in place of each stacked array.
+    A split tree has, in place of each stacked array, one leaf for each layer.
 
     Args:
         params: the parameters.
@@ -371,11 +372,11 @@ class Trees:
         return self.stacks.join(jax.tree.unflatten(jax.tree.structure(self._split_params), leaves))
 
     def split_params(self, params: Tree) -> list[Any]:
-        """Splits a tree of parameters; ValueError names the first leaf that is not as expected."""
+        """Splits a tree of parameters; a ValueError names the first leaf with a wrong shape."""
         return leaves_like(params, self._split_params, self.stacks, "params")
 
     def join_model_state(self, leaves: Sequence[Any]) -> Tree:
-        """Joins the leaves of the model state, without those that jvpipe added at the end."""
+        """Joins the leaves of the model state, without those that `with_sums` added at the end."""
         tree = jax.tree.structure(self.model_state)
         return jax.tree.unflatten(tree, leaves[: tree.num_leaves])
 
@@ -384,7 +385,7 @@ class Trees:
         return self.stacks.join(jax.tree.unflatten(optimizer.state_tree, leaves))
 
     def split_optimizer_state(self, optimizer: OptimizerCut, tree: Tree) -> list[Any]:
-        """Splits an optimizer state; ValueError names the first leaf that is not as expected."""
+        """Splits an optimizer state; a ValueError names the first leaf with a wrong shape."""
         shapes = jax.tree.unflatten(
             optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state]
         )
@@ -396,7 +397,7 @@ class Trees:
 
 
 def with_sums(leaves: Sequence[Any], state: Sequence[Array]) -> list[Any]:
-    """Returns the user's leaves of a model state, followed by zeros for deferred batch norms' sums.
+    """Adds, after the user's leaves of a model state, zeros for the sums of deferred batch norms.
 
     Args:
         leaves: the user's leaves.

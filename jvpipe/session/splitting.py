@@ -1,15 +1,16 @@
-"""Cutting layers in two, if whole layers leave one stage slower than the others or keep no limit.
+"""Cuts layers in two, if one stage is slower than the others or no plan keeps the memory limit.
 
 vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts inside
 layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
-inside layers and between them are considered together. Among the cuts whose slowest stage is nearly
-the fastest possible, those are taken that cut the fewest layers and send the fewest bytes. Measured
-seconds may decide which layers are cut, but they do not change what a run computes: a layer is cut
-only if its halves give bitwise identical results (`programs.bit_equality`).
+inside layers and between them are considered together. Among all cuts whose slowest stage is nearly
+as fast as possible, those that cut the fewest layers are preferred, and among these the cuts that
+send the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what a
+run computes: a layer is cut only if its halves give bitwise identical results
+(`programs.bit_equality`).
 
-A stage of finer layers may hold fewer bytes. Whether a memory limit can be kept must not depend on
-seconds, so under a limit only two models are tried, whatever the clock says: the one with whole
-layers, and the one with all layers halved.
+A stage of finer layers may hold fewer bytes. But whether a limit can be kept must not depend on
+measured seconds. So only two models decide it: the one with whole layers, and the one with all
+layers halved. `SPLITTING` has the thresholds, which may be changed.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -52,8 +53,8 @@ class SplitEffort:
             is not cut, because a dispatch takes some 0.05 ms.
         gain: the share of a step's seconds that finer layers must save.
         rounds: how many times layers may be cut, and cut again.
-        layers_per_stage: layers are not halved to keep a limit if there are more of them than this
-            per stage, because a stage then holds hardly less.
+        layers_per_stage: with more layers than this per stage, layers are not halved to keep a
+            limit, because a stage would then hold hardly fewer bytes.
         places: how many places of a layer are tried.
     """
 
@@ -70,8 +71,8 @@ class SplitEffort:
 SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
-"""Tells whether a layer of one model gives results bitwise identical to those of its two halves in
-another model; called with the whole model, the layer and the cut model."""
+"""Tells whether two halves give results bitwise identical to those of their layer; is called with
+the whole model, the layer, and the model with the layer cut in two."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,11 @@ class CutCandidate:
 
 @dataclass(frozen=True)
 class Splitter:
-    """A cutter of layers; `keeps_bits` tells whether halves give bitwise identical results.
+    """A cutter of layers.
 
-    `device` is the kind of device whose seconds say where the middle of a layer is.
+    Args:
+        device: the kind of device by whose seconds the middle of a layer is found.
+        keeps_bits: tells whether halves give bitwise identical results.
     """
 
     device: Accelerator
@@ -104,7 +107,7 @@ class Splitter:
     def within_limit(
         self, traced: Traced, stages: int, plan: Callable[[Traced], CutCandidate]
     ) -> tuple[CutCandidate, int]:
-        """Plans whole layers, or halved layers if whole ones keep no limit.
+        """Plans whole layers, or halved layers if no plan of whole layers keeps the limit.
 
         Args:
             traced: the model with whole layers.
@@ -112,7 +115,7 @@ class Splitter:
             plan: makes a plan of a model.
 
         Returns:
-            The plan, and how many more times layers may be cut: whole layers once, halves never.
+            The plan, and how many more times layers may be cut: 1 for whole layers, 0 for halves.
 
         Raises:
             MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit of both.
@@ -156,15 +159,18 @@ class Splitter:
         return best
 
     def evener(self, traced: Traced, planned: Planned) -> Traced | None:
-        """Returns the model with layers cut such that stages become as even as possible.
+        """Cuts layers so that stages become as even as possible.
 
-        Returns None if no cut inside a layer makes them more even, or each try is refused because
-        results would not be bitwise identical. After a refusal, the refused place is left out for
-        all layers of the same kind.
+        A place is refused if results would not be bitwise identical. It is then left out for all
+        layers of the same kind, and the cuts are chosen again.
 
         Args:
             traced: the model.
             planned: its plan so far.
+
+        Returns:
+            The model with finer layers; None if no cut inside a layer helps, or all tries are
+            refused.
         """
         seconds = work_s(planned.problem.costs.layers)
         together = {
@@ -197,8 +203,9 @@ class Splitter:
     ) -> tuple[int, int] | None:
         """Returns a place at which results would not be bitwise identical, if there is one."""
         cut = traced
-        # The last place comes first. Cutting there changes neither the numbers of earlier layers
-        # nor, once the second half's equations are subtracted, distances to a layer's end.
+        # The last place is cut first, so that the numbers of earlier layers stay the same. If a
+        # layer is cut twice, the place is counted from the end of the first half, so the equations
+        # of the second half (`after`) are subtracted.
         after: dict[int, int] = {}
         for layer, before_end in reversed(where):
             finer = split_layers(cut, {layer: before_end - after.get(layer, 0)})
@@ -278,9 +285,9 @@ def even_places(
 
     Two dynamic programs run over all places, like those for whole layers
     (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage. The
-    second finds the fewest cut layers, and among these the fewest sent bytes, of all cuts that come
-    near to these seconds. Each stage is taken to keep its present ratio of seconds to those of its
-    layers, which is above 1 if the stage recomputes or its device is slow.
+    second looks at all cuts that come near to these seconds, and finds those with the fewest cut
+    layers, and then the fewest sent bytes. A stage may take more seconds than the sum of its layers
+    if it recomputes or its device is slow. This ratio is taken to stay as it is now.
 
     Args:
         planned: the plan so far.
@@ -317,6 +324,7 @@ def even_places(
     if not np.isfinite(least_s):
         return []
     sent = np.array([float(cut.sent_bytes) for cut in cuts])
+    # A cut layer costs 1, and all sent bytes together cost less than 1.
     price = np.array([cut.layer is not None for cut in cuts]) + sent / (1 + sent.sum())
     near = (
         np.where(matrix <= SPLITTING.near_times * least_s, price[: len(matrix), None], np.inf)
@@ -333,7 +341,7 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    # crossing[k]: bytes that cross the place before layer k; over[k]: bytes that pass by layer k.
+    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go beyond it.
     crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
     for edge in costs.edges:
         last = max(edge.readers, default=edge.producer)

@@ -10,12 +10,12 @@ are taken to be the product
 where w[l] are the seconds on which the plan was based; f[d] is the factor by which the device is
 slower than it was then (the median of y / w over its layers, each weighted by its w); and r[l] is
 the remaining factor, which belongs to the layer itself and is set to 1 unless it is far from 1.
-Cuts for a slow device have fewer layers there, and these layers return once its f is 1 again.
+Cuts for a slow device give it fewer layers. The layers return once the device's f is 1 again.
 
-Noise in the measurements moves no layers: the gain of other cuts must exceed a threshold in several
-steps in a row, each judged by itself. The home plan is the one that was planned or that the user
-gave. The threshold for returning to it is lower, and layers return as soon as no other cuts gain
-enough over it.
+Noise in the measurements must not move layers, so the gain of other cuts must exceed a threshold in
+several steps in a row, each judged by itself. The home plan is the one that was planned or that the
+user gave. A return to it needs a smaller gain, and layers return as soon as no other cuts gain
+enough over the home plan. The thresholds are in `Rule` and may be changed.
 """
 
 import json
@@ -73,8 +73,8 @@ class Rule:
         gain_home: the share that returning to the home plan must save.
         steps: how many steps in a row must show such a gain.
         horizon_steps: steps within which a migration must save the seconds that it takes.
-        layer: a layer counts as slow or fast itself if its factor r is above this or below its
-            inverse.
+        layer: a layer itself counts as slow if its factor r is above this number, and as fast if r
+            is below the number's inverse.
         learn_steps: how many steps are used to learn the seconds of layers, if the plan was made
             without seconds.
         skip_steps: how many first steps are not used, because programs and caches are cold.
@@ -91,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A step's seconds per micro-batch: those of each layer, and each stage's wait for copies."""
+    """A step's seconds per micro-batch: of each layer, and of each stage's waits for copies."""
 
     layer_s: Sequence[float]
     exposed_s: Sequence[float]
@@ -110,7 +110,7 @@ def all_of(parts: Sequence[Seen]) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """The cuts of a better plan; by the measurements they save `gain_s` seconds per step.
+    """The cuts of a better plan, and the seconds per step that they save by the measurements.
 
     `slowness` has, for each stage, how many times longer than planned its device takes for each
     layer of the model.
@@ -203,16 +203,16 @@ class Trigger:
         return replan
 
     def refuse(self, cuts: tuple[int, ...]) -> None:
-        """Remembers cuts that are impossible or do not pay, and stays silent about them.
+        """Remembers cuts that are impossible or do not pay, and returns them no more.
 
-        They are forgotten when the plan changes.
+        When the plan changes, they are forgotten.
         """
         self._refused.add(cuts)
 
     def expect(self, cuts: tuple[int, ...]) -> None:
-        """Says which cuts the plan will have that was found for the cuts returned last.
+        """Announces the cuts of the plan that is the answer to the cuts returned last.
 
-        When a plan with other cuts is observed, it becomes the home plan; this one will not.
+        When a plan with these cuts is observed, it does not become the home plan. Any other does.
         """
         self._asked = cuts
 
@@ -246,7 +246,7 @@ class Trigger:
         if now_s - self._least_step_s(float(seconds.sum()), slowness) <= now_s * (
             rule.gain if at_home else rule.gain_home
         ):
-            return None  # a lower bound shows that no cuts can gain enough
+            return None  # even the lower bound does not gain enough
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
         goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         if goes_home:
@@ -261,10 +261,10 @@ class Trigger:
     def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
         """Returns a lower bound on the seconds of a step under any cuts.
 
-        The slowest stage takes at least as long as if work could be divided freely, not only
-        between layers. All devices would then be busy for the same time, total / (sum of 1 / f).
-        The stages together take at least as long as the fastest device would for all the work,
-        which is total times the least f.
+        If work could be divided anywhere, not only between layers, all devices could be busy for
+        the same time, total / (sum of 1 / f). The slowest stage takes at least that long. The
+        stages together take at least as long as the fastest device would take for all the work,
+        total times the least f.
         """
         shared_s = total_s / sum(1 / f for f in slowness)
         return self._step_s(shared_s, total_s * min(slowness))
@@ -287,7 +287,7 @@ class Trigger:
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:
-        """Returns the reason, which names the stage whose seconds are furthest from the plan."""
+        """Names, as the reason, the stage whose seconds are furthest from the planned ones."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
