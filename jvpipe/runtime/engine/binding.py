@@ -279,7 +279,7 @@ def _memory(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
 
 
 def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
-    """Waits until a copy has reached the host; `copy` is None if it was already used and freed."""
+    """Waits until a copy has arrived; `copy` is None if it was already used and freed."""
     if copy is not None:
         copy.block_until_ready()
     return ()

@@ -73,8 +73,8 @@ class CompiledPlan:
         devices: the device of each place of the plan.
         store: compiles programs, and keeps them.
         previous: in a stream whose plan has changed, the compiled plan before this one, and the
-            micro-batch from which this one holds. The micro-batch counts in the lowered steps of
-            the plan before, which are fewer than those that have run.
+            micro-batch from which this one holds, as a number in the stream that the plan before
+            has lowered. That stream may be shorter than the one that has run.
         hosts: the processes that run the plan together, if there are several.
         stand_in: a device of this process to use in place of all devices. Programs can then be
             compiled, and bytes counted, although the devices belong to other processes.
@@ -231,7 +231,7 @@ class CompiledPlan:
 
     @cached_property
     def spans(self) -> tuple[PlanSpan, ...]:
-        """The parts of a stream under its earlier plans, in order, and last that under this plan."""
+        """The parts of a stream under its earlier plans, in order, and then that under this one."""
         if self.previous is None:
             return (PlanSpan(0, self.layouts()[0]),)
         earlier, start = self.previous
@@ -280,7 +280,7 @@ class CompiledPlan:
         return self.bound_steps[n]
 
     def drain(self, steps: int) -> tuple[Step, Bound]:
-        """Returns the rows that finish what is in flight after the first `steps` steps of a stream."""
+        """Returns the rows that finish what the first `steps` steps of a stream leave in flight."""
         n = min(steps, len(self.stream.steps))
         if n not in self.bound_drains:
             step = self.stream.drain(n)
@@ -322,7 +322,7 @@ class CompiledPlan:
 
     @property
     def bounds(self) -> list[Bound]:
-        """The bound rows of training: one step, or the steps of a stream with a drain after each."""
+        """The bound rows of training: a step, or the steps of a stream with a drain after each."""
         if self.schedule.synchronous:
             return [self.step]
         # A stream may be drained after any step, and a drain may hold more bytes than a step.

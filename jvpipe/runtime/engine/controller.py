@@ -67,7 +67,7 @@ class Moment(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A result of a row that may fail while it runs: waiting for `array` shows whether it failed."""
+    """A result of a row that may fail while it runs: waiting for the array shows whether it did."""
 
     array: jax.Array
     row: Row

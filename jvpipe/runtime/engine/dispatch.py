@@ -1,9 +1,9 @@
 """The order of dispatch: that of the lowered rows, except that a late copy delays only its device.
 
-A FREE ends a buffer, and waits until the copy of its value has reached the host. In the same way, a
-RECEIPT waits until another process reports that a copy has arrived there. While such a row waits,
-its device is blocked, and the device's later rows queue up behind the row. Other devices go on. A
-row of another device also has to wait, and then blocks its device as well, if it
+A FREE ends a buffer that was copied, to the host or to another device, and waits until the copy has
+arrived. A RECEIPT waits until another process reports the arrival of a copy. While one of the two
+waits, its device is blocked, and later rows of the device queue up behind it. Other devices go on.
+A row of another device also has to wait, and then blocks its device as well, if it
 
 - makes a buffer on a blocked device, and a blocked row there comes earlier in the list: the device
   must not hold more than the buffer table says;
@@ -16,7 +16,7 @@ In this example F0, OUT0, FREE0, F0' and SEND0 are rows of one device, F1 and F2
     lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late
     dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 wait until it has come
 
-No row waits forever. Take the blocked row that comes first in the list. All rows before it have been
+No row waits forever. Take the blocked row that comes first in the list. All rows before it were
 dispatched, so its inputs have been made. It waits only for a copy that is under way.
 """
 
