@@ -36,8 +36,7 @@ _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
 
 
 class _Asked(NamedTuple):
-    """A copy that was asked for: the process it comes from, its row, a weak reference to its result.
-    """
+    """A copy that was asked for: its source process, its row, a weak reference to its result."""
 
     process: int
     row: Row

@@ -115,9 +115,9 @@ class Placing:
     def place(
         self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
     ) -> tuple[jax.Array, ...]:
-        """Returns all persistent arrays, in the order of `buffers`; None for other processes' arrays.
+        """Makes the persistent arrays of this process, and initializes state without leaves.
 
-        Optimizer state without leaves is initialized.
+        Returns the arrays in the order of `buffers`, with None for those of other processes.
 
         Args:
             ledger: counts the bytes of the arrays.
@@ -152,7 +152,7 @@ class Placing:
 
     @cached_property
     def _passing_bytes(self) -> list[int]:
-        """For each device, the most bytes of one layer that are made there and then go to the host."""
+        """For each device, the most bytes of one layer that are made there for the host."""
         passing = Counter[tuple[int, int]]()
         for buffer in self.buffers:
             if buffer.copy.on_host:
@@ -237,7 +237,7 @@ class Placing:
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
         """Returns, by device, the most bytes that one piece makes although the table has them.
 
-        `initialise_optimizer` runs whole pieces. A piece makes all of its state, even if only a part
+        `initialise_optimizer` runs whole pieces. A piece makes all of its state, even if only some
         of it is missing.
         """
         pieces, lacking = self._initialising(table)

@@ -1,4 +1,4 @@
-"""The programs of stages with replicas: layers on slices of examples, and programs that cut and join.
+"""The programs of stages with replicas: layers on slices of examples, and those that cut and join.
 
 Replicas are devices that run the same layers, each on a slice of every micro-batch. In this example
 a micro-batch has four examples, a:b are the examples of a slice, and time runs to the right:
@@ -260,8 +260,8 @@ class Replicas:
             ValueError: a tensor can neither be cut nor shared out.
         """
         graph, widths = self.traced.graph, self.plan.replicas
-        # If the loss divides a sum by a count, a replica needs both for the same examples. A part of
-        # a sum belongs to no particular examples, so such a loss must not share out any tensor.
+        # If the loss divides a sum by a count, a replica needs both for the same examples. A shared
+        # out sum belongs to no particular examples, so such a loss must not share out any tensor.
         divides = {Beside.DIVISOR, Beside.GUARD} & set(self.apart.amended.values())
         for tensor, spread in zip(graph.tensors, self.batching.tensors, strict=True):
             layers = (tensor.producer, *tensor.readers)

@@ -99,10 +99,7 @@ class RowPrograms:
         return value_spec(self.graph, self.optimizer, value)
 
     def program(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, for arrays that are whole on each device.
-
-        The row must be one that runs a program, and not a copy or a wait.
-        """
+        """Returns the program of a row, which must run one and not only copy or wait."""
         if isinstance(row.run, GroupRun):
             return group_program([self.laid(lowered, part) for part in row.parts], row.wires)
         read = [lowered.buffers[b].value for b in row.reads]
