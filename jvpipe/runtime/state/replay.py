@@ -124,7 +124,7 @@ class Replay:
         device = first_of(self._compiled.devices[0])
         (executable,) = self._compiled.store.compile([(program, device)])
         arrays = [jax.device_put(x, device) for x in arguments]
-        # A program may overwrite its donated arguments. They are copied, because versions must stay.
+        # A program may overwrite its donated arguments, so these are copied: versions must stay.
         for i in program.donated:
             arrays[i] = jnp.copy(arrays[i])
         return list(executable(*arrays))

@@ -26,7 +26,7 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Writes a checkpoint.
 
-    Whenever the process dies, the folder holds the older checkpoint or the new one, and it is whole.
+    Whenever the process dies, the folder holds a whole checkpoint, either the older or the new one.
 
     Args:
         path: a folder, which may hold an older checkpoint; the new one replaces it.

@@ -55,7 +55,8 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     """Returns the newest version of each plain array.
 
-    If a layer is about to move to another process, its arrays still lie with the old one.
+    While a layer moves to another process, its arrays may still lie with the old process. They are
+    then returned where they lie.
 
     Args:
         compiled: the compiled plan of the state.
@@ -170,7 +171,7 @@ def _holder(spot: Spot) -> _Holder:
     """Returns the key that all versions of a value share.
 
     The key of a parameter or of optimizer state has no place, because the value may lie at another
-    place while its layer moves. Model state and constants are always at their own places.
+    place while its layer moves. Model state and constants are looked up at their own places.
     """
     value = spot.value
     is_of_place = value.kind in (ValueKind.STATE, ValueKind.CONSTANT)

@@ -18,8 +18,7 @@ from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_o
 _WHERE = "meta.json"
 _COUNT = whole_in(0, 2**31 - 1)
 _ANY = whole_in(-LARGEST)
-"""A micro-batch or version in a use. They count from the start of a step, so they may be negative.
-"""
+"""A micro-batch or version of a use. It counts from the start of a step, and may be negative."""
 _USE = (one_of_texts((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
 _ARRAYS = {
@@ -38,6 +37,7 @@ def _plan(where: str, data: Any) -> None:
 
 
 def _binding(where: str, data: Any) -> None:
+    """Raises ValueError unless data begin with the entries of `Saving._binding`."""
     compare(where, data, [anything])
     compare(where, data[:5], ({str: anything}, [_COUNT], [_COUNT], [{str: str}], _COUNT))
     compare(f"{where}[0]", {"name": data[0].get("name")}, {"name": str})

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: each writes a part, and the first joins them to a generation.
+"""Checkpoints of several processes: each writes a part, the first makes a generation of the parts.
 
 Each line shows what a process writes, from left to right. At each bar, the processes wait for each
 other:

@@ -152,7 +152,7 @@ class Saving:
             in_flight: the entry of `meta.json` about the micro-batches in flight.
 
         Raises:
-            ValueError: the micro-batches ran under another schedule, or other cuts, fates or devices.
+            ValueError: the micro-batches ran under another schedule, cuts, fates or devices.
         """
         plan = Plan.from_json(in_flight["legs"][-1][1])
         then = [stage.devices for stage in plan.stages]
@@ -175,8 +175,7 @@ class Saving:
         fates = [dict(stage.fates) for stage in plan.stages]
         options, cuts, splits = self.schedule.options, list(plan.cuts), list(plan.splits)
         binding = [options, cuts, splits, fates, self.microbatches]
-        # Later versions of the format added these entries. Plans that do not need them do without,
-        # so that their older checkpoints still fit.
+        # Only plans that need these entries get them, so the checkpoints of other plans stay equal.
         if plan.replicated:
             binding.append(list(plan.replicas))
         states = [dict(stage.state_fates) for stage in plan.stages]
