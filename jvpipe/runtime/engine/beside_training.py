@@ -57,7 +57,7 @@ def beside_training() -> Iterator[None]:
 
 
 class Thread:
-    """A thread beside the training that runs calls one after another, in the order of asking.
+    """A thread beside the training that runs calls, one after another, in the order of `ask`.
 
     It is off until `switch` starts it.
 
@@ -80,8 +80,8 @@ class Thread:
     def switch(self, *, on: bool) -> None:
         """Starts the thread, or ends it.
 
-        A thread that runs already is ended in both cases, after the call that it is running. Its
-        further calls are cancelled.
+        If the thread is on already, it ends in both cases, after the call that it is running. Its
+        other calls are cancelled.
         """
         if self._pool:
             self._pool.shutdown(cancel_futures=True)

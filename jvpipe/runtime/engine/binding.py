@@ -1,4 +1,4 @@
-"""Binds each row of a step to what runs it, once per plan, so that a step needs no look-ups.
+"""Binds each row of a step to the program or copy that runs it, so that a step needs no look-ups.
 
 A row is one program, one copy, a wait, or the end of buffers, on one place (a device, or a mesh of
 several). The binding of a row is an `Instruction`. It has the compiled program or a function that
@@ -49,8 +49,8 @@ class Instruction(NamedTuple):
         freed_bytes: the bytes of the buffers that end with the row.
         watched: whether the row calls code on the host, and can therefore fail after its dispatch.
         row: the row.
-        mark: compiles a program that only reads the array that a copy brings. A monitor waits for
-            this program if a later row may overwrite the array; None if no row does.
+        mark: for a copy whose result later rows may overwrite, compiles a program that only reads
+            the result; else None. A monitor waits for the program in place of the result.
     """
 
     run: Callable[..., Any]
@@ -260,7 +260,7 @@ def _copy(
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
     """Returns a function that copies a leaf of the batch to a device.
 
-    A replica copies only its own examples. Of a lazy leaf, it also reads only these.
+    A replica copies only its own examples. If the leaf is lazy, it also reads only these.
     """
     if leaf.examples is None:
         return lambda x: feed(_read(x))
@@ -286,7 +286,7 @@ def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
 
 
 def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
-    """Raises the error of a copy to another process that has failed; its `witness` has come."""
+    """Raises an error if a copy to another process has failed, as its `witness` shows."""
     witness.block_until_ready()
     return ()
 

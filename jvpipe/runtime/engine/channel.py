@@ -30,7 +30,7 @@ LOOK_S = 0.5
 CLOSING_S = 1.0
 """Seconds to wait, after an error, for signs that another process is gone and so is the cause."""
 FAILED = "failure"
-"""The name of a word that reports a failure of the process; all others have a call's name."""
+"""The name of a word that reports a failure. Any other word has the name of its call."""
 
 
 @dataclass

@@ -453,7 +453,7 @@ def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
 
 
 def _task(row: Row) -> Hashable:
-    """Returns the key of a row's executable, without the micro-batch: all of them share it."""
+    """Returns the key of a row's executable, which the rows of all micro-batches share."""
     if len(row.parts) > 1:
         return row.place, *map(_task, row.parts), row.wires
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)

@@ -28,8 +28,8 @@ from jvpipe.runtime.engine.tensors import Ledger
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
 """Leaves of the batch, and seeds, on the host: micro-batch m reads `feeds[kind, index][m]`."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
-"""By moved buffer that may not have arrived yet: the number of the row that moves it, the row, and
-a function that compiles a program for `_look`: it only reads the array, and yields a marker."""
+"""Moved buffers that may not have arrived yet. Each has the number of the row that moves it, the
+row, and a function that compiles the program with which `_look` makes a marker."""
 
 
 def _look(
@@ -37,10 +37,10 @@ def _look(
 ) -> None:
     """Tells the monitor which moved arrays have come.
 
-    An array that has not come, and that the next row takes, cannot be checked later. For this one,
-    the monitor waits for a marker: a small array that comes when the moved one has come. Only the
-    dispatching thread may check arrays, because the process crashes if an array is checked while a
-    program overwrites it.
+    If an array has not come and the next row takes it, it cannot be checked later. The monitor then
+    waits for a marker: a small array that comes when the moved array has come. Only the dispatching
+    thread may check arrays, because the process crashes if an array is checked while a program
+    overwrites it.
 
     Args:
         monitor: the monitor of the run; None only if `arriving` is empty.
@@ -96,7 +96,7 @@ class Controller:
             succeeded. They are in the order of dispatch, so the first that failed is the cause.
         first_step: the number by which messages call the first step of a run.
         hosts: the processes that run the steps together, if there are several.
-        profiled: whether a profiler is to see each dispatch by the name of its row.
+        profiled: whether a profiler sees each dispatch by the name of its row.
     """
 
     ledger: Ledger
@@ -219,7 +219,7 @@ class Controller:
             The error to raise; None for an interrupt.
         """
         failure = self.failure(error, row, at) if isinstance(error, Exception) else None
-        # `failure` needs the marks, because one of them may be the cause, so they go only now.
+        # One of the marks may be the cause, so they were kept until the cause is found.
         while len(self.marks) > marked:
             self.marks.pop()
         return failure

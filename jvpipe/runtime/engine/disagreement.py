@@ -20,7 +20,7 @@ def told_failure(failure: Exception | None) -> bytes:
     """
     if failure is None:
         return b""
-    # Messages about a user's mistakes are clear by themselves. Those of other errors need the type.
+    # Messages about a user's mistakes are clear. All other messages need the error's type.
     is_users = isinstance(failure, (ValueError, MemoryLimitExceeded))
     line = str(failure) if is_users else f"{type(failure).__name__}: {failure}"
     return f"{limit_bytes(failure)}\t{line}".encode()

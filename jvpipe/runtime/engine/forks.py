@@ -24,10 +24,10 @@ def check_not_forked() -> None:
 def _owner() -> int:
     """Returns the process of the first call; 0 if JAX's devices came to this process by a fork.
 
-    The answer is cached, and a forked process inherits it. So a fork after the first call shows by
-    the number of another process. A fork between the first use of JAX and the first call shows by
-    the threads: the process has devices, but only Python's threads. On systems that do not list
-    threads, the second case goes unnoticed.
+    The answer is cached, and a forked process inherits it. After a fork, the answer is therefore
+    the number of another process. If the fork came before the first call but after JAX was used,
+    there was no answer to inherit. Then the process has devices, but only Python's threads. On
+    systems that do not list threads, this case goes unnoticed.
     """
     # Each device that works has threads of JAX besides Python's.
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Measuring the seconds of each task without delaying the pipeline.
+"""Measures the seconds of each task without delaying the pipeline.
 
 The end of a task is observed. Every program yields a marker, an array of four bytes that no other
 program reads. A copy to the host or back needs no marker, because its result serves as one. For
@@ -72,8 +72,8 @@ class Measured:
         """Returns each layer's seconds for a micro-batch: its forward, backward and recomputing.
 
         They are medians over micro-batches, and 0 for a layer whose forward or backward did not
-        run. Of several replicas, the slowest counts, because the others wait for it. If only some
-        backwards of a layer ran in two halves, only its whole backwards count.
+        run. If a layer has replicas, the slowest counts, because the others wait for it. If only
+        some backwards of a layer ran in two halves, only its whole backwards count.
 
         Args:
             layers: how many layers the model has.

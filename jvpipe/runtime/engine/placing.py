@@ -1,4 +1,4 @@
-"""Puts the arrays that outlive a step on their places, and counts the bytes that this takes.
+"""Puts the arrays that outlive a step at their places, and counts the bytes that this takes.
 
 These arrays are the parameters, the optimizer's state, the model state and constants. They are
 placed in the order of the buffer table. A `Leaf` (`training_state.py`) makes an array or puts a
@@ -40,7 +40,7 @@ def name_of(buffer: Buffer) -> Name:
 
 
 def key_of(buffer: Buffer) -> Spot:
-    """Returns the key of a persistent array, which is the same if the array lies on the host."""
+    """Returns the key of a persistent array, wherever it lies: on its device or on the host."""
     return Spot(buffer.value, buffer.place)
 
 

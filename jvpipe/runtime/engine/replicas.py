@@ -8,8 +8,8 @@ a micro-batch has four examples, a:b are the examples of a slice, and time runs 
     stage 0                                         B(0:2)  B(2:4)  REDUCE  U
 
 The programs of a layer on a slice must take and leave the same values as those on the whole
-micro-batch, only in other sizes. Then all decisions about the layer hold for each replica. Such a
-decision is the fate of its residuals, the values that its forward leaves for its backward.
+micro-batch, only in other sizes. Then all decisions about the layer hold for each replica. One
+example is the fate of its residuals, the values that its forward leaves for its backward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

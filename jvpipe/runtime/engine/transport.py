@@ -21,7 +21,7 @@ from jvpipe import _jax
 from jvpipe.trace.keys import implementation_of, is_key
 
 _RUN_BITS = 24
-"""How many low bits of a copy's number are for its row; the other bits count the runs of rows."""
+"""How many of the low bits in a copy's number are for its row; the rest counts the runs of rows."""
 _NEVER = (1 << 62) - 1
 """A number that no copy has."""
 

@@ -110,8 +110,8 @@ def brought_arrays(
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
     """Returns the position, in a state's arrays, of the newest version of each plain array.
 
-    Of several copies, the copy at the array's own place is taken. While a layer moves, there may be
-    no copy at that place. Then any other one is taken.
+    If this version has several copies, the copy at the array's own place is taken. While a layer
+    moves, there may be no copy at that place. Then any other copy is taken.
     """
     spots = names_of(compiled, stream_steps)
     at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
