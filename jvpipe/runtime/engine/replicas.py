@@ -184,7 +184,7 @@ class Replicas:
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(shapes[::replicas], replicas, in_place=in_place)
             case _:
-                raise AssertionError(f"{row} is none between replicas")
+                raise AssertionError(f"{row} is not a row between replicas")
 
     def shape(self, value: Value) -> jax.ShapeDtypeStruct:
         """Returns the shape and type of a value between replicas, or of a replica's part of it."""

@@ -98,8 +98,8 @@ class State:
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(
-                "this state is being traced: call the pipeline's members outside of jax.jit and its like, for they "
-                "compile all that they run"
+                "this state is being traced: call the pipeline's members outside of jax.jit and its like, because "
+                "they compile all that they run"
             )
         others = [kind for kind in types if not issubclass(kind, jax.Array)]
         if others:

@@ -1,10 +1,10 @@
-"""Changes the model during training: what both models have stays, and the rest is parked or made.
+"""Changes the model during training: shared arrays stay, old ones are parked, new ones are made.
 
 Arrays that only the old model has are parked: they wait on the host for a later change that brings
-them back. Where each array of the new model comes from is decided before anything moves
-(`origins.py`). During the change, the devices hold the arrays of both models beside each other. If
-there is no room for both, the arrays that leave a device are first copied to the host. In both
-cases, the old model can be restored until all arrays of the new model have arrived.
+them back. Before anything moves, `origins.py` decides where each array of the new model comes from.
+During the change, the devices hold the arrays of both models beside each other. If there is no room
+for both, the arrays that leave a device are first copied to the host. In both cases, the old model
+can be restored until all arrays of the new model have arrived.
 
 If there are several processes, each parks the arrays that leave its own devices. Arrays that
 another process needs are copied there from device to device. No array leaves a device before all

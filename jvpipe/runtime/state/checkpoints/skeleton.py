@@ -4,7 +4,7 @@ Dicts with string keys, lists and tuples are written as such. Any other containe
 name of its class, its children and its node data. Node data are what JAX keeps of a container
 besides its children, such as keys and static fields. If they are not plain values, the tree is not
 written. Reading imports no modules, so that a checkpoint cannot run code. The class of a container
-must therefore be imported before.
+must therefore have been imported.
 """
 
 import sys
