@@ -1,4 +1,4 @@
-"""Metrics of runs with several processes: reading one waits, and raises if a process is lost."""
+"""Arrays of runs with several processes: reading one raises an error if a process is lost."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,18 +8,19 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 _KNOWN = {"shape", "dtype", "ndim", "size", "nbytes", "sharding", "is_ready", "is_deleted"}
-"""The attributes of an array that can be read before its values have come."""
+"""The attributes that an array has before its values have come: reading them does not wait."""
 
 
 class Awaited(NDArrayOperatorsMixin):
-    """A device array that depends on other processes; if one is lost, reading raises an error.
+    """A device array whose values depend on other processes, such as a metric.
 
-    The error names the lost process. A plain array would block forever. This one can be used like a
-    plain array, also by NumPy and `jax.numpy`. For `jax.jit`, convert it with `jnp.asarray`.
+    Reading waits for the values. If a process is lost, reading a plain array would block forever;
+    reading an `Awaited` raises an error that names the process. Otherwise it works like a plain
+    array, also with NumPy and `jax.numpy`. For `jax.jit`, convert it with `jnp.asarray`.
 
     Args:
         array: the array, whose values have yet to come.
-        arrive: waits for the values; raises the error if their computation has failed.
+        arrive: waits for the values; raises an error if their computation has failed.
 
     >>> loss = Awaited(jax.numpy.float32(0.5), jax.block_until_ready)
     >>> float(loss), f"{loss:.3f}", loss + 1, loss.shape, loss.item()
@@ -31,6 +32,7 @@ class Awaited(NDArrayOperatorsMixin):
         self._arrive = arrive
 
     def _come(self) -> jax.Array:
+        """Returns the array after its values have come."""
         self._arrive(self._array)
         return self._array
 
@@ -40,8 +42,8 @@ class Awaited(NDArrayOperatorsMixin):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols such as `__array_interface__` are those of this class. The array's own would
-        # read its values without `_come`.
+        # NumPy looks for protocols such as `__array_interface__`. Through those of the plain array
+        # it would read the values without `_come`, and could block forever.
         if name.startswith("__"):
             raise AttributeError(name)
         array = self._array if name in _KNOWN else self._come()

@@ -1,4 +1,8 @@
-"""Work beside the training: how it shares the Python interpreter, and a thread that does it."""
+"""Lets other threads work while training runs, without delaying the thread that dispatches.
+
+Python runs only one thread at a time. Work beside the training, such as planning and compiling, can
+therefore keep the dispatching thread waiting for its turn.
+"""
 
 import gc
 import sys
@@ -11,26 +15,27 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TURN_S = 1e-4
-"""Seconds after which a thread beside the training gives up the interpreter.
+"""The longest turn of a thread, in seconds, while another thread waits for the interpreter.
 
-With Python's own 5 ms, a dispatch could wait that long.
+Python's own value is 5 ms, which would be the longest delay of a dispatch.
 """
 
 _lock = Lock()
 _outside: list[tuple[float, bool]] = []
-"""(switch interval, garbage collection on), as each `beside_training` now active found them.
+"""The settings that each active `beside_training` found: (switch interval, is collection on).
 
-The first entry is the setting of the program outside, which the last one to leave puts back.
+The first entry has the settings of the rest of the program. The last context to end restores them.
 """
 
 
 @contextmanager
 def beside_training() -> Iterator[None]:
-    """Keeps work beside the training from holding up the thread that dispatches.
+    """Keeps the work inside the context from delaying the thread that dispatches.
 
-    The dispatching thread gives up the interpreter at each dispatch and then needs it back. Inside
-    the context, threads therefore take turns of at most `TURN_S`. Garbage collection is off there,
-    because tracing would set off collections that look at every object and take half a second.
+    The context changes two settings of the whole process. The dispatching thread gives up the
+    interpreter at each dispatch and then needs it back, so turns last at most `TURN_S`. Garbage
+    collection is off, because tracing would start collections that look at every object and take
+    half a second.
 
     >>> with beside_training():
     ...     round(sys.getswitchinterval(), 4), gc.isenabled()
@@ -52,7 +57,9 @@ def beside_training() -> Iterator[None]:
 
 
 class Thread:
-    """A thread beside the training that runs the calls asked of it, in order, once switched on.
+    """A thread beside the training that runs calls, one after another, in the order of `ask`.
+
+    It is off until `switch` starts it.
 
     >>> thread = Thread("jvpipe-example")
     >>> thread.switch(on=True)
@@ -71,15 +78,19 @@ class Thread:
         return self._pool is not None
 
     def switch(self, *, on: bool) -> None:
-        """Starts the thread again, or ends it; calls that have not begun are cancelled."""
+        """Starts the thread, or ends it.
+
+        If the thread is on already, it ends in both cases, after the call that it is running. Its
+        other calls are cancelled.
+        """
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
         self._pool, self._asked = ThreadPoolExecutor(1, self._name) if on else None, []
 
     @property
     def waiting(self) -> int:
-        """How many calls have not ended yet."""
-        # Finished calls are forgotten, so the list stays short.
+        """The number of calls that have not ended yet."""
+        # Ended calls leave the list, so that it stays short.
         self._asked = [future for future in self._asked if not future.done()]
         return len(self._asked)
 

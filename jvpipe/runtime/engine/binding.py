@@ -1,4 +1,11 @@
-"""Binding of rows to the executables and copies that run them, so that a step needs no look-ups."""
+"""Binds each row of a step to the program or copy that runs it, so that a step needs no look-ups.
+
+A row is one program, one copy, a wait, or the end of buffers, on one place (a device, or a mesh of
+several). The binding of a row is an `Instruction`. It has the compiled program or a function that
+copies, the numbers of the arrays that the row reads, makes and frees, and how many bytes these
+are. The controller (`controller.py`) then only follows the instructions. A new kind of row that
+runs no program needs a case in `_copy`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,27 +27,30 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value
 
 _PROMPT_BYTES = 1 << 16
-"""Up to this size, copying at once is faster than waking the thread that would copy."""
+"""The largest array, in bytes, that the dispatching thread copies itself.
+
+For such an array this is faster than waking the thread that would copy it.
+"""
 
 
 class Instruction(NamedTuple):
-    """A row (one program or one copy) with everything that running it needs.
+    """A row with everything that running it needs.
 
     Attributes:
-        run: the executable, or a function that copies.
+        run: the executable, or a function that copies, waits or does nothing.
         feed: the kind and index of the value that a FEED reads from the host; else None.
-        gather: picks the arrays that the row reads from the table.
-        writes: the buffers that the row writes.
-        frees: the buffers that end with the row.
+        gather: picks the arrays that the row reads from the table of all arrays.
+        writes: the numbers of the buffers that the row writes.
+        frees: the numbers of the buffers that end with the row, because no later row needs them.
         target: the memory of the buffers that the row makes.
-        born_bytes: the bytes of these buffers, held in `target` from the row on.
-        temporary_bytes: the bytes that the program holds in `target` while it runs.
+        born_bytes: the bytes of the buffers that the row makes.
+        temporary_bytes: the further bytes that the program holds in `target` while it runs.
         source: the memory of the buffers that end with the row.
-        freed_bytes: the bytes of these buffers, held in `source` until the row has run.
-        watched: the row calls code on the host, so it can fail after its dispatch.
+        freed_bytes: the bytes of the buffers that end with the row.
+        watched: whether the row calls code on the host, and can therefore fail after its dispatch.
         row: the row.
-        mark: for an array that later rows may overwrite where it has moved to, compiles a program
-            that only reads it; None for others.
+        mark: for a copy whose result later rows may overwrite, compiles a program that only reads
+            the result; else None. A monitor waits for the program in place of the result.
     """
 
     run: Callable[..., Any]
@@ -67,7 +77,7 @@ class Bound:
 
     @cached_property
     def named(self) -> tuple[Instruction, ...]:
-        """The instructions, changed such that a profiler shows each dispatch by its row's name."""
+        """The instructions, with functions whose calls a profiler shows by the row's name."""
         runs = [_named(one.run, f"dispatch {one.row}") for one in self.instructions]
         pairs = zip(self.instructions, runs, strict=True)
         return tuple(one._replace(run=run) for one, run in pairs)
@@ -79,7 +89,7 @@ class Bound:
 
     @cached_property
     def waits(self) -> bool:
-        """Whether the dispatch of a row may have to be put off because a copy is late."""
+        """Whether some row must not be dispatched before a copy has come."""
         return any(KINDS[one.row.kind].runs is Runs.WAIT for one in self.instructions)
 
     @cached_property
@@ -95,9 +105,10 @@ class Bound:
 
     @cached_property
     def laid(self) -> Lowered:
-        """The lowered step with padded buffers, if programs are compiled for absent hardware.
+        """The lowered step, in which buffers have the sizes that the device gives them.
 
-        The sizes are those that the compiler reports for the programs' arguments and results.
+        Only programs for absent hardware report such sizes, for each argument and result. Some
+        devices pad arrays. A buffer gets the largest size that a program reports for it.
         """
         padded: dict[int, int] = {}  # by buffer, its bytes
         for one in self.instructions:
@@ -121,7 +132,7 @@ class Bound:
         return [instruction.temporary_bytes for instruction in self.instructions]
 
     def compile_marks(self) -> None:
-        """Compiles the marker programs, which only measured runs need."""
+        """Compiles the programs of `Instruction.mark`, which only measured runs need."""
         for instruction in self.instructions:
             if instruction.mark:
                 instruction.mark()
@@ -139,20 +150,18 @@ def bind(
     """Binds each row to the program or the copy that runs it.
 
     Args:
-        lowered: the rows.
-        devices: the devices, by the places of the rows.
+        lowered: the rows and buffers of a step.
+        devices: the device of each place.
         executable_of: returns the executable of a row that runs a program.
-        calls_host: tells whether a row calls code on the host; such rows can fail and are watched.
-        mark_of: returns a function that compiles the program whose result comes when a moved buffer
-            has arrived.
+        calls_host: tells whether a row calls code on the host.
+        mark_of: for a buffer that a copy makes, returns `Instruction.mark`.
         crossing_of: returns a function that runs this process's half of a copy between processes;
             None for other rows.
         spec_of: tells how a leaf of the batch lies over a mesh.
     """
     buffers = lowered.buffers
-    temporary_bytes: dict[
-        int, int
-    ] = {}  # by executable: many rows share one, and `memory_analysis` takes longer than binding
+    # By executable: many rows share one, and `memory_analysis` takes longer than all the rest.
+    temporary_bytes: dict[int, int] = {}
 
     def temporary_of(executable: Any) -> int:
         if id(executable) not in temporary_bytes:
@@ -165,10 +174,10 @@ def bind(
         target, source = (_memory(buffers, ids) if ids else row.place for ids in (born, dead))
         copy = crossing_of(row) or _copy(row, buffers, devices, target, spec_of)
         run = executable_of(row) if copy is None else copy
-        # A FEED copies a leaf of the batch from the host, and has the leaf's name in its result.
+        # A FEED copies a leaf of the batch from the host. The value that it writes names the leaf.
         leaf = buffers[row.writes[0]].value if row.kind is Kind.FEED else None
-        # A monitor has to see a moved array before it is overwritten. Copies to the host are not
-        # overwritten.
+        # A monitor has to notice the arrival of a moved array before a later row overwrites the
+        # array. Copies to the host are never overwritten.
         moves = row.kind in (Kind.MOVE, Kind.IN) and row.writes
         instruction = Instruction(
             run=run,
@@ -201,7 +210,7 @@ def _copy(
     Args:
         row: the row.
         buffers: the buffers of the step.
-        devices: the devices, by the places of the rows.
+        devices: the device of each place.
         target: the place of the buffer that the row makes.
         spec_of: tells how a leaf of the batch lies over a mesh.
     """
@@ -218,7 +227,7 @@ def _copy(
         case Kind.FREE:
             return _wait
         case Kind.RECEIPT:
-            # The order of dispatch has waited for the receipt, so it has come or failed by now.
+            # `dispatch_ready` has waited for the receipt, so it has come or failed by now.
             return _received
         case Kind.DROP:
             return _nothing
@@ -251,7 +260,7 @@ def _copy(
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
     """Returns a function that copies a leaf of the batch to a device.
 
-    A replica gets only its own examples, and reads only these if the leaf is read lazily.
+    A replica copies only its own examples. If the leaf is lazy, it also reads only these.
     """
     if leaf.examples is None:
         return lambda x: feed(_read(x))
@@ -264,20 +273,20 @@ def _read(leaf: Any) -> Any:
 
 
 def _memory(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
-    """Returns the memory of buffers that begin, or end, with one row; they have the same one."""
+    """Returns the one memory of all buffers that a row makes, or of all that end with it."""
     (memory,) = {buffers[b].memory for b in ids}
     return memory
 
 
 def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
-    """Waits until a copy to the host has come; `copy` is None if it was used and freed before."""
+    """Waits until a copy has arrived; `copy` is None if it was already used and freed."""
     if copy is not None:
         copy.block_until_ready()
     return ()
 
 
 def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
-    """Raises an error if the receipt of a copy to another process, which has come, has failed."""
+    """Raises an error if a copy to another process has failed, as its `witness` shows."""
     witness.block_until_ready()
     return ()
 
@@ -301,7 +310,7 @@ def _in_list(copy: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
 
 def _gather(ids: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
     """Returns a function that picks the arrays with these ids from the table."""
-    # With one id, `itemgetter` would yield the array alone, and it cannot be made without ids.
+    # With one id, `itemgetter` would yield the array itself and not a tuple. It needs at least one.
     if len(ids) > 1:
         return itemgetter(*ids)
     return (lambda table: (table[ids[0]],)) if ids else (lambda table: ())

@@ -1,15 +1,15 @@
-"""The channel between processes: numbered words in a store that the first process keeps for all.
+"""The channel on which processes exchange words: short messages, each with the name of a call.
 
-Each process writes its n-th word under a key of its own, and reads the n-th words of all others. No
-word is missed or read twice as long as all processes make the same calls in the same order. A word
-contains the name of its call, so that a different call is noticed and not misread. Keys are
-jvpipe/NUMBER/PROCESS; each column below is one call:
+The words lie in a store that the first process keeps for all. In its n-th call, each process writes
+its n-th word under a key of its own, and reads the n-th words of all others. So no word is missed
+or read twice if all processes make the same calls in the same order. If they do not, the names of
+the calls differ, and an error is raised. Keys are jvpipe/NUMBER/PROCESS; each column is one call:
 
     process 0   jvpipe/1/0 = "plan ..."    jvpipe/2/0 = "limits ..."
-    process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both then raise this
+    process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both raise the failure
 
-A process deletes its n-th word when it writes word n + 2. All others have read it by then: the
-process has read their words n + 1, which they write only after they have read all n-th words.
+A process deletes its n-th word when it writes word n + 2. Nobody needs the n-th word any more: the
+process has read the others' words n + 1, and they wrote these after they had read all n-th words.
 """
 
 import base64
@@ -28,9 +28,9 @@ from jvpipe.runtime.engine.transport import Transport
 LOOK_S = 0.5
 """Seconds after which a waiting process checks again whether the others are alive."""
 CLOSING_S = 1.0
-"""Seconds within which it shows that a process is gone, after something of it has failed."""
+"""Seconds to wait, after an error, for signs that another process is gone and so is the cause."""
 FAILED = "failure"
-"""The name of a word that says that the process has failed, in place of the name of the call."""
+"""The name of a word that reports a failure. Any other word has the name of its call."""
 
 
 @dataclass
@@ -40,17 +40,17 @@ class Channel:
     Args:
         process: the number of this process.
         count: the number of all processes.
-        store: holds the words of all processes.
-        timeout_s: how long a process waits for another one's word.
-        address: the address at which others reach this host; unless given, the one from which this
-            host reaches the first process.
+        store: holds the words of all processes, by key.
+        timeout_s: how long a process waits for the word of another one.
+        address: the address at which others reach this host. By default, it is the address from
+            which this host reaches the first process.
         names: the names of the hosts, by process, once they are connected.
         transport: carries arrays between the processes, once they are connected; it also notices
             processes that have left.
         pulses: signs of life of the processes, once they are connected.
-        silent_s: a process without a pulse for longer than this is lost. It is less than the time
-            after which JAX ends all processes, so that jvpipe's message comes first.
-        channel: the name of the channel; words on one channel do not wait for words on another.
+        silent_s: after how many seconds without a pulse a process counts as lost. JAX ends all
+            processes after a longer silence, so jvpipe's message comes first.
+        channel: the name of the channel; calls on one channel do not wait for those on another.
     """
 
     process: int
@@ -65,7 +65,7 @@ class Channel:
     channel: str = ""
     _said: int = field(default=0, repr=False)  # the number of this process's last word
     _key: str = field(default="", repr=False)  # the key of this process's last word
-    _read: str = field(default="", repr=False)  # the key of a word that all others have read
+    _read: str = field(default="", repr=False)  # the key of its word that all others have read
     _awaited: str = field(default="", repr=False)  # what this process waits for, for messages
 
     def exchange(self, name: str, value: bytes) -> list[bytes]:
@@ -107,8 +107,8 @@ class Channel:
                 f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
             ) from error
         self._awaited = ""
-        # All others have written this word, so they have read the one before it. That word is
-        # deleted when the next one is written.
+        # All others have written their words of this call, so they have read this process's word of
+        # the call before. The next call deletes that word.
         self._read = before
         return words
 
@@ -126,7 +126,7 @@ class Channel:
         return at, base64.b85decode(value)
 
     def _say(self, name: str, value: bytes) -> str:
-        """Writes this process's next word; returns the beginning of the keys of all such words."""
+        """Writes this process's next word; returns the part of its key that all processes share."""
         self._said += 1
         key = f"jvpipe/{self.channel}{self._said}/"
         self._key, read, self._read = f"{key}{self.process}", self._read, ""
@@ -141,7 +141,10 @@ class Channel:
         return key
 
     def _bounded(self, say: Callable[[], None], name: str) -> None:
-        """Calls the store in another thread, as the call never returns if process 0 is stopped."""
+        """Calls the store, and waits for at most `timeout_s`.
+
+        The call runs in another thread, because it never returns if process 0 is stopped.
+        """
         outcome: Future[None] = Future()
 
         def run() -> None:
@@ -171,9 +174,9 @@ class Channel:
                 )
 
     def fail(self, failure: Exception) -> None:
-        """Tells the others that this process has failed; they read it when they next wait for it.
+        """Tells the others that this process has failed, without waiting for them.
 
-        This process does not wait for the others.
+        Each of them learns this when it next waits for a word of this process.
         """
         if self.count > 1:
             self._say(FAILED, told_failure(failure))
@@ -184,7 +187,8 @@ class Channel:
         until_s = time.monotonic() + self.timeout_s
         while True:
             left_s = until_s - time.monotonic()
-            # Each wait is short, because the store does not notice that a process has gone.
+            # The store does not notice that a process is gone, so each wait is short, and this
+            # process looks itself.
             turn_ms = max(1, round(1000 * min(LOOK_S, left_s)))
             try:
                 return self.store.blocking_key_value_get(key, turn_ms)
@@ -225,15 +229,15 @@ class Channel:
         if not lost:
             return self.silent(self.silent_s)
         gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
-        # A silent process may be the cause: others that waited for it may have left before it has
-        # been silent for the full time.
+        # The cause may be a silent process: others have waited for it and left. It may not have
+        # been silent for the full time yet, so half of the time is enough.
         silent = self.silent(self.silent_s / 2, lost)
         return " and ".join(filter(None, [gone, silent]))
 
     def silent(self, seconds: float, gone: Sequence[int] = ()) -> str:
         """Says which processes have given no sign of life for a time; empty if there are none.
 
-        A process that was never heard is not named, because a network may let no pulses through.
+        A process without any pulse so far is not named, because some networks block pulses.
 
         Args:
             seconds: the time.

@@ -1,14 +1,14 @@
 """A compiled plan: a traced loss under a plan, with its programs compiled and its rows bound.
 
-A row is one program or one copy on one place (a device, or a mesh of several). The stages of the
-work, with what each of them makes:
+A row is one program or one copy on one place (a device, or a mesh of several). A plan becomes ready
+to run in four phases. Each line shows a phase and what it makes:
 
-    traced + plan     layouts: the values that each layer's programs take and leave, under the fates
-    lower             rows: what runs where and in which order, over numbered buffers
-    programs          one program for each distinct row, compiled once for each device
-    bind              instructions: rows with their programs, so that running needs no look-ups
+    lay out    layouts: which values each layer's programs take and leave, under the plan's fates
+    lower      rows: what runs where and in which order, over numbered buffers
+    compile    programs: one for each distinct row and device
+    bind       instructions: rows with their programs, so that running needs no look-ups
 
-Each stage runs when its result is first needed, so that a plan that is only compared with others
+Each phase runs when its result is first needed. So a plan that is only compared with other plans
 compiles nothing.
 """
 
@@ -55,27 +55,30 @@ from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 
 LayerLayouts = Sequence[Sequence[LayerPrograms]]
-"""The programs of all layers, for each layout that a step's micro-batches run under."""
+"""The programs of all layers, for each layout that micro-batches of a step run under."""
 
 
 @dataclass(eq=False)
 class CompiledPlan:
     """Everything that a step needs for one batch shape; programs are compiled when first needed.
 
+    A stream is an asynchronous run, whose pipeline is not flushed between steps.
+
     Args:
         traced: the model.
         plan: the cuts, places and fates of the model's layers.
         schedule: the order of the tasks.
         optimizer: the optimizer's update, cut into pieces.
-        microbatches: how many a step has.
-        devices: the devices, by the numbers of the plan's places.
+        microbatches: how many micro-batches a step has.
+        devices: the device of each place of the plan.
         store: compiles programs, and keeps them.
         previous: in a stream whose plan has changed, the compiled plan before this one, and the
-            micro-batch of its lowering at which this one takes over.
+            micro-batch from which this one holds, as a number in the stream that the plan before
+            has lowered. That stream may be shorter than the one that has run.
         hosts: the processes that run the plan together, if there are several.
-        stand_in: a device of this process that takes the place of all devices; programs can then be
-            compiled, and bytes counted, although other processes have the devices.
-        grouped: consecutive layers of a stage run as one program.
+        stand_in: a device of this process to use in place of all devices. Programs can then be
+            compiled, and bytes counted, although the devices belong to other processes.
+        grouped: whether consecutive layers of a stage run as one program.
     """
 
     traced: Traced
@@ -96,9 +99,9 @@ class CompiledPlan:
                 f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
             )
         self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
-        # The programs that are used, by program and device.
+        # The programs of all rows that were bound, by their keys and devices.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
-        self.compile_s = 0.0  # how long these took to compile, one after another
+        self.compile_s = 0.0  # how long these programs took to compile, one after another
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         # The rows of all processes as texts, which the processes compare before they run.
@@ -106,6 +109,7 @@ class CompiledPlan:
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         fates = Fates.of(graph, self.plan)
+        # The residuals that each layout keeps. The second layout is that of the last micro-batch.
         shares: list[Share | Fates] = [fates, "all"] if self.plan.keep_last else [fates]
         self.programs = [self._layer_programs(share) for share in shares]
         self.replicas: Replicas | None = None
@@ -119,16 +123,17 @@ class CompiledPlan:
 
     @cached_property
     def graph(self) -> LayerGraph:
-        """The layers; if places are meshes, with the layout of the tensors between layers.
+        """The model's layers.
 
-        With replicas, these tensors are whole on each device of a mesh.
+        If places are meshes, the tensors between layers say how they lie over the devices of a
+        mesh. With replicas, each device of a mesh has the whole of these tensors.
         """
         group = self._group
         return laid_graph(self.store, self.traced, group) if group else self.traced.graph
 
     @property
     def _group(self) -> Device | None:
-        """A mesh of this process over which tensors between layers are laid, if there is one."""
+        """A mesh of this process over whose devices tensors between layers are cut, if any."""
         is_laid = self.traced.loss.sharding and not self.plan.replicated
         return next(filter(_jax.is_own, self.devices)) if is_laid else None
 
@@ -141,7 +146,7 @@ class CompiledPlan:
 
     @cached_property
     def row_programs(self) -> RowPrograms:
-        """The programs of rows, for micro-batches that run only under this plan."""
+        """The programs of rows for micro-batches that run under this plan."""
         schedule, microbatches = self.schedule, self.microbatches
         return RowPrograms(
             self.traced,
@@ -162,9 +167,10 @@ class CompiledPlan:
 
     @cached_property
     def _halves(self) -> list[dict[int, SplitSignature]]:
-        """For each layout, the signatures of split backwards' halves, by layer.
+        """For each layout, the signatures of the two halves of split backwards, by layer.
 
-        The half I of a backward gives the cotangents of inputs, the half W adds the gradients.
+        The half I of a backward gives the cotangents of the layer's inputs. The half W adds the
+        gradients of its parameters to their sums.
         """
         splits = self.schedule.synchronous and any(
             task.kind is Kind.I for tasks in self.lists for task in tasks
@@ -184,11 +190,11 @@ class CompiledPlan:
         """Returns the layout of each micro-batch of a step.
 
         A layout says which values the programs of layers take and leave. Under
-        `checkpoint="except_last"` the last micro-batch keeps every value, and has its own layout.
+        `checkpoint="except_last"` the last micro-batch keeps every value, so it has a layout of its
+        own.
 
         Args:
-            first: the number of the first layout. Rows name layouts by number, and are bound to the
-                programs at this number.
+            first: the number of the first layout, by which rows name it.
         """
         plans = [self.plan, self.plan.without_fates()][: len(self.programs)]
         usual, *last = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
@@ -225,7 +231,7 @@ class CompiledPlan:
 
     @cached_property
     def spans(self) -> tuple[PlanSpan, ...]:
-        """The plans of a stream in order: the earlier ones, and this one at the end."""
+        """The parts of a stream under its earlier plans, in order, and then that under this one."""
         if self.previous is None:
             return (PlanSpan(0, self.layouts()[0]),)
         earlier, start = self.previous
@@ -233,7 +239,7 @@ class CompiledPlan:
 
     @property
     def _span_programs(self) -> list[Sequence[LayerPrograms]]:
-        """The programs of all layers under each plan of a stream, in the order of the layouts."""
+        """The programs of all layers under each plan of a stream, in the order of `spans`."""
         earlier = self.previous[0]._span_programs if self.previous else []
         return [*earlier, self.programs[0]]
 
@@ -251,7 +257,7 @@ class CompiledPlan:
 
     @property
     def _in_flight_at_switch(self) -> dict[int, frozenset[Spot]]:
-        """The values in flight at each change of plan in the stream, by the step of the change."""
+        """The arrays in flight at each change of plan in the stream, by the step of the change."""
         if self.previous is None:
             return {}
         earlier, start = self.previous
@@ -262,19 +268,19 @@ class CompiledPlan:
         return in_flight | {step: frozenset(earlier.stream.steps[step - 1].after)}
 
     def stream_step(self, steps: int) -> tuple[Step, Bound]:
-        """Returns the step that follows after a number of steps of a stream."""
-        # From some step on all steps of a stream are alike, so the last lowered one is repeated.
+        """Returns the step that a stream runs after its first `steps` steps."""
+        # From some step on, all steps of a stream are alike, so the last lowered one is repeated.
         n = min(steps, len(self.stream.steps) - 1)
         if n not in self.bound_steps:
             step = self.stream.steps[n]
             if self.previous and n == self.stream.switch_step > 0:
-                # The first step of the new plan also frees the values that the old plan has left.
+                # The first step of the new plan also frees the arrays that the old plan has left.
                 step = dropping(step, self.previous[0].stream.steps[n - 1])
             self.bound_steps[n] = step, self.bound(step.lowered, self._span_programs)
         return self.bound_steps[n]
 
     def drain(self, steps: int) -> tuple[Step, Bound]:
-        """Returns the rows that finish a stream after a number of steps."""
+        """Returns the rows that finish what the first `steps` steps of a stream leave in flight."""
         n = min(steps, len(self.stream.steps))
         if n not in self.bound_drains:
             step = self.stream.drain(n)
@@ -284,9 +290,9 @@ class CompiledPlan:
         return self.bound_drains[n]
 
     def representative(self, steps: int) -> int:
-        """Returns the fewest steps with the same arrays in flight as after a number of steps.
+        """Returns the fewest steps that leave the same arrays in flight as `steps` steps do.
 
-        The number is finite because all steps of a stream are alike from some step on.
+        It is at most the number of lowered steps, because all further steps repeat the last one.
         """
         return min(steps, len(self.stream.steps)) if steps else 0
 
@@ -302,8 +308,9 @@ class CompiledPlan:
         """
         if self.previous is None or steps < len(self.stream.steps):
             return self, steps
-        # Once the old plans' micro-batches have passed, this stream and one under this plan alone
-        # repeat the same step, so that the state fits both. They reach it after different counts.
+        # Compare this stream with one that runs under this plan alone. Once the micro-batches of
+        # the old plans have passed, both repeat the same step, so the state fits both. Only the
+        # number of steps before that step differs.
         alone = replace(self, previous=None)
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)
@@ -315,7 +322,7 @@ class CompiledPlan:
 
     @property
     def bounds(self) -> list[Bound]:
-        """The bound rows of training: a step, or the steps of a stream and the drain after each."""
+        """The bound rows of training: a step, or the steps of a stream with a drain after each."""
         if self.schedule.synchronous:
             return [self.step]
         # A stream may be drained after any step, and a drain may hold more bytes than a step.
@@ -352,8 +359,8 @@ class CompiledPlan:
 
         Args:
             lowered: the rows.
-            layouts: the programs that rows name by the number of a layout, unless these are the
-                programs of this plan.
+            layouts: the programs of each layout that rows name by number; by default, those of this
+                plan.
         """
         rows = replace(self.row_programs, layouts=layouts or self.programs)
         devices = (self.stand_in,) * len(self.devices) if self.stand_in else self.devices
@@ -396,8 +403,7 @@ class CompiledPlan:
             return self.hosts.offering(row.run)
         if not isinstance(row.run, AskRun):
             return None
-        # All processes number the rows between processes in the same way, so the number finds the
-        # whole copy among the rows of all processes.
+        # The number of a copy is that of its row among the rows of all processes.
         copy = whole.rows[row.run.number]
         copied = copy.reads[0]
         array = rows.crossing_array(whole, copied)
@@ -407,7 +413,7 @@ class CompiledPlan:
     def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
         """Returns a function that compiles a program whose result comes when an array has arrived.
 
-        Returns None for an array that nothing overwrites, because it can be waited on itself.
+        Returns None for an array that no row overwrites: a monitor can wait for the array itself.
         """
         kind = moved.value.kind
         is_overwritten = VALUES[kind].alone or kind is ValueKind.PARAMETER
@@ -422,7 +428,7 @@ class CompiledPlan:
         return self.row_programs.spec(value)
 
     def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and device of an array that outlives a step, at a place."""
+        """Returns the shape, type and device of a value that outlives a step, at a place."""
         return self.row_programs.placed(value, self.devices[place])
 
     def carried(self, buffer: Buffer, source: int) -> Carried:
@@ -437,9 +443,9 @@ def _in_words(row: Row) -> str:
 
 
 def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
-    """Returns rows in groups that run as one program, except for rows that call code on the host.
+    """Joins rows into groups that run as one program, except rows that call code on the host.
 
-    Such a row can fail while it runs, and the message has to name its layer.
+    A row that calls such code can fail while it runs, and the message has to name its layer.
     """
     tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
     alone = {task for task, row in tasks.items() if rows.program(lowered, row).calls_host}
@@ -447,7 +453,7 @@ def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
 
 
 def _task(row: Row) -> Hashable:
-    """Returns the key of a row's executable; rows that differ only in the micro-batch share it."""
+    """Returns the key of a row's executable, which the rows of all micro-batches share."""
     if len(row.parts) > 1:
         return row.place, *map(_task, row.parts), row.wires
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)

@@ -1,8 +1,9 @@
 """The controller: one thread that dispatches the rows of a lowered step in their order.
 
 A row is one program or one copy. Dispatch is asynchronous: a program starts when its device is free
-and its inputs have come, and the controller does not wait for it. For small models the controller's
-own time per row is the bottleneck.
+and its inputs have come, and the controller does not wait for it. The rows say which arrays each
+program reads, so results do not depend on when programs run. For small models the controller's own
+time per row is the bottleneck.
 """
 
 from collections import deque
@@ -27,21 +28,23 @@ from jvpipe.runtime.engine.tensors import Ledger
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
 """Leaves of the batch, and seeds, on the host: micro-batch m reads `feeds[kind, index][m]`."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
-"""Moved buffers that may not have come yet, with the number of the row that moves them, that row,
-and a function that compiles the program of its marker."""
+"""Moved buffers that may not have arrived yet. Each has the number of the row that moves it, the
+row, and a function that compiles the program with which `_look` makes a marker."""
 
 
 def _look(
     monitor: Monitor | None, arriving: Arriving, table: Sequence[Any], taken: Sequence[int]
 ) -> None:
-    """Tells the monitor which moved arrays have come, and marks those that cannot be checked later.
+    """Tells the monitor which moved arrays have come.
 
-    Only the dispatching thread may check them: asking whether an array has come, while a program
-    overwrites it, ends the process.
+    If an array has not come and the next row takes it, it cannot be checked later. The monitor then
+    waits for a marker: a small array that comes when the moved array has come. Only the dispatching
+    thread may check arrays, because the process crashes if an array is checked while a program
+    overwrites it.
 
     Args:
-        monitor: the monitor of the run, which exists if there are arrays in `arriving`.
-        arriving: the moved arrays; those that have come or get a marker are removed.
+        monitor: the monitor of the run; None only if `arriving` is empty.
+        arriving: the moved arrays. An array is removed once it has come or has a marker.
         table: the array of each buffer.
         taken: the buffers that the next row overwrites or frees.
     """
@@ -57,14 +60,14 @@ def _look(
 
 
 class Moment(NamedTuple):
-    """The step in which rows run; in a stream it `flows`: rows may be of earlier steps' batches."""
+    """The step in which rows run; if it `flows`, some rows may work on batches of earlier steps."""
 
     step: int
     flows: bool = False
 
 
 class Mark(NamedTuple):
-    """An array of a row that may fail while it runs; waiting for the array shows whether it has."""
+    """A result of a row that may fail while it runs: waiting for the array shows whether it did."""
 
     array: jax.Array
     row: Row
@@ -81,19 +84,19 @@ class Mark(NamedTuple):
 
 @dataclass
 class Controller:
-    """The runner of bound steps, which makes any error one that names the row.
+    """The runner of bound steps, which turns any error into one that names the row.
 
     Args:
         ledger: counts the bytes that rows make and free.
-        microbatches: how many a step has.
-        host_limited: the host has a limit. The order of dispatch then makes sure that it never
-            holds more than in the order of the lowered rows, even if a copy is late.
-        monitor: measures the rows, if it is switched on.
-        marks: the marks of rows that can fail while they run and are not known to have succeeded,
-            in the order of dispatch. If several have failed, the first one is the cause.
-        first_step: the number of a run's first step in messages.
+        microbatches: how many micro-batches a step has.
+        host_limited: whether the host has a memory limit. If so, rows that write to the host wait
+            for late copies, so that the host never holds more than `Lowered` says.
+        monitor: measures the rows; None if nothing is measured.
+        marks: the marks of rows that can fail while they run, until the rows are known to have
+            succeeded. They are in the order of dispatch, so the first that failed is the cause.
+        first_step: the number by which messages call the first step of a run.
         hosts: the processes that run the steps together, if there are several.
-        profiled: give each dispatch the name of its row, for a profiler.
+        profiled: whether a profiler sees each dispatch by the name of its row.
     """
 
     ledger: Ledger
@@ -125,7 +128,7 @@ class Controller:
         unmade = len(lowered.buffers) - lowered.persistent
         table: list[Any] = [*arrays, *[None] * unmade]
         self._dispatch(bound, table, feeds, at)
-        for b in lowered.metrics:  # the caller holds these from now on, so the run stops counting
+        for b in lowered.metrics:  # held by the caller from now on, so the ledger drops their bytes
             buffer = lowered.buffers[b]
             self.ledger.live[buffer.memory] -= buffer.bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
@@ -167,7 +170,7 @@ class Controller:
                         self.marks.append(Mark(out[-1], instruction.row, at))
                     if monitor is not None:
                         _watch(monitor, index, instruction, out, arriving)
-                    # While these names refer to an array, it stays in memory even if it is freed.
+                    # A variable that refers to an array would keep it in memory after it is freed.
                     x = out = None
                 for b in frees:
                     if b < persistent:  # the consumed state still refers to it
@@ -216,7 +219,7 @@ class Controller:
             The error to raise; None for an interrupt.
         """
         failure = self.failure(error, row, at) if isinstance(error, Exception) else None
-        # Marks are forgotten after the cause was found, because one of them may be the cause.
+        # One of the marks may be the cause, so they were kept until the cause is found.
         while len(self.marks) > marked:
             self.marks.pop()
         return failure
@@ -232,6 +235,7 @@ class Controller:
             self._pass_first()
 
     def _pass_first(self) -> None:
+        """Waits for the oldest mark, and removes it; raises an error if its row has failed."""
         mark = self.marks[0]
         if self.hosts is not None:
             self.hosts.come(mark.array)
@@ -240,8 +244,8 @@ class Controller:
             self.marks.popleft()
             return
         failure = self.failure(error)
-        # The mark stays, so that the failure is raised again wherever the state is used. An
-        # evaluation changes no state, so its marks are forgotten.
+        # The mark stays, so that every later use of the state raises the failure again. An
+        # evaluation changes no state, so its failure is raised only once.
         if mark.row.kind is Kind.E:
             self.marks.clear()
         raise failure from error
@@ -258,7 +262,9 @@ class Controller:
     def failure(
         self, error: Exception, row: Row | None = None, at: Moment | None = None
     ) -> StageError:
-        """Returns the error to raise for an error; it names the row that failed first, if known.
+        """Returns the error for the user; it names the row that failed first, if that is known.
+
+        It is a `HostLost` if another process is gone, because that is probably the cause.
 
         Args:
             error: the error that was raised.
@@ -267,7 +273,7 @@ class Controller:
         """
         if isinstance(error, HostLost):  # its message is complete
             return error
-        # The error may follow from an earlier one: the oldest mark that failed is the cause.
+        # The error may be the consequence of an earlier one. The oldest failed mark is the cause.
         for mark in self.marks:
             cause = mark.error()
             if cause is not None:
@@ -293,15 +299,15 @@ class Controller:
 def _watch(
     monitor: Monitor, index: int, instruction: Instruction, out: Sequence[Any], arriving: Arriving
 ) -> None:
-    """Tells the monitor that a row has been dispatched, if the row yields an array to wait for.
+    """Tells the monitor that a row was dispatched, if the row yields an array to wait for.
 
     Args:
         monitor: the monitor of the run.
         index: the number of the row.
         instruction: the instruction that the row is bound to.
-        out: the results of the row. A program's marker comes after the buffers that it writes; the
-            result of a copy serves as a marker itself.
-        arriving: gets an entry for a moved array, which later rows may overwrite.
+        out: the results of the row. A program yields a marker after the buffers that it writes. A
+            copy yields no marker, and its result serves as one.
+        arriving: gets an entry for a moved array that later rows may overwrite.
     """
     row, writes, mark = instruction.row, instruction.writes, instruction.mark
     has_marker = len(out) > len(writes)
@@ -313,13 +319,13 @@ def _watch(
 
 
 def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> str:
-    """Returns a text that describes a row.
+    """Describes a row for messages: its step, micro-batch, stage, task and device.
 
     Args:
         row: a row of a step.
         at: the step.
-        microbatches: how many a step has.
-        first_step: the number of a run's first step in messages.
+        microbatches: how many micro-batches a step has.
+        first_step: the number by which messages call the first step of a run.
 
     >>> describe(Row(Kind.B, 1, 1, 4, -1, (), ()), Moment(3, flows=True), 8)
     'step 2, micro-batch 7: stage 1, task 1B7[layer 4], device 1'
@@ -327,7 +333,7 @@ def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> st
     when = f"step {first_step + at.step}"
     flows_on = at.flows and row.layer >= 0 and row.kind is not Kind.LOSS
     if row.microbatch >= 0 or flows_on:
-        # In a stream, micro-batches of earlier steps have negative numbers.
+        # Micro-batches count from the start of the step, so those of earlier steps are negative.
         step, m = divmod(at.step * microbatches + row.microbatch, microbatches)
         when, row = f"step {first_step + step}, micro-batch {m}", replace(row, microbatch=m)
     where = f"stage {row.stage}" if row.stage >= 0 else "all stages"
@@ -335,7 +341,7 @@ def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> st
 
 
 def _message(error: Exception) -> str:
-    """Returns the first and the last line of an error; a host's traceback lies between them."""
+    """Returns the first and the last line of an error; only a traceback may lie between them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys([*lines[:1], *lines[-1:]])
     return f"{type(error).__name__}: " + " ... ".join(ends)

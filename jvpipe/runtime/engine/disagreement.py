@@ -1,11 +1,11 @@
-"""Differences between processes, and the failures that they report to each other."""
+"""Errors for processes that disagree, and the words with which they report failures to others."""
 
 from itertools import zip_longest
 
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 
 SHOWN = 80
-"""The most characters of a line that a message shows."""
+"""How many characters of a line a message shows at most."""
 
 
 class Disagreement(ValueError):  # noqa: N818 - it says what differs
@@ -13,13 +13,14 @@ class Disagreement(ValueError):  # noqa: N818 - it says what differs
 
 
 def told_failure(failure: Exception | None) -> bytes:
-    """Returns the word that reports a failure to other processes.
+    """Returns the word that reports a failure to other processes; an empty word for none.
 
-    It has the limit that would be enough, or 0 if the failure is not about a limit, and a message.
+    The word has a memory limit that would be enough, a tab and the message. The limit is 0 if the
+    failure is not about a limit.
     """
     if failure is None:
         return b""
-    # The messages of a user's mistakes are clear; for any other error the type is added.
+    # Messages about a user's mistakes are clear. All other messages need the error's type.
     is_users = isinstance(failure, (ValueError, MemoryLimitExceeded))
     line = str(failure) if is_users else f"{type(failure).__name__}: {failure}"
     return f"{limit_bytes(failure)}\t{line}".encode()
@@ -30,7 +31,7 @@ def heard_failure(process: str, word: bytes) -> Exception:
 
     Args:
         process: the name of the other process, for the message.
-        word: its report, as `told_failure` makes it.
+        word: the report of the other process, as `told_failure` makes it.
     """
     limit, line = word.decode().split("\t", 1)
     message = f"{process} says: {line}"
@@ -44,7 +45,9 @@ def limit_bytes(failure: Exception) -> int:
 
 
 def unlike(text: str, other: str) -> tuple[str, str]:
-    r"""Returns the first lines in which two texts differ; of long lines, the part that differs.
+    r"""Returns, from each of two texts, the first line in which they differ.
+
+    A long line is shortened to the part around the first character that differs.
 
     >>> unlike("a 1\nb 2", "a 1\nb 3")
     ('b 2', 'b 3')

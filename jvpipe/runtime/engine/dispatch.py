@@ -1,24 +1,23 @@
-"""The order of dispatch: that of the lowered rows, except that a late copy delays its own device.
+"""The order of dispatch: that of the lowered rows, except that a late copy delays only its device.
 
-A FREE waits until the copy of its value has reached the host. A RECEIPT waits in the same way for
-the report of another process. If such a row has to wait, its device is blocked, and further rows of
-the device queue up behind it. Other devices go on, except for these rows, which block their devices
-as well:
+A FREE ends a buffer that was copied, to the host or to another device, and waits until the copy has
+arrived. A RECEIPT waits until another process reports the arrival of a copy. While one of the two
+waits, its device is blocked, and later rows of the device queue up behind it. Other devices go on.
+A row of another device also has to wait, and then blocks its device as well, if it
 
-- a row that makes a buffer on a blocked device, if a blocked row there comes earlier in the list:
-  the device must hold only what the buffer table says;
-- a row whose inputs have not been made yet;
-- a DROP of arrays that moved layers leave behind, while any moved array has not arrived;
-- a row that writes to the host, if the host has a limit and an earlier blocked row frees bytes of
-  the host.
+- makes a buffer on a blocked device, and a blocked row there comes earlier in the list: the device
+  must not hold more than the buffer table says;
+- reads a buffer that has not been made yet;
+- is a DROP of arrays that moved layers leave behind, while any moved array has not arrived;
+- writes to the host, if the host has a limit and an earlier blocked row frees bytes of the host.
 
 In this example F0, OUT0, FREE0, F0' and SEND0 are rows of one device, F1 and F2 of another:
 
     lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late
     dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 wait until it has come
 
-This cannot go on forever. The list is an order in which every row finds its inputs. So the blocked
-row that comes first in the list waits only for a copy that is under way.
+No row waits forever. Take the blocked row that comes first in the list. All rows before it were
+dispatched, so its inputs have been made. It waits only for a copy that is under way.
 """
 
 import time
@@ -33,7 +32,7 @@ from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import Row
 
 _POLL_S = 5e-5
-"""Seconds to sleep when all rows that are left are blocked."""
+"""Seconds of sleep between two tries while all rows that are left are blocked."""
 _WAITING = tuple(kind for kind, info in KINDS.items() if info.runs is Runs.WAIT)
 
 
@@ -48,9 +47,9 @@ def dispatch_ready(
     Args:
         rows: the rows of all devices, in the order of the lists.
         targets: the memory of the buffers that each row makes.
-        table: the array of each buffer, None before it is made; the caller fills it when it
-            dispatches a row.
-        leaves_host: the numbers of the rows that free bytes of the host, if it has a limit.
+        table: the array of each buffer; None before it is made. The caller adds a row's arrays
+            before it asks for the next number.
+        leaves_host: the numbers of the rows that free bytes of the host, if the host has a limit.
     """
     blocked = _Blocked(rows, targets, table, leaves_host)
     queues = blocked.queues
@@ -75,8 +74,8 @@ def dispatch_ready(
 class _Blocked:
     """The rows that were put off.
 
-    `queues` has them by device, in the order of the lists. A device is in `queues` only while it is
-    blocked; most of the time, none is. The other fields are the arguments of `dispatch_ready`.
+    `queues` has their numbers by device, in the order of the lists. A device is in `queues` only
+    while it is blocked. The other fields are the arguments of `dispatch_ready`.
     """
 
     rows: Sequence[Row]
@@ -86,11 +85,14 @@ class _Blocked:
     queues: dict[int, deque[int]] = field(default_factory=dict)
 
     def retry(self) -> Iterator[int]:
-        """Yields the blocked rows that may be dispatched by now, the oldest device's first."""
+        """Yields the blocked rows that may be dispatched by now.
+
+        The device whose first blocked row comes earliest in the lists goes first.
+        """
         for device in sorted(self.queues, key=lambda d: self.queues[d][0]):
             queue = self.queues[device]
             while queue and self.is_ready(queue[0]):
-                # The row stays in its queue until it is dispatched, because it may block others.
+                # Until the row is dispatched it may block others, so it stays in its queue.
                 yield queue[0]
                 queue.popleft()
             if not queue:
@@ -101,7 +103,7 @@ class _Blocked:
         return self._may_enter(index) and self._has_inputs(self.rows[index])
 
     def _may_enter(self, index: int) -> bool:
-        """Tells whether no blocked row keeps a row from writing to its target, or from dropping."""
+        """Tells whether a row may make its buffers, or drop arrays, before the blocked rows."""
         target = self.targets[index]
         if target in self.queues and self.queues[target][0] < index:
             return False
@@ -111,14 +113,14 @@ class _Blocked:
             return not self._is_before(index, lambda i: i in self.leaves_host)
         return True
 
-    def _is_before(self, index: int, such: Callable[[int], bool]) -> bool:
-        """Tells whether a blocked row for which `such` is true comes before a row in the lists."""
+    def _is_before(self, index: int, condition: Callable[[int], bool]) -> bool:
+        """Tells whether a blocked row that meets a condition comes before a row in the lists."""
         earlier = (i for queue in self.queues.values() for i in queue if i < index)
-        return any(map(such, earlier))
+        return any(map(condition, earlier))
 
     def _has_inputs(self, row: Row) -> bool:
         if row.kind is Kind.FREE:
-            # The copy was dispatched before. If it is not in the table, it was used and freed.
+            # The copy was dispatched earlier. If the table lacks it, it was already used and freed.
             copy = self.table[row.reads[1]]
             return copy is None or _jax.is_ready(copy)
         if row.kind is Kind.RECEIPT:
@@ -128,5 +130,5 @@ class _Blocked:
 
 
 def _awaits_move(row: Row) -> bool:
-    """Tells whether a row waits for a moved array: such a FREE has no layer, one of a swap has."""
+    """Tells whether a row is the FREE of a moved array; it has no layer, the FREE of a swap has."""
     return row.kind is Kind.FREE and row.layer < 0

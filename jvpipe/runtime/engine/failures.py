@@ -1,4 +1,4 @@
-"""The failures of a run: of a stage, or of another process."""
+"""The errors of a run: a stage has failed, or another process is gone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,9 @@ class StageError(RuntimeError):
     """A program or a copy failed: the message says in which stage, task and layer.
 
     Attributes:
-        state: if a migration or a change of the model has failed between two steps, a whole state
-            that can be saved or trained further.
-        table: the arrays at the failure, by their numbers in the buffer table.
+        state: after a failed migration or change of the model between two steps, a whole state that
+            can be saved or trained further; else None.
+        table: the arrays at the failure, by the numbers of their buffers.
     """
 
     state: Any = None

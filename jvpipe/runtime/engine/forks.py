@@ -1,4 +1,4 @@
-"""The process that owns JAX's devices; a process forked from it lacks the threads behind them."""
+"""Refuses work in a forked process: JAX's devices need threads, which a fork does not copy."""
 
 import os
 import threading
@@ -22,13 +22,14 @@ def check_not_forked() -> None:
 
 @cache
 def _owner() -> int:
-    """Returns the process of the first call; 0 if its devices came with a fork.
+    """Returns the process of the first call; 0 if JAX's devices came to this process by a fork.
 
-    A forked process inherits the answer of the first call. If JAX was used before a fork, and the
-    first call comes after it, the forked process has devices but no threads except Python's. On
-    systems that do not list threads, this goes unnoticed.
+    The answer is cached, and a forked process inherits it. After a fork, the answer is therefore
+    the number of another process. If the fork came before the first call but after JAX was used,
+    there was no answer to inherit. Then the process has devices, but only Python's threads. On
+    systems that do not list threads, this case goes unnoticed.
     """
-    # JAX's own threads do not survive a fork, so that only Python's threads are left.
+    # Each device that works has threads of JAX besides Python's.
     with suppress(OSError):
         threads = len(os.listdir("/proc/self/task"))
         if _jax.has_devices() and threads <= threading.active_count():

@@ -1,9 +1,9 @@
-"""The memory of CPU devices: freed buffers are kept by the process for the next ones.
+"""Keeps the freed memory of CPU devices in the process, where new buffers find it at once.
 
-By default, glibc returns a large buffer to the system when it is freed. The pages of the next
-buffer then come from the system one by one while it is written, which takes up to a quarter of a
-step (experiments/groups). If buffers are kept, their pages are there at once, and the process holds
-as much memory as at its peak.
+By default, glibc returns a large buffer to the system when it is freed. The system then gives the
+pages of the next buffer one by one, while the buffer is written. This takes up to a quarter of a
+step (experiments/groups). If the process keeps freed buffers, their pages are ready. The price is
+that the process always holds as much memory as at its peak.
 """
 
 import ctypes
@@ -12,8 +12,8 @@ import sys
 from functools import cache
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers of these options in glibc's malloc.h
-_KEPT_BYTES = 2**31 - 1  # the largest value of the option
-_MAPPED_BYTES = 2**30  # larger buffers are still mapped, and returned when they are freed
+_KEPT_BYTES = 2**31 - 1  # how many freed bytes are kept: the largest value of the option
+_MAPPED_BYTES = 2**30  # larger buffers still come from the system and return there when freed
 _VARIABLES = (
     "GLIBC_TUNABLES",
     "MALLOC_MMAP_THRESHOLD_",

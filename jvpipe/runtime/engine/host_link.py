@@ -1,4 +1,4 @@
-"""Timing of the link between processes, by copies from the first process to the second and back."""
+"""Measures the link between processes, by copies from the first process to the second and back."""
 
 import json
 import statistics
@@ -18,9 +18,10 @@ _SIZES = (2**12, 2**24)
 
 
 def link_between(hosts: Hosts) -> Link:
-    """Returns the link between two processes; that between the first two stands for all.
+    """Returns the latency and bandwidth of the link between any two processes.
 
-    It is measured once, and all processes get the result of the first one.
+    All processes make this call. The first call measures the link between the first two processes,
+    which stands for all links. All processes get the first process's result.
     """
     if hosts.link is None:
         seconds = [_seconds(hosts, size) for size in _SIZES]
@@ -30,10 +31,10 @@ def link_between(hosts: Hosts) -> Link:
 
 
 def _seconds(hosts: Hosts, size: int) -> float:
-    """Returns, in the first process, the median seconds of a copy from it to the second process.
+    """Returns the median seconds of a copy from the first process to the second.
 
-    The results of other processes mean nothing. Each copy goes there and back, and half of its time
-    is taken, because the clocks of two processes differ.
+    The result has a meaning only in the first process. The clocks of two processes differ, so each
+    copy goes there and back, and half of its time counts.
 
     Args:
         hosts: the processes.
@@ -41,7 +42,7 @@ def _seconds(hosts: Hosts, size: int) -> float:
     """
     transport = hosts.connected
     transport.begin()
-    if hosts.process > 1:  # takes no part; it had to call `begin`, so that runs count alike
+    if hosts.process > 1:  # takes no part, but has called `begin` to count runs as the others do
         return 0.0
     (device, *_) = jax.local_devices()
     other = 1 - hosts.process

@@ -36,7 +36,7 @@ _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
 
 
 class _Asked(NamedTuple):
-    """A copy that was asked for: the other process, the row, and a weak reference to the array."""
+    """A copy that was asked for: its source process, its row, a weak reference to its result."""
 
     process: int
     row: Row
@@ -59,23 +59,20 @@ class Hosts(Channel):
     call of the others.
 
     Args:
-        link: the link between two processes, once it is measured.
-        farewell: tells the other processes that this one ends in order.
+        link: the latency and bandwidth between two processes, once they are measured.
+        farewell: tells the other processes that this one ends without an error.
     """
 
     link: Link | None = None
     farewell: Callable[[], None] = lambda: None
-    # The last copies from other processes, so that a message can name the one that is waited for.
+    # The last copies from other processes, among which a message finds the one that is late.
     _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=4096), repr=False)
     _asides: dict[str, "Hosts"] = field(default_factory=dict, repr=False)
 
     def aside(self, name: str) -> "Hosts":
-        """Returns the same processes on another channel, so that another thread can make calls.
+        """Returns the same processes on another channel, for the calls of another thread.
 
         Every call with the same name returns the same object.
-
-        Args:
-            name: the name of the channel.
         """
         fresh = {"_said": 0, "_key": "", "_read": "", "_awaited": "", "_asides": {}}
         aside = replace(self, channel=f"{self.channel}{name}/", **fresh)
@@ -83,16 +80,16 @@ class Hosts(Channel):
         return self._asides.setdefault(name, aside)
 
     def come(self, array: jax.Array) -> None:
-        """Waits until an array has come or has failed, or a process has been silent for too long.
+        """Waits until an array has come or its computation has failed.
 
         Args:
             array: an array that comes from another process, or depends on one that does.
 
         Raises:
-            HostLost: names the silent process, which is stopped or whose host cannot be reached.
+            HostLost: a process has been silent for too long, because it is stopped or its host
+                cannot be reached.
         """
-        # The array is checked again and again, because JAX itself would wait for a stopped process
-        # forever.
+        # JAX itself would wait for a stopped process forever, so the array is checked repeatedly.
         pause_s = _BRIEFLY_S
         while not _jax.is_ready(array):
             if silent := self.silent(self.silent_s):
@@ -103,11 +100,10 @@ class Hosts(Channel):
             pause_s = min(2 * pause_s, _BETWEEN_S)
 
     def awaited(self) -> str:
-        """Names what this process waits for, and from which process; empty if for nothing."""
+        """Names what this process waits for, and from which process; empty if it does not wait."""
         if self._awaited:
             return self._awaited
-        # Copies are gone through in the order in which they were asked for: later ones wait for the
-        # first one that has not come.
+        # The copies are in the order of asking. The first that has not come delays all others.
         for process, row, array in tuple(self._asked):
             x = array()
             if x is not None and not x.is_deleted() and not _has_come(x):
@@ -118,8 +114,8 @@ class Hosts(Channel):
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
         """Checks that all processes have the same texts.
 
-        The processes exchange digests. If a part differs, they also exchange the text of the first
-        such part, so that the message can name the line that differs.
+        The processes exchange digests of the texts. They exchange one whole text only if digests
+        differ: that of the first part that differs, so that the message can show the line.
 
         Args:
             name: says in the message what is compared.
@@ -133,14 +129,14 @@ class Hosts(Channel):
         digests = [json.loads(word) for word in words]
         if all(theirs == mine for theirs in digests):
             return
-        # Names are compared first, because parts with different names cannot be compared.
+        # First the names of the parts must be equal. Otherwise the texts cannot be compared.
         names = [[part for part, _ in theirs] for theirs in digests]
         others = [i for i, theirs in enumerate(names) if theirs != names[self.process]]
         if others:
             raise Disagreement(
                 f"{name} differ between process {self.process} and process {others[0]}"
             )
-        # All processes compare the same digests, so they find the same first part.
+        # All processes have the same digests, so they all find the same part.
         columns = zip(*digests, strict=True)
         at = next(i for i, column in enumerate(columns) if len({d for _, d in column}) > 1)
         part, text = parts[at]
@@ -160,17 +156,17 @@ class Hosts(Channel):
             act: the function, in this process.
 
         Raises:
-            MemoryLimitExceeded: a process cannot keep its limit; the error of all processes has the
-                largest limit that one of them needs.
-            Disagreement: another process has failed with some other error.
+            MemoryLimitExceeded: some processes cannot keep their limits. All processes raise the
+                error, with the largest limit that one of them needs.
+            Disagreement: another process has failed in some other way.
         """
         value: T | None = None
         failure: Exception | None = None
         try:
             value = act()
         except (HostLost, Disagreement):
-            # The others need not be told: they must not wait for a lost process, and they find a
-            # disagreement by themselves.
+            # The others find these errors by themselves. After a lost process, no further call
+            # could succeed.
             raise
         except Exception as error:
             failure = error
@@ -182,7 +178,7 @@ class Hosts(Channel):
                 failures.append(heard_failure(self.named(other), line))
         if not failures:
             return cast(T, value)
-        # If all failures are about limits, the largest limit is enough for all processes.
+        # The largest limit is enough for all processes. Failures of other kinds count as 0.
         worst = max(failures, key=limit_bytes)
         if worst is failure:
             raise worst
@@ -198,7 +194,7 @@ class Hosts(Channel):
         return self.exchange(name, (decision or "").encode())[0].decode()
 
     def offering(self, half: OfferRun) -> Callable[[jax.Array], tuple[()]]:
-        """Returns a function that runs the source's half of a copy to another process."""
+        """Returns a function that runs this process's half of a copy to another process."""
         transport = self.connected
 
         def offer(array: jax.Array) -> tuple[()]:
@@ -210,12 +206,12 @@ class Hosts(Channel):
     def asking(
         self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct
     ) -> Callable[[], list[jax.Array]]:
-        """Returns a function that runs the target's half of a copy from another process.
+        """Returns a function that runs this process's half of a copy from another process.
 
         Args:
-            half: says which copy it is.
+            half: the other process, and the number of the copy.
             row: the row of the whole copy, for messages.
-            like: the shape, type and place of the array.
+            like: the shape, type and place that the array will have here.
         """
         transport = self.connected
 
@@ -253,14 +249,14 @@ class Hosts(Channel):
                 arrived = self.connected.ask(holder, number, like) if holder else array
                 assert arrived is not None
                 values.append(to_host(arrived))
-        # No process goes on before all arrays have arrived, because it may then overwrite its own.
+        # No process goes on before all arrays have arrived, because it could overwrite its arrays.
         self.exchange("gathered", b"")
         return values
 
     def carry(
         self, copies: Sequence[Carried], arrays: Sequence[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Copies arrays between processes; returns those that come to this one, None for others.
+        """Copies arrays between processes; returns those that come to this process, else None.
 
         Args:
             copies: the copies between all processes; every process must give the same ones.
@@ -276,7 +272,7 @@ class Hosts(Channel):
             asks = copy.target == self.process
             here.append(transport.ask(copy.source, number, copy.like) if asks else None)
         jax.block_until_ready(here)
-        # As in `gather`, no process goes on before all arrays have arrived.
+        # As in `gather`, no process may overwrite an array before all arrays have arrived.
         self.exchange("carried", b"")
         return here
 
@@ -287,9 +283,9 @@ class Hosts(Channel):
         return self.transport
 
     def connect(self) -> None:
-        """Starts this process's transfer server and connects to the others, if there are others.
+        """Starts this process's transfer server, and connects it to those of the other processes.
 
-        Later calls do nothing.
+        Does nothing if there is no other process, or if they are connected.
         """
         if self.count > 1 and self.transport is None:
             address = self.address or _jax.own_address()
@@ -311,7 +307,7 @@ class Hosts(Channel):
 
 
 def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
-    """Calls a function; if there are several processes, it must succeed in all of them.
+    """Calls a function in all processes; if it fails in one, all processes raise an error.
 
     Args:
         hosts: the processes, if there are several.
@@ -323,10 +319,10 @@ def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Tells the other processes of an error inside the context, or in a function decorated with it.
+    """Reports an error inside the context, or in a decorated function, to the other processes.
 
-    The others raise the error where they next wait for this process; without this they would wait
-    forever.
+    The others raise the error when they next wait for this process. Without the report they would
+    wait forever.
 
     Raises:
         ValueError: this process was forked from one that has used JAX.
@@ -343,6 +339,7 @@ def telling() -> Iterator[None]:
 
 
 def _has_come(array: jax.Array) -> bool:
+    """Tells whether an array has come; one that has failed has not."""
     if not _jax.is_ready(array):
         return False
     try:
@@ -353,11 +350,11 @@ def _has_come(array: jax.Array) -> bool:
 
 
 ALONE = Hosts(0, 1, None)
-"""A process without others, for calls that need a `Hosts`."""
+"""The only process of a run, for calls that need a `Hosts`."""
 
 
 @cache
 def present_hosts() -> Hosts | None:
-    """Returns the processes that `jax.distributed.initialize` has connected; None if it is one."""
+    """Returns the processes that `jax.distributed.initialize` has connected; None for only one."""
     process, count = _jax.process_of()
     return Hosts(process, count, _jax.coordination()) if count > 1 else None

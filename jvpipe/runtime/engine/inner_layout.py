@@ -1,10 +1,12 @@
-"""The layout of tensors between layers, and of residuals, over a mesh: as the compiler chooses.
+"""Lets the compiler choose how tensors between layers, and residuals, are cut over a mesh.
 
-Layers are compiled in order, each with its inputs in the layouts chosen so far. The layout that the
-compiler chooses for the results of a layer is then the one in which later layers read them. So an
-activation that is cut along an axis of the mesh need not be joined before the next product. After
-one pass every tensor has a layout, because no layer reads a tensor that a later one makes. A mesh
-is called a group of devices here; residuals are the values that a forward leaves for its backward.
+A mesh is called a group of devices here. Residuals are the values that a forward leaves for its
+backward. The layout of an array says along which axes of the mesh it is cut.
+
+Layers are compiled in order. The inputs of a layer have the layouts that were chosen before. The
+compiler is free to choose layouts for the results, in which later layers then read them. So an
+activation that is cut along an axis of the mesh need not be joined before the next product. One
+pass is enough, because no layer reads a tensor that a later layer makes.
 """
 
 from collections.abc import Sequence
@@ -28,8 +30,8 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
 
     Args:
         store: compiles the layers, to learn the layouts.
-        traced: the model, whose parameters and batches have layouts already.
-        group: a group of devices; the layouts are the same for all groups.
+        traced: the model; its parameters and batches already have layouts.
+        group: any group of devices; the layouts are the same for all groups.
     """
     graph, sharding = traced.graph, traced.loss.sharding
     assert sharding is not None
@@ -68,7 +70,8 @@ def laid_programs(
     laid_programs = []
     for layer, of_layer in zip(graph.layers, programs, strict=True):
         takes, writes = specs(graph, layer.reads), specs(graph, layer.writes)
-        # A forward yields the values that it writes, whose layout is fixed, and then its residuals.
+        # A forward yields the values that it writes, and then its residuals. The layouts of the
+        # written values are fixed by now.
         results = [*[None] * len(writes), *of_layer.signature.residuals]
         program = forward_program(of_layer)
         laid = _laid(store, program, takes, results, group, sharding, writes)
@@ -95,15 +98,17 @@ def _laid(
 ) -> list[Array | None]:
     """Returns the results of a program in the layouts that the compiler chooses for them.
 
+    A result with a fixed layout is None, in `open_arrays` and in what is returned.
+
     Args:
         store: compiles the program.
         program: the program that makes the results.
-        takes: the layouts of its inputs.
-        open_arrays: the result for each layout that the compiler chooses; None, also in what is
-            returned, for a result with a fixed layout.
+        takes: the layouts of the program's inputs.
+        open_arrays: the results whose layouts the compiler chooses.
         group: the group of devices.
         sharding: has the sizes of the group's axes.
-        fixed: the layouts of the first results; other fixed results are whole on each device.
+        fixed: the layouts of the first results, if these are fixed. Any further fixed results are
+            whole on each device.
     """
     assert isinstance(group, DeviceGroup)
     specs = [*fixed, *[()] * (len(open_arrays) - len(fixed))]
@@ -112,7 +117,7 @@ def _laid(
     ]
     (executable,) = store.compile([(program.laid(takes, gives), group)])
     chosen = [_chosen(of_result) for of_result in executable.output_shardings]
-    # JAX's shardings divide arrays only into equal parts. Other arrays keep the layout they had.
+    # A sharding of JAX has equal parts. An array that cannot be so divided keeps its old layout.
     return [
         sharding.laid(array, spec) if array and sharding.divides(array.shape, spec) else array
         for array, spec in zip(open_arrays, chosen, strict=False)
@@ -120,7 +125,7 @@ def _laid(
 
 
 def _chosen(sharding: object) -> Spec:
-    """Returns the axes along which the compiler cuts a result; omits trailing whole dimensions."""
+    """Returns the mesh axes that cut each dimension of a result, without trailing whole ones."""
     entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     while entries and not entries[-1]:
         entries = entries[:-1]

@@ -1,8 +1,9 @@
 """Checks that losses are finite, as early as possible without delaying the pipeline.
 
-An optimizer may keep the parameters finite although a loss is not (`optax.apply_if_finite`,
-`optax.zero_nans`). Training then goes on, with one warning until a loss is finite again. Once a
-parameter is NaN, training cannot go on, and an error is raised.
+A loss is read only when it has come. If it is not finite, an optimizer may still keep the
+parameters finite (`optax.apply_if_finite`, `optax.zero_nans`). Training then goes on, with one
+warning until a loss is finite again. If a parameter is NaN, training cannot go on, and an error is
+raised.
 """
 
 import logging
@@ -40,7 +41,7 @@ class LossWatch:
 
     Args:
         controller: runs the steps; it makes the error for a loss whose computation has failed.
-        microbatches: how many a step has.
+        microbatches: how many micro-batches a step has.
     """
 
     def __init__(self, controller: Controller, microbatches: int) -> None:
@@ -50,7 +51,7 @@ class LossWatch:
         self._has_warned = False
 
     def begin(self) -> None:
-        """Forgets the losses of the run before."""
+        """Forgets the losses of the last run, for a new one."""
         self._steps.clear()
         self._has_warned = False
 
@@ -59,12 +60,12 @@ class LossWatch:
         self._steps.append(losses)
 
     def check(self, params: Callable[[], Tree], *, wait: bool = False, last: bool = True) -> None:
-        """Warns of losses that are not finite, or raises if training cannot go on from them.
+        """Warns of losses that are not finite, or raises an error if training cannot go on.
 
         Args:
             params: returns the newest parameters; called only if a loss is not finite.
-            wait: wait for losses that have not come yet.
-            last: check the losses of the last step as well.
+            wait: whether to wait for losses that have not come yet.
+            last: whether to check the losses of the last step as well.
 
         Raises:
             ValueError: a loss is not finite, and a parameter is NaN.
@@ -73,7 +74,7 @@ class LossWatch:
         while len(self._steps) > (0 if last else 1):
             losses = self._steps[0]
             have_come = all(map(_jax.is_ready, losses.values))
-            # Steps are checked in order, because a bad loss may be the cause of later ones.
+            # Steps are checked in order, because a bad loss may be the cause of later bad losses.
             if not (wait or have_come):
                 return
             self._steps.popleft()
@@ -84,7 +85,10 @@ class LossWatch:
                     self._warn(self._described(losses, i, value), nan_parameter())
 
     def _warn(self, loss: str, nan_parameter: str | None) -> None:
-        """Warns of a first loss that is not finite; raises an error if a parameter is NaN."""
+        """Warns of a loss that is not finite, unless the loss before it was not finite either.
+
+        Raises ValueError if a parameter is NaN.
+        """
         if nan_parameter is not None:
             raise ValueError(
                 f"{loss}, and parameter '{nan_parameter}' is NaN. States since then are not worth "

@@ -1,21 +1,23 @@
-"""Measuring the seconds of each task without delaying the pipeline.
+"""Measures the seconds of each task without delaying the pipeline.
 
 The end of a task is observed. Every program yields a marker, an array of four bytes that no other
-program takes; the result of a copy to the host or back serves as a marker itself. For each device,
-one thread waits for the markers of programs in their order, another one for the copies, and both
-note when each marker comes. The start of a task is computed, because JAX does not report it: the
-task began when its device was free, its inputs had come and it had been dispatched, whichever was
-last. In the picture, time runs to the right, and each line is a queue of tasks that run in order:
+program reads. A copy to the host or back needs no marker, because its result serves as one. For
+each device, one thread waits for the markers of programs in their order, and another one for the
+results of copies. Both note when each of them comes. The start of a task is computed, because JAX
+does not report it. It is the latest of three times: when the device was free, when the inputs had
+come, and when the task was dispatched. In the picture, time runs to the right, and each line is a
+queue of tasks that run in order:
 
     device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
     link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
 
-Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, this time counts as
-exposed: seconds of a copy that no work hides.
+Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, this time is exposed: it
+belongs to a copy, and no work hides it.
 
 An array that moves to another device may be overwritten there, so no thread may wait for it. The
-controller checks such an array whenever it dispatches a row. If the array has not come and is about
-to be overwritten, a program that only reads it yields a marker, for which a third thread waits.
+controller checks such an array whenever it dispatches a row. If the array has not come when the row
+would overwrite it, a program that only reads the array is run first. It yields a marker, for which
+a third thread waits.
 """
 
 import statistics
@@ -42,18 +44,19 @@ _BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} fo
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that are watched."""
 TICK_S = 1e-9
-"""The least seconds of a task that ran: a thread that wakes too late sees no time between marks."""
+"""The least seconds of a task: a thread that wakes late sees no time between two markers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The spans and seconds of a step, including the moves of layers just before it.
+    """What was measured of a step.
 
     Attributes:
-        spans: the spans of tasks and copies, one for each.
+        spans: the start, end and device of each task and copy, with the moves of layers just before
+            the step.
         swapped_bytes: how many bytes were copied to the host.
         copy_s: the seconds of copies to the host and back.
-        exposed_s: the part of these seconds in which a device was idle.
+        exposed_s: the part of `copy_s` in which a device was idle because of a copy.
         recomputed_s: the seconds of forwards that ran again.
         exposed: `exposed_s` by the name of the device.
     """
@@ -69,8 +72,8 @@ class Measured:
         """Returns each layer's seconds for a micro-batch: its forward, backward and recomputing.
 
         They are medians over micro-batches, and 0 for a layer whose forward or backward did not
-        run. The slowest of several replicas counts, because the others wait for it. If only some of
-        a layer's backwards ran in two halves, only the whole ones count.
+        run. If a layer has replicas, the slowest counts, because the others wait for it. If only
+        some backwards of a layer ran in two halves, only its whole backwards count.
 
         Args:
             layers: how many layers the model has.
@@ -95,7 +98,7 @@ class Measured:
         kinds = {kind for of_layer, kind in median_s if of_layer == layer}
         if not (_BEGIN & kinds and _END & kinds):
             return 0.0
-        # If some backwards were whole, the halves of the others would count the same work twice.
+        # If some backwards were whole, adding the halves of others would count the work twice.
         counted = _PASSES - _HALVES if Kind.B in kinds else _PASSES
         return sum(median_s.get((layer, kind), 0.0) for kind in counted)
 
@@ -106,23 +109,25 @@ class Measured:
 
 
 class Record:
-    """The marks of one step: when its rows (programs and copies) were dispatched and ended.
+    """The times at which the rows (programs and copies) of one step were dispatched and ended.
+
+    All times are in seconds, as `time.perf_counter` gives them.
 
     Args:
         lowered: the rows.
         before: for each queue, when its last row before the step ended.
-        moves: the record of the moves between the step before and this one.
+        moves: the record of the moves of layers just before this step, if there were any.
         instructions: the instructions that the rows are bound to, for pictures.
         held_bytes: the bytes in each memory before the step, for pictures.
-        named: a profile shows each wait by the name of its row.
+        named: whether a profile shows each wait by the name of its row.
 
     Attributes:
         order: the numbers of the rows in the order of dispatch.
-        times: the start and end of each row, once the record was read.
+        times: by row, its start and end; empty until the record is read.
         after: for each queue, when its last row of the step ended.
         dispatched: by row, when it was dispatched.
         ended: by row, when its marker came.
-        passed: by queue, an event that is set once all its rows of the step have ended.
+        passed: for each queue, an event that is set once all its rows of the step have ended.
         closed: whether all rows have been dispatched.
     """
 
@@ -151,20 +156,21 @@ class Record:
 
 
 Item = tuple[Record, int, jax.Array | None]
+"""A record, the number of a row in it, and the row's marker; without a marker, the record's end."""
 
 
 class Monitor:
-    """An observer of a run's steps that keeps the records of the last ones.
+    """An observer of a run's steps, which keeps the records of the last few.
 
     Each device has three queues: one for its programs, one for its link to the host, and one for
     the links from other devices. The rows of a queue end in order, so one thread per queue can wait
     for their markers one after another.
 
     Args:
-        devices: the devices, by the number of the place.
+        devices: the device of each place.
         kept: how many of the last steps are kept, at least two.
-        layer_s: the seconds of each layer, if they are known. They say how the measured seconds of
-            a group of layers, which run as one program, are divided among its layers.
+        layer_s: the seconds of each layer, if they are known. A group of layers that run as one
+            program is measured as a whole. Its seconds are divided in proportion to these.
     """
 
     def __init__(
@@ -193,9 +199,9 @@ class Monitor:
 
         Args:
             lowered: the rows that are about to be dispatched.
-            instructions: the instructions that they are bound to.
-            held_bytes: the bytes in each memory before, as the ledger counts them.
-            named: a profile shows each wait by the name of its row.
+            instructions: the instructions that the rows are bound to.
+            held_bytes: the bytes in each memory before the rows, as the ledger counts them.
+            named: whether a profile shows each wait by the name of its row.
         """
         before = self.close()
         # Moves are not a step. They are read together with the step that follows them.
@@ -206,7 +212,7 @@ class Monitor:
             self._records.append(self._now)
 
     def noting(self, order: Iterable[int]) -> Iterator[int]:
-        """Yields the numbers of rows again, and notes their order."""
+        """Yields the numbers of rows in the given order, and notes the order."""
         assert self._now is not None, "begun"
         for index in order:
             self._now.order.append(index)
@@ -218,8 +224,8 @@ class Monitor:
         Args:
             index: the number of the row in the step.
             row: the row.
-            mark: an array that comes when the row has run; None if `watch` or `arrived` will be
-                called for it.
+            mark: the marker, an array that comes when the row has run. None if `watch` or `arrived`
+                is called for the row later.
         """
         assert self._now is not None, "begun"
         self._now.dispatched[index] = time.perf_counter()
@@ -232,7 +238,7 @@ class Monitor:
         Args:
             index: the number of the row in the step.
             row: the row.
-            mark: an array that comes when the row has run.
+            mark: the marker, an array that comes when the row has run.
         """
         assert self._now is not None, "begun"
         self._queues[self._place(row, self._now.lowered)].put((self._now, index, mark))
@@ -247,8 +253,8 @@ class Monitor:
         record = self._now
         if record and not record.closed:
             record.closed = True
-            # An item without a mark follows all others of the record. When a thread meets it, all
-            # rows of the record in its queue have ended.
+            # In each queue, an item without a marker follows all others of the record. When the
+            # thread meets this item, all rows of the record in its queue have ended.
             for queue in self._queues:
                 queue.put((record, -1, None))
         return record
@@ -265,7 +271,7 @@ class Monitor:
 
     def read(self, record: Record) -> Measured:
         """Returns what a closed record has measured, after waiting; any thread may call this."""
-        # The items of a queue are handled in order, so the last one shows that all rows have ended.
+        # The thread of each queue sets an event when it has seen all of the queue's rows end.
         for passed in record.passed:
             passed.wait()
         reading = _Reading(list(record.before))
@@ -298,7 +304,10 @@ class Monitor:
         )
 
     def _spans(self, lowered: Lowered, row: Row, start_s: float, end_s: float) -> Iterator[Span]:
-        """Yields the spans of a row; a group of layers has one for each, by the layers' shares."""
+        """Yields the spans of a row: one, or one for each layer of a group.
+
+        The time of a group is divided in proportion to the layers' weights.
+        """
         weights = [self._weight(part) for part in row.parts]
         at_s = start_s
         for part, weight in zip(row.parts, weights, strict=True):
@@ -341,6 +350,7 @@ class Monitor:
         return f"{source} to {self._names[target]}"
 
     def _watch(self, place: int, queue: "SimpleQueue[Item]") -> None:
+        """Waits for the markers of a queue, one after another, and notes when each has come."""
         while True:
             record, index, mark = queue.get()
             if mark is None:
@@ -359,13 +369,13 @@ class Monitor:
 
 @dataclass
 class _Reading:
-    """The times known so far, while the rows of a record are gone through in their order.
+    """The times found so far, while the rows of a record are read in their order.
 
     Attributes:
         free_s: for each queue, when its last row so far ended.
         made_s: for each buffer, when it came.
         fetched: the buffers that came back from the host.
-        waiting: the devices that have waited for a FREE since their last program.
+        waiting: the devices that had a FREE since their last program.
         exposed_s: by device, the seconds for which copies to the host and back kept it idle.
     """
 
@@ -402,14 +412,14 @@ class _Reading:
         return start_s, end_s
 
     def _expose(self, row: Row, place: int, start_s: float, dispatched_s: float) -> None:
-        """Counts by how much earlier a program could have started without copies to the host."""
+        """Counts how much earlier a program could have started if no copies had delayed it."""
         others = [self.made_s.get(b, 0.0) for b in row.reads if b not in self.fetched]
         inputs_s = max(others, default=0.0)
-        # A FREE waits for a copy to the host, and delays the dispatch of later rows. If there was
-        # one, the time of dispatch is not taken as a reason for a later start.
+        # A FREE waits for a copy, and so delays the dispatch of later rows. If there was one, the
+        # program could also have been dispatched earlier, so the time of dispatch does not count.
         asked_s = 0.0 if row.place in self.waiting else dispatched_s
         possible_s = max(self.free_s[place], inputs_s, asked_s)
-        if self.free_s[place]:  # the first program of a run has waited for no copy
+        if self.free_s[place]:  # 0 before the first program of a run, which waits for no copy
             self.exposed_s[place] += max(0.0, start_s - possible_s)
         self.waiting.discard(row.place)
 

@@ -1,4 +1,4 @@
-"""The phases of the work before the first step: the log says how long each phase took."""
+"""Logs the phases of the work before the first step, and how long each phase took."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ _log = logging.getLogger("jvpipe")
 def phase(name: str) -> Iterator[None]:
     """Logs at level DEBUG that a phase begins, and at level INFO how long it took.
 
-    Both log records have the name as their attribute `phase`, by which displays recognise them.
+    Both log records have the name as their attribute `phase`. Displays of progress find them by it.
 
     Args:
         name: the work of the phase, such as "tracing the loss".

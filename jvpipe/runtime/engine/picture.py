@@ -10,10 +10,10 @@ from jvpipe.runtime.engine.monitor import Monitor, Record
 
 
 def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Picture:
-    """Returns the picture of a closed record, with the moves before it, after waiting for its end.
+    """Waits for the end of a closed record, and returns its picture with the moves before it.
 
     The bytes are those that the ledger counts. The buffers that a row makes count from the row's
-    start, and those that it frees count until the row's end.
+    start on. The buffers that it frees count until the row's end.
 
     Args:
         monitor: the monitor that has watched the step.
@@ -34,14 +34,14 @@ def _labelled(span: Span, labels: Sequence[str]) -> Span:
 
 
 def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
-    """Yields the bytes in a memory (of a device, or of the host) whenever they change."""
+    """Yields the bytes in each memory (of a device, or of the host) whenever they change."""
     held_bytes, names = list(record.held_bytes), monitor.memories
     starts_s = [start_s for start_s, _ in record.times.values() if start_s]
     reached_s = [min(starts_s, default=0.0)] * len(held_bytes)
 
     def level(memory: int, at_s: float, more_bytes: int = 0) -> Level:
-        # Bytes are counted in the order of dispatch, which may differ from the order in time. So
-        # that the curve does not go back, no level is earlier than the one counted before it.
+        # Bytes are counted in the order of dispatch, which may differ from the order in time. The
+        # curve must not go back in time, so a level is never earlier than the level before it.
         reached_s[memory] = max(reached_s[memory], at_s)
         return Level(names[memory], reached_s[memory], held_bytes[memory] + more_bytes)
 
@@ -62,10 +62,10 @@ def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
 
 
 def _hops(monitor: Monitor, record: Record) -> Iterator[Hop]:
-    """Yields both ends of each copy between devices.
+    """Yields both ends of the arrow that shows a copy between devices.
 
-    An arrow leaves just before the end of the row that made the copied value, and arrives at the
-    start of the first row that reads the copy. So it begins and ends inside a span of the picture.
+    An arrow begins just before the end of the row that made the copied value. It ends at the start
+    of the first row that reads the copy. So both ends lie inside spans of the picture.
     """
     origin: dict[int, tuple[str, float]] = {}  # by buffer: the place that made it, and when
     coming: dict[int, str] = {}  # by copied buffer that no row has read yet: the key of its copy

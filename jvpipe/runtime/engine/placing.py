@@ -1,8 +1,9 @@
-"""Placing of the arrays that outlive a step: how they get to their places, and the bytes needed.
+"""Puts the arrays that outlive a step at their places, and counts the bytes that this takes.
 
-Arrays are placed in the order of the buffer table. A leaf makes an array or puts a given one on its
-device. The optimizer's state has no leaves when a run begins. It is computed from the parameters by
-the pieces into which the optimizer was cut, on the devices where the layers lie.
+These arrays are the parameters, the optimizer's state, the model state and constants. They are
+placed in the order of the buffer table. A `Leaf` (`training_state.py`) makes an array or puts a
+given one on its device. When a run begins, the optimizer's state has no leaves. The pieces into
+which the optimizer was cut compute it from the parameters, each on the device of its layer.
 """
 
 from collections import Counter
@@ -28,8 +29,8 @@ from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.runtime.engine.value_shapes import value_spec
 
 Key = Spot | Slot
-"""The key of an array while a state is made: its value and place; or, for a small value that passes
-between pieces of the optimizer, its slot."""
+"""The key of an array while a state is made: its value and place. The key of a small value that
+pieces of the optimizer pass to each other is its slot."""
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
@@ -39,13 +40,13 @@ def name_of(buffer: Buffer) -> Name:
 
 
 def key_of(buffer: Buffer) -> Spot:
-    """Returns the key of a persistent array, whether it will lie on its device or on the host."""
+    """Returns the key of a persistent array, wherever it lies: on its device or on the host."""
     return Spot(buffer.value, buffer.place)
 
 
 @dataclass(frozen=True)
 class _PieceKeys:
-    """The device of an initialising piece, and the keys of the arrays that it reads and writes."""
+    """The device of an initializing piece, and the keys of the arrays that it reads and writes."""
 
     device: int
     reads: list[Key]
@@ -60,7 +61,7 @@ class Placing:
         graph: the model's layers.
         optimizer: the optimizer, whose pieces make its state.
         buffers: the buffers that outlive a step.
-        devices: the devices, by the number of the place.
+        devices: the device of each place.
     """
 
     graph: LayerGraph
@@ -69,10 +70,10 @@ class Placing:
     devices: tuple[Device, ...]
 
     def compile(self, leaves: Mapping[Name, Leaf], store: ProgramStore) -> None:
-        """Compiles the programs that make arrays, at the same time and before the first is needed.
+        """Compiles the programs that make arrays, all at the same time.
 
         Args:
-            leaves: make arrays or put them on devices, by name.
+            leaves: by the name of an array, how it gets onto a device.
             store: compiles programs.
         """
         programs = []
@@ -86,7 +87,7 @@ class Placing:
                 store.compile(programs)
 
     def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
-        """Returns the devices' peaks, and last the host's, while arrays are placed in order."""
+        """Returns the most bytes on each device, and last on the host, while `place` runs."""
         memories = (*range(len(self.devices)), HOST)
         live, peak = [0] * len(memories), [0] * len(memories)
         for buffer in self.buffers:
@@ -96,8 +97,8 @@ class Placing:
             if leaf and self._is_own(buffer):
                 needs = leaf.needs(self.devices[d], self._spec(buffer.value))
             peak[d] = max(peak[d], live[d] + needs)
-        # Optimizer state is made last. State that will lie on the host is made on the device first,
-        # one layer's at a time.
+        # Optimizer state is made last. State for the host is first made on the device, one layer's
+        # at a time.
         for d, passing in enumerate(self._passing_bytes):
             peak[d] = max(peak[d], live[d] + passing)
         peak[HOST] = live[HOST]
@@ -114,11 +115,13 @@ class Placing:
     def place(
         self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
     ) -> tuple[jax.Array, ...]:
-        """Makes every persistent array of this process; initialises optimizer state without leaves.
+        """Makes the persistent arrays of this process, and initializes state without leaves.
+
+        Returns the arrays in the order of `buffers`, with None for those of other processes.
 
         Args:
             ledger: counts the bytes of the arrays.
-            leaves: make arrays or put them on devices, by name.
+            leaves: by the name of an array, how it gets onto a device.
             store: compiles programs.
         """
         table: dict[Key, jax.Array] = {}
@@ -130,15 +133,14 @@ class Placing:
                 device, spec = self.devices[buffer.place], self._spec(buffer.value)
                 ledger.hold(buffer.memory, buffer.bytes)
                 ledger.hold(buffer.place, 0, leaves[name].needs(device, spec))
-                # A parameter is made once, and then copied to the other places that read it.
+                # A parameter is made once. Other places that read it get copies.
                 if buffer.owner is Owner.PARAMETER and name in first:
                     table[key] = self.put(table[first[name]], buffer)
                 else:
                     array = leaves[name].make(device, spec)
                     table[key] = self._resting(array, buffer)
                 first.setdefault(name, key)
-        # Only optimizer state can be without leaves: constants, parameters and model state always
-        # have them.
+        # What is missing is optimizer state: all other arrays have leaves.
         lacking = [buffer for buffer in here if key_of(buffer) not in table]
         for buffer in lacking:
             ledger.hold(buffer.memory, buffer.bytes)
@@ -150,7 +152,7 @@ class Placing:
 
     @cached_property
     def _passing_bytes(self) -> list[int]:
-        """For each device, the most bytes of a layer that are made there for the host."""
+        """For each device, the most bytes of one layer that are made there for the host."""
         passing = Counter[tuple[int, int]]()
         for buffer in self.buffers:
             if buffer.copy.on_host:
@@ -161,9 +163,9 @@ class Placing:
         return largest
 
     def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
-        """Returns an array, made on a device, in the memory where it lies between steps.
+        """Moves an array from the device that made it to the memory where it lies between steps.
 
-        If this is the host, waits for the copy and deletes the array on the device.
+        If this memory is the host's, waits for the copy and deletes the array on the device.
         """
         if not buffer.copy.on_host:
             return array
@@ -189,7 +191,7 @@ class Placing:
         return _jax.is_own(self.devices[buffer.place])
 
     def values(self, arrays: Sequence[jax.Array | None]) -> dict[Name, jax.Array]:
-        """Returns, for each name of which this process has an array, one such array."""
+        """Returns one array of each name that this process has."""
         values: dict[Name, jax.Array] = {}
         for buffer, array in zip(self.buffers, arrays, strict=True):
             if array is not None:
@@ -200,11 +202,11 @@ class Placing:
         """Makes the optimizer's state that the table lacks, each piece on the device of its layer.
 
         Args:
-            table: has the parameters; gets the state, and the small values between pieces.
+            table: has the parameters; gets the state, and the small values that pieces pass on.
             store: compiles the pieces.
         """
         pieces, lacking = self._initialising(table)
-        # State that lies on the host is made on a device and goes to the host piece by piece.
+        # State for the host is made on a device, and goes to the host after each piece.
         away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
         keys = [self._piece_keys(piece) for piece in pieces]
         programs = [
@@ -233,10 +235,10 @@ class Placing:
         return self._spec(key.value) if isinstance(key, Spot) else ()
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
-        """Returns, by device, the most bytes that a piece makes although the table has them.
+        """Returns, by device, the most bytes that one piece makes although the table has them.
 
-        `initialise_optimizer` runs whole pieces: each makes all of its state, even if only a part
-        of the state is missing.
+        `initialise_optimizer` runs whole pieces. A piece makes all of its state, even if only some
+        of it is missing.
         """
         pieces, lacking = self._initialising(table)
         # Small values between pieces are not counted.
@@ -251,8 +253,8 @@ class Placing:
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """Returns the pieces that make the state missing from the table, and the keys to be made.
 
-        Goes from the last piece to the first: a value that a needed piece reads has to be made by
-        an earlier piece, which is then needed as well.
+        Pieces are gone through from the last to the first. If a piece is needed, the earlier pieces
+        that make the values it reads are needed as well.
         """
         owned = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
         lacking: set[Key] = {key_of(b) for b in owned if key_of(b) not in table}
@@ -268,7 +270,7 @@ class Placing:
 
     def _piece_keys(self, piece: Piece) -> _PieceKeys:
         layer = NONE if piece.layer is None else piece.layer
-        # A piece of a layer without state makes only small values, so any device will do.
+        # A piece of a layer without state makes only small values, so it may run on any device.
         device = self._places.get(layer, self._home)
         return _PieceKeys(
             device,
@@ -288,10 +290,9 @@ class Placing:
 
 
 def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
-    """Returns the key of a value that an initialising piece reads or writes.
+    """Returns the key of a value that an initializing piece reads or writes.
 
-    A small value has no fixed place. Its slot is its key, and it is copied from the device that
-    made it.
+    A small value has no fixed place, so its slot is its key. A piece on another device copies it.
 
     Args:
         graph: the model's layers.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 BEAT_S = 0.25
 """Seconds between two pulses of a process."""
 _WORD_BYTES = 64
-"""The most bytes that are read of a datagram: more than a word and the number of a process have."""
+"""The most bytes that are read of a datagram; a word and the number of a process are shorter."""
 
 
 class Pulse(NamedTuple):
@@ -25,9 +25,9 @@ class Pulse(NamedTuple):
 class Pulses:
     """The pulses of several processes: datagrams that each process sends to all others.
 
-    A process that only waits still sends pulses, while one that is stopped or cut off does not. A
-    process that was never heard does not count as silent, because some networks let no datagrams
-    through.
+    A process that only waits still sends pulses. A process that is stopped or cut off sends none.
+    A process without any pulse so far does not count as silent, because some networks block
+    datagrams.
 
     Args:
         address: the address of this host on the network of the processes.

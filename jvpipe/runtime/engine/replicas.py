@@ -1,15 +1,15 @@
-"""The programs of stages with replicas: each layer on slices of examples, and programs between.
+"""The programs of stages with replicas: layers on slices of examples, and those that cut and join.
 
-Replicas are devices that run the same layers, each on a slice of every micro-batch. The rows of a
-micro-batch of four examples, in order from left to right; a:b are the examples of a slice:
+Replicas are devices that run the same layers, each on a slice of every micro-batch. In this example
+a micro-batch has four examples, a:b are the examples of a slice, and time runs to the right:
 
     stage 0, two replicas    F(0:2)  F(2:4)                   one forward on each replica
     stage 1, one device              CONCAT  F  B  SLICE      joins slices, cuts cotangents
     stage 0                                         B(0:2)  B(2:4)  REDUCE  U
 
-The programs on a slice must take and leave the same values as those on the whole micro-batch, in
-other sizes. All decisions about a layer, such as the fates of its residuals (the values that its
-forward leaves for its backward), then hold for each of its replicas.
+The programs of a layer on a slice must take and leave the same values as those on the whole
+micro-batch, only in other sizes. Then all decisions about the layer hold for each replica. One
+example is the fate of its residuals, the values that its forward leaves for its backward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,8 +59,8 @@ class Replicas:
         traced: the layers, traced on a whole micro-batch.
         plan: has the replicas of each stage.
         store: compiles programs.
-        whole: for each layout, the residuals that layers keep, and the programs of layers on a
-            whole micro-batch.
+        whole: for each layout, which residuals layers keep, and the programs of layers on a whole
+            micro-batch.
     """
 
     traced: Traced
@@ -80,7 +80,7 @@ class Replicas:
 
     @cached_property
     def apart(self) -> Apart:
-        """The loss analysed by examples: how each of its values lies over the examples."""
+        """The analysis of the loss: how each of its values depends on the examples."""
         sizes = []
         for stage in self.plan.stages:
             slices = self.where.slices(stage.layers[0])
@@ -111,7 +111,7 @@ class Replicas:
         """
         key = layout, examples, layer
         if key not in self._programs:
-            # Fates name candidates by their names, which are the same for a layer on a slice.
+            # Fates name values of a layer. A layer on a slice has values of the same names.
             share, whole = self.whole[layout]
             programs = programs_of(self.store, self.sliced(examples), layer, share)
             if _interface(programs.signature) != _interface(whole[layer].signature):
@@ -178,13 +178,13 @@ class Replicas:
             case Kind.REDUCE if isinstance(row.run, JoinRun) and row.run.weights:
                 return weighted_program(shapes[0], row.run.weights)
             case Kind.REDUCE:
-                # The row reads the parts of the first result from all replicas, then those of the
-                # second, and so on. The parts of one result have one shape.
+                # The row reads the parts of the first result from all replicas, then the parts of
+                # the second, and so on. All parts of a result have one shape.
                 replicas = len(row.reads) // len(row.writes)
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(shapes[::replicas], replicas, in_place=in_place)
             case _:
-                raise AssertionError(f"{row} is none between replicas")
+                raise AssertionError(f"{row} is not a row between replicas")
 
     def shape(self, value: Value) -> jax.ShapeDtypeStruct:
         """Returns the shape and type of a value between replicas, or of a replica's part of it."""
@@ -207,7 +207,7 @@ class Replicas:
     ) -> jax.ShapeDtypeStruct:
         if examples is None or spread.over is not Over.ALONG:
             return whole
-        # The axis may hold several rows per example, such as examples times tokens.
+        # The axis may have several entries per example: its size may be examples times tokens.
         sizes = list(whole.shape)
         rows_per_example = sizes[spread.axis] // self.traced.graph.examples
         sizes[spread.axis] = rows_per_example * examples.size
@@ -216,7 +216,7 @@ class Replicas:
     def loss_parts(self) -> list[Parts | None]:
         """Returns the parts in which replicas make the loss, its weight and each leaf of aux.
 
-        An entry is None if a stage with one device makes the value whole.
+        An entry is None if a single device makes the whole value.
         """
         graph = self.traced.graph
         of_loss = self._made_in(graph.loss_layer, self.batching.loss)
@@ -243,7 +243,8 @@ class Replicas:
         slices = self._slices_of(layer)
         if not slices:
             return None
-        # A value that depends on no example is the same at every replica. The first one's is taken.
+        # A value that depends on no example is the same at every replica, so the first one's is
+        # taken.
         return Parts(slices[:1] if spread.over is Over.NONE else slices, spread)
 
     def _slices_of(self, layer: int) -> tuple[Examples, ...]:
@@ -252,14 +253,15 @@ class Replicas:
     def _check_edges(self) -> None:
         """Checks that tensors between stages with different numbers of replicas can be divided.
 
-        A tensor is divided along its axis of examples; a sum or mean over examples is shared out.
+        A tensor with an axis of examples is cut along it. A sum or mean over the examples is shared
+        out: each replica gets a weighted part of it.
 
         Raises:
-            ValueError: a tensor has no axis of examples, and is not a sum or mean over them.
+            ValueError: a tensor can neither be cut nor shared out.
         """
         graph, widths = self.traced.graph, self.plan.replicas
-        # If the loss divides a sum by a count, both must be of the same slice. A sum that is shared
-        # out is not, so no tensor is shared out in such a loss.
+        # If the loss divides a sum by a count, a replica needs both for the same examples. A shared
+        # out sum belongs to no particular examples, so such a loss must not share out any tensor.
         divides = {Beside.DIVISOR, Beside.GUARD} & set(self.apart.amended.values())
         for tensor, spread in zip(graph.tensors, self.batching.tensors, strict=True):
             layers = (tensor.producer, *tensor.readers)
@@ -278,7 +280,7 @@ class Replicas:
 
 
 def _interface(signature: Signature) -> object:
-    """Returns a signature without the sizes of residuals, which differ between slices."""
+    """Returns a signature with only the names of residuals, because slices have other sizes."""
     return replace(signature, residuals=()), tuple(array.name for array in signature.residuals)
 
 
@@ -291,7 +293,7 @@ def check_replicable(schedule: Schedule, *, has_order: bool = False) -> None:
 
     Args:
         schedule: the schedule.
-        has_order: the plan has an order of tasks of its own.
+        has_order: whether the plan has an order of tasks of its own.
 
     Raises:
         ValueError: the order of tasks is chosen by a search, which does not consider replicas.
@@ -310,7 +312,7 @@ def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatch
         plan: a plan in which some stage has replicas.
         schedule: the order in which stages run.
         graph: the layers, on a whole micro-batch.
-        microbatches: how many a step has.
+        microbatches: how many micro-batches a step has.
 
     Raises:
         ValueError: an asynchronous schedule would have to carry model state between replicas, or a

@@ -1,8 +1,9 @@
-"""The programs of the rows of a lowered step, and how their arrays lie over the devices of a place.
+"""Finds the program of each row of a lowered step, and how its arrays lie over a mesh.
 
 A row has only a kind, a layer and buffers. Its program follows from these and from the layout of
 its micro-batch, which says what the layer's programs take and leave. So a program can be found, and
-compiled, before any array exists.
+compiled, before any array exists. A place may be a mesh, that is several devices; a value's spec
+then says how the value is cut over them.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from jvpipe.trace.graph import Traced
 R = TypeVar("R")
 
 _EDGES = (ValueKind.TENSOR, ValueKind.COTANGENT, ValueKind.AUX)
-"""The kinds of values of which a replica may have only a part, that of its examples."""
+"""The kinds of values of which a replica may have only the part of its own examples."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,12 @@ class RowPrograms:
         traced: the model.
         graph: the layers, whose arrays say how tensors between layers lie over a mesh.
         optimizer: the optimizer's update, cut into pieces.
-        microbatches: how many a step has.
-        has_sums: an update has several micro-batches, so backwards add their gradients to sums.
+        microbatches: how many micro-batches a step has.
+        has_sums: whether an update has several micro-batches, so that backwards add their gradients
+            to sums.
         decay: the decay of PipeMare's running mean of updates; None under all other schedules.
         anneal_updates: how many of the first updates PipeMare scales down.
-        layouts: the programs of all layers, for each layout that rows name by its number.
+        layouts: the programs of all layers, by the number of the layout.
         replicas: the programs on slices of a micro-batch, if a stage has replicas.
     """
 
@@ -71,7 +73,7 @@ class RowPrograms:
     replicas: Replicas | None
 
     def laid(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, for arrays that lie over a mesh as those of the row do."""
+        """Returns the program of a row, for arrays that are cut over a mesh as the row's are."""
         specs: dict[int, Spec] = {}  # by buffer
         for part in row.parts:
             # The rows of an evaluation have no residuals, so they do not need the layer's layout.
@@ -89,14 +91,15 @@ class RowPrograms:
             value: a value of a step.
             programs: the programs of its layer; unless given, those of the first layout.
         """
-        # The compiler of a forward decides how its residuals lie; the graph says it for all others.
+        # How residuals lie was decided when their forward was compiled. The graph and the optimizer
+        # say it for all other values.
         if value.kind is ValueKind.RESIDUAL:
             of_layer = programs or self.layouts[0][value.layer]
             return of_layer.signature.residuals[value.index].spec
         return value_spec(self.graph, self.optimizer, value)
 
     def program(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, which must not be a row that only copies or waits."""
+        """Returns the program of a row, which must run one and not only copy or wait."""
         if isinstance(row.run, GroupRun):
             return group_program([self.laid(lowered, part) for part in row.parts], row.wires)
         read = [lowered.buffers[b].value for b in row.reads]
@@ -124,8 +127,8 @@ class RowPrograms:
             case Kind.LOSS:
                 return self._loss_program(read)
             case Kind.REDUCE if self.replicas is None:
-                # The devices of a stage take turns, and the row adds the sums of one and the next.
-                # So each value is read twice, with equal shapes.
+                # The devices of a stage take turns with whole micro-batches, and each has sums of
+                # its own. The row adds those of two devices, so it reads each value twice.
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(self._shapes(read[::2]), 2, in_place=in_place)
             case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:
@@ -167,15 +170,15 @@ class RowPrograms:
         return self.replicas.sliced(row.run.examples)
 
     def backward_program(self, programs: LayerPrograms) -> Program:
-        """Returns a layer's backward, which adds its gradients to sums.
+        """Returns a layer's backward.
 
-        If each micro-batch has its own update, there are no sums.
+        It adds its gradients to sums, unless each micro-batch has an update of its own.
         """
         return backward_program(programs) if self.has_sums else single_backward_program(programs)
 
     def _settle_program(self, row: Row, written: Sequence[Value]) -> Program:
         """Returns the program that remembers an update: XPipe's difference or PipeMare's mean."""
-        # A SETTLE may also write new weights and a count, which the program derives from these.
+        # A SETTLE may also write new weights and a count. The program needs no shapes of these.
         remembered = [v for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
         shapes = self._shapes(remembered)
         if self.decay is None:
@@ -204,7 +207,7 @@ class RowPrograms:
         array = self.known_shape(whole.buffers[b].value)
         if array is not None:
             return array
-        # Only the program that makes the array has its shape, so that program is traced abstractly.
+        # Only the program that makes the array knows the shape, so it is traced abstractly.
         maker = next(row for row in whole.rows if b in row.writes)
         program = self.program(whole, maker)
         results = jax.eval_shape(program.fn, *program.inputs)
@@ -213,15 +216,14 @@ class RowPrograms:
     def known_shape(self, value: Value) -> jax.ShapeDtypeStruct | None:
         """Returns the shape and type of a value, or of a replica's part of the value.
 
-        Returns None for residuals and other values whose shape only the program that makes them
-        has.
+        Returns None for values such as residuals, whose shape only their program knows.
         """
         if self.replicas and value.kind in _EDGES:
             return self.replicas.shape(value)
         return value_shape(self.traced, self.optimizer, value)
 
     def shape(self, value: Value) -> jax.ShapeDtypeStruct:
-        """Returns the shape and type of a value, which must be known before the value is made."""
+        """Returns the shape and type of a value for which `known_shape` is not None."""
         array = self.known_shape(value)
         assert array is not None, f"the shape of {value} is unknown"
         return array
@@ -230,12 +232,12 @@ class RowPrograms:
         return [self.shape(value) for value in values]
 
     def placed(self, value: Value, device: Device) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and place of a value on a device or over a mesh."""
+        """Returns the shape, type and place of a value that lies on a device or over a mesh."""
         return _jax.placed(self.shape(value), device, self.spec(value))
 
 
 def arrival(arrays: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """Returns a program that yields a mark once arrays have come, and does not change them."""
+    """Returns a program that only reads arrays, and so yields a mark once all of them have come."""
     key = "arrival", *((array.shape, str(array.dtype)) for array in arrays)
     return Program(key, lambda *xs: [jax.numpy.int32(0)], tuple(arrays))
 

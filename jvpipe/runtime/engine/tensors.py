@@ -1,4 +1,4 @@
-"""The bytes that a run holds on each device, as the ledger counts them, and their limits."""
+"""The bytes that a run holds on each device: the ledger that counts them, and their limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,8 +10,8 @@ from jvpipe.ir.layers import Array
 from jvpipe.runtime.engine.versions import VersionLedger
 
 Identity = tuple[str, Array]
-"""The kind of an array, with its path, shape and type; arrays of two models with equal identities
-are the same."""
+"""The kind of an array, with its path, shape and type. If two models have arrays of one identity,
+both have the same array."""
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
@@ -26,12 +26,12 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 class Ledger:
     """The bytes held on each device, now and at the peak since the run began.
 
-    The controller counts each row when it dispatches the row. The counts therefore follow from the
-    order of dispatch, and not from when programs run. This is why they equal those of the buffer
-    table, which planners and the simulator read.
+    The controller counts the bytes of a row when it dispatches the row. So the counts follow from
+    the order of dispatch, and not from when programs run. This is why they equal the counts of the
+    buffer table, which planners and the simulator read.
 
     Attributes:
-        devices: the devices, by the number of the place.
+        devices: the device of each place.
         versions: which versions of weights each forward and backward read.
         live: the bytes held now at each place, and last on the host.
         peak: the most bytes held at once at each place, and last on the host.
@@ -64,7 +64,7 @@ class Ledger:
         self.peak[device] = max(self.peak[device], self.live[device] + temporary)
 
     def drop(self, device: int, size: int) -> None:
-        """Counts bytes that a device holds no longer.
+        """Counts bytes that a device no longer holds.
 
         Args:
             device: the number of the device; `HOST` for the host.
@@ -84,12 +84,12 @@ class Ledger:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of swapped values and of parked arrays on the host now."""
+        """Bytes on the host now: swapped values and parked arrays."""
         return self.live[HOST]
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most bytes of swapped values and of parked arrays on the host at once."""
+        """The most bytes on the host at once: swapped values and parked arrays."""
         return self.peak[HOST]
 
 
@@ -118,8 +118,7 @@ class Limits:
     Attributes:
         device_bytes: one number for all devices, or one for each; None if there is no limit.
         host_bytes: the limit of the host; None if there is no limit.
-        parked: arrays on the host that the present model lacks. Their bytes count together with
-            those of swapped values.
+        parked: arrays of earlier models that the host keeps. They count towards its limit.
     """
 
     device_bytes: int | Sequence[int] | None = None
@@ -134,7 +133,7 @@ class Limits:
         Args:
             peaks: the most bytes of each device, and last of the host.
             devices: the devices, for the message.
-            idle: the words of the message for a peak that is not at a task.
+            idle: says in the message when a peak occurs that belongs to no task.
 
         Raises:
             MemoryLimitExceeded: a device or the host would exceed its limit.
@@ -156,8 +155,8 @@ class Limits:
         if max(over) <= 0:
             return
         d = over.index(max(over))
-        # The message's limit is one for all devices, so it has to be enough for the fullest device,
-        # which need not be the one that is furthest over its own limit.
+        # The error suggests one limit for all devices. It must be enough for the fullest device,
+        # which need not be the device that exceeds its own limit most.
         fullest = max(peak.bytes for peak in peaks)
         raise _exceeded(str(devices[d]), peaks[d], limits[d], idle, fullest)
 
@@ -171,7 +170,7 @@ class Limits:
 
 
 def _exceeded(place: str, peak: Peak, limit: int, idle: str, fullest: int) -> MemoryLimitExceeded:
-    """Returns the error; its limit for all devices is at least what the `fullest` one holds."""
+    """Returns the error; the limit that it suggests is enough for `fullest` bytes on a device."""
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(

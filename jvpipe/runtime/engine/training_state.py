@@ -1,4 +1,8 @@
-"""The state of a training run, and the leaves that make its arrays or put them on devices."""
+"""The state of a training run, and leaves: ways to make its arrays or put them on devices.
+
+A leaf is either a given array that is copied (`given_leaves`), or a program that makes one array of
+a function's result (`made_leaves`). With programs, a model may be larger than any one device.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +32,8 @@ Name = tuple[str, int]
 The name does not depend on the cuts or on the array's place, so all copies of an array share it.
 """
 FEW = 64
-"""The most elements of integers that are computed at once; larger arrays get a program."""
+"""The most elements of an array of integers that `made_leaves` computes itself, without a program.
+"""
 
 
 @partial(
@@ -41,14 +46,14 @@ class State:
     """The arrays of a run between two steps, and the run's counts so far.
 
     Attributes:
-        arrays: the arrays, in the order of the buffer table's persistent buffers; None for one that
-            another process holds. In a stream (a run without flushes) there are also the arrays of
-            the micro-batches in flight.
-        words: the words of the run's key.
+        arrays: the arrays, in the order of the buffer table's persistent buffers; None for an array
+            of another process. In a stream (a run without flushes), they include the arrays of the
+            micro-batches in flight.
+        words: the integers of the run's random key.
         step: how many steps the run has had.
         stream_steps: how many steps the stream has had; 0 if nothing is in flight.
         updates: how many updates the parameters have had.
-        model: an object that all states of a pipeline's model share, and no others.
+        model: an object that marks the pipeline's model: only states of this model have it.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -61,7 +66,7 @@ class State:
     def __repr__(self) -> str:
         flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
         title = f"State(step={self.step}, updates={self.updates}{flying})"
-        # A function that JAX maps over a state may put other things in it, which are left out here.
+        # `jax.tree.map` over a state may put other things in place of arrays. They are left out.
         here = [x for x in self.arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
         if any(x.is_deleted() for x in here):
             return f"{title}, consumed by a later step"
@@ -79,8 +84,8 @@ class State:
             count: how many arrays a state has under the plan in use.
 
         Raises:
-            ValueError: a later step has consumed the arrays, or they belong to another pipeline, or
-                are copies that are not JAX arrays.
+            ValueError: an earlier step has consumed the arrays, the state belongs to another
+                pipeline, or its arrays were replaced by others that are not JAX arrays.
         """
         if not is_whole(self.step) or self.step < 0:
             step = f"the state is of step {brief(self.step)}"
@@ -89,12 +94,12 @@ class State:
             raise ValueError(
                 "this state belongs to another pipeline or plan: use the one that init or restore gave"
             )
-        # Each step makes these checks. A state has many arrays, but few types of them.
+        # Every step makes these checks, so they must be fast: of many arrays, few types differ.
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(
-                "this state is being traced: call the pipeline's members outside of jax.jit and its like, for they "
-                "compile all that they run"
+                "this state is being traced: call the pipeline's members outside of jax.jit and its like, because "
+                "they compile all that they run"
             )
         others = [kind for kind in types if not issubclass(kind, jax.Array)]
         if others:
@@ -123,10 +128,10 @@ class Leaf:
     """A way to get an array onto a device, or over the devices of a mesh as a spec says.
 
     Attributes:
-        make: makes the array, or puts a given one there.
-        needs: returns the bytes that this takes on the device besides the array.
-        program: the program that makes the array, if one does, so that the programs of many leaves
-            can be compiled at the same time.
+        make: makes the array there, or copies a given one.
+        needs: returns the bytes that `make` takes on the device besides the array.
+        program: the program with which `make` makes the array, so that the programs of many leaves
+            can be compiled at the same time; None if the array is given.
     """
 
     make: Callable[[Device, Spec], jax.Array]
@@ -135,7 +140,7 @@ class Leaf:
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
-    """Returns leaves that copy given arrays, and read lazy ones one after another.
+    """Returns leaves that copy given arrays; lazy arrays are read one at a time.
 
     The caller's arrays are always copied, because a step may overwrite the arrays of a state.
     """
@@ -145,7 +150,7 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
         if not isinstance(value, LazyArray):
             return jax.device_put(value, sharding, may_alias=False)
         array = jax.device_put(np.asarray(value), sharding, may_alias=False)
-        # Waiting here makes sure that the host holds no more than one array that was read.
+        # Waiting here keeps at most one array that was read in the host's memory.
         return array.block_until_ready()
 
     return [Leaf(partial(put, value)) for value in values]
@@ -154,11 +159,10 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
 def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> list[Leaf]:
     """Returns a leaf for each array of `fn(rng)`, which makes the array on its own device.
 
-    The function is traced as a whole and cut into one program for each leaf, by dropping the
-    equations that the leaf does not need. So no device holds arrays of other devices, and equal
-    programs are compiled once. Random keys, and other small arrays of integers, are computed here
-    at once and passed to the programs. If each program derived its own key from `rng`, few programs
-    would be equal.
+    The function is traced as a whole. The program of a leaf has only the equations that the leaf
+    needs. So no device holds arrays of other devices, and equal programs are compiled once. Random
+    keys and other small arrays of integers are computed here and passed to the programs. Otherwise
+    each program would derive its own key from `rng`, and few programs would be equal.
 
     Args:
         store: compiles the programs.
@@ -171,7 +175,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     eqns: list[_jax.JaxprEqn] = []
     for eqn in closed.jaxpr.eqns:
         has_inputs = all(v in env for v in jaxprs.variables(eqn.invars))
-        # Equations come in order, so a key is known to later equations that derive keys from it.
+        # `env` has what was computed so far, so keys that are derived from keys are computed too.
         if has_inputs and all(map(_is_few_integers, eqn.outvars)):
             jaxprs.run_jaxpr([eqn], env)
         else:
@@ -186,12 +190,12 @@ def _made_leaf(
 
     Args:
         store: compiles the program.
-        eqns: the equations that make all arrays.
+        eqns: the equations of all arrays that are left for programs.
         out: the variable of the array.
-        env: the values that are known already, by variable.
+        env: the values that were computed before, by variable.
     """
     needed = jaxprs.prune(eqns, [out])
-    # An array without equations is a known value, which its program takes and returns.
+    # An array that needs no equations was computed before, so its program only returns it.
     inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in env]
 
     def run(*values: Any) -> list[Any]:
@@ -219,6 +223,6 @@ def _made_leaf(
 
 
 def _is_few_integers(atom: _jax.Atom) -> bool:
-    """Tells whether a value has few keys or integers, which are bitwise equal on all devices."""
+    """Tells whether a value is a few keys or integers; these are bitwise equal on all devices."""
     aval = _jax.aval(atom)
     return (is_key(aval) or np.issubdtype(aval.dtype, np.integer)) and aval.size <= FEW

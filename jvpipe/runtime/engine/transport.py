@@ -1,13 +1,14 @@
-"""Transport of arrays from the devices of one process to those of another.
+"""Carries arrays from the devices of one process to those of another.
 
 The source offers an array under a number, and the target asks for it under the same number. Both
-calls return at once, and either may come first. In this example process 0 sends to process 1:
+calls return at once, and either may come first. In this example, process 0 sends an array to
+process 1:
 
     process 0    offer(1, 17, array)     lets process 1 pull the array under number 17
     process 1    ask(0, 17, like)        pulls the array that process 0 offers under number 17
 
-The number of a copy is that of its row, together with the number of the run of rows. All processes
-lower the same rows and run them in the same order, so they count alike.
+The number of a copy has two parts: the number of its row, and how often rows have been run. All
+processes lower the same rows and run them in the same order, so they find the same numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,20 +21,21 @@ from jvpipe import _jax
 from jvpipe.trace.keys import implementation_of, is_key
 
 _RUN_BITS = 24
-"""How many of the low bits in the number of a copy are for its row; the rest counts the runs."""
+"""How many of the low bits in a copy's number are for its row; the rest counts the runs of rows."""
 _NEVER = (1 << 62) - 1
 """A number that no copy has."""
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """A way to offer arrays to other processes and to ask for theirs.
+    """A way to offer arrays to other processes, and to ask for arrays that they offer.
 
-    Both calls return at once. An array that was asked for comes later, like results of programs.
+    Both calls return at once. The values of an array that was asked for come later, like those of a
+    program's results.
     """
 
     def begin(self) -> None:
-        """Begins another run of rows; the same number of a row means another copy from now on."""
+        """Begins a run of rows: from now on, the number of a row means a new copy."""
         ...
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
@@ -50,13 +52,13 @@ class Transport(Protocol):
         ...
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Asks for the array that a process offers; it will lie on a device of this process.
+        """Asks for an array that a process offers; returns it on a device of this process.
 
         Args:
             process: the process that offers the array.
             number: the number of the row that copies it.
-            like: the shape and type of the array, and where it will lie; over a mesh it must lie as
-                it does at its source.
+            like: the shape and type of the array, and where it will lie. Over a mesh, it must be
+                cut as it is at its source.
         """
         ...
 
@@ -66,10 +68,10 @@ class Transport(Protocol):
 
 
 class TransferServers:
-    """Copies through the transfer servers of all processes, which match offers and asks by number.
+    """A transport through the transfer servers of all processes, which match numbers.
 
-    To notice when a process is gone, this asks every other process for an array that is never
-    offered. The ask fails when the connection to the process ends.
+    It also notices when a process is gone. For this it asks every other process for an array that
+    is never offered. The request fails when the connection to the process ends.
 
     Args:
         server: the transfer server of this process.
@@ -85,11 +87,11 @@ class TransferServers:
         self._ends = {process: link.pull(_NEVER, [like])[0] for process, link in links.items()}
 
     def begin(self) -> None:
-        """Begins another run of rows."""
+        """Begins a run of rows."""
         self._run += 1
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Lets a process pull an array; does nothing for one without elements, as `ask` makes it.
+        """Lets a process pull an array; one without elements is not sent, because `ask` makes it.
 
         Args:
             process: the process that may pull the array.
@@ -97,18 +99,18 @@ class TransferServers:
             array: an array of this process.
         """
         if array.size:
-            # The server cannot carry random keys, so their words are sent.
+            # The server cannot carry random keys, so it carries their integers.
             words = jax.random.key_data(array) if is_key(array) else array
             self._server.await_pull(self._run << _RUN_BITS | number, [words])
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Pulls an array from a process; makes it here if it has no elements.
+        """Pulls an array from a process; an array without elements is made here.
 
         Args:
             process: the process that offers the array.
             number: the number of the row that copies it.
-            like: the shape and type of the array, and where it will lie; over a mesh it must lie as
-                it does at its source.
+            like: the shape and type of the array, and where it will lie. Over a mesh, it must be
+                cut as it is at its source.
         """
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
@@ -129,7 +131,7 @@ def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) 
 
     Args:
         address: the address of this host on the network; the server takes any free port.
-        publish: sends the server's address to all processes, and returns those of the others.
+        publish: sends the server's address to all processes; returns the others' addresses.
     """
     server = _jax.transfer_server(address)
     addresses = publish(server.address())
@@ -140,7 +142,7 @@ def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) 
 def to_host(array: jax.Array) -> Any:
     """Returns a copy of an array on the host, which no later step can overwrite."""
     if is_key(array):
-        # NumPy has no random keys, so the words are copied and made a key again.
+        # NumPy has no random keys, so their integers are copied and made keys again.
         words = jax.numpy.asarray(np.array(jax.random.key_data(array)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     return np.array(array)

@@ -1,4 +1,8 @@
-"""The shapes and types of values, before they are made."""
+"""Finds the shape, type and layout of a value of a run before the value is made.
+
+The model's graph, the optimizer and the loss say them. Some values are exceptions, for example
+residuals: only the programs that make them know their shapes.
+"""
 
 from typing import assert_never
 
@@ -20,7 +24,7 @@ def shape(array: Array) -> jax.ShapeDtypeStruct:
 def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
     """Returns the array of the graph that has the shape, type and layout of a value.
 
-    Values computed for a parameter, such as its gradient or predicted weights, are like the
+    The gradient of a parameter, and the weights predicted or corrected from it, are like the
     parameter. A cotangent is like its tensor.
 
     Args:
@@ -29,7 +33,7 @@ def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
         index: the number of the value among those of its kind.
 
     Returns:
-        None for a value whose shape only the optimizer or a program has.
+        The array; None for a value whose shape is not in the graph.
     """
     match kind:
         case (
@@ -84,9 +88,9 @@ def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Arr
 
 
 def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
-    """Returns how a value lies over the devices of its place; empty if it is whole on each.
+    """Returns along which axes of its mesh a value is cut; empty if it is whole on each device.
 
-    Not for residuals, whose layouts only the programs that leave them have.
+    It does not know the layouts of residuals: only the programs that leave them have these.
 
     Args:
         graph: the model's layers.
@@ -100,7 +104,7 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
 def value_shape(
     traced: Traced, optimizer: OptimizerCut, value: Value
 ) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of a value; None if only the program that makes it has them.
+    """Returns the shape and type of a value; None if only the program that makes it knows them.
 
     Args:
         traced: the model.

@@ -1,10 +1,12 @@
 """The ledger of versions: which weights each forward and backward read, and each update made.
 
-The version of a layer's weights is the number of updates that they have had. `jvpipe.replay` runs a
-run again from this ledger, on one device and in another order, with bitwise identical results. A
-stream (a run without flushes) repeats one step from some time on. The ledger keeps the uses of that
-step once, and for each repetition only the numbers of the micro-batch and the version from which
-the uses count.
+The version of a layer's weights is the number of updates that they have had. A `Use` says which
+version one forward or backward read, or one update made. `jvpipe.replay` runs a run again from this
+ledger, on one device and in another order, with bitwise identical results.
+
+A stream (a run without flushes) repeats one step from some time on. The ledger keeps the uses of
+this step only once. Each repetition adds two numbers: the micro-batch and the version from which
+its uses count.
 """
 
 from bisect import bisect_left
@@ -22,9 +24,9 @@ class Reads:
 
     Attributes:
         forward: the version that the forward read.
-        backward: the version that the backward read; None if it has not run yet.
-        update: the version that was made when the micro-batch's gradients were applied; None if
-            this has not happened yet.
+        backward: the version that the backward read; None if the backward has not run yet.
+        update: the version that the update with the micro-batch's gradients made; None if this
+            update has not run yet.
     """
 
     forward: int
@@ -33,12 +35,12 @@ class Reads:
 
     @property
     def staleness(self) -> int | None:
-        """The updates between the version that the forward read and the one that was updated."""
+        """The number of updates between the forward's version and the one that was updated."""
         return None if self.update is None else self.update - 1 - self.forward
 
 
 _Run = tuple[Sequence[Use], int, int]
-"""The uses of a step; the micro-batch and the version from which their numbers count."""
+"""The uses of a step, and the micro-batch and the version from which their numbers count."""
 
 
 @dataclass
@@ -46,9 +48,9 @@ class VersionLedger:
     """The reads and updates of a run, in the order in which they were dispatched.
 
     Attributes:
-        complete: whether the ledger goes back to the start of the run. After a run was resumed from
-            a checkpoint in flight, it has only the micro-batches from then on and those that were
-            needed for them.
+        complete: whether the ledger goes back to the start of the run. If the run was resumed from
+            a checkpoint in flight, the ledger has only the later micro-batches and those that
+            `to_json` has saved.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -74,7 +76,7 @@ class VersionLedger:
             yield from _numbered(run)
 
     def microbatches(self) -> Iterator[tuple[list[Use], bool]]:
-        """Yields the uses of each micro-batch, in order, and whether a drain followed it."""
+        """Yields the uses of each micro-batch in order, and whether a drain followed."""
         uses_of: dict[int, list[Use]] = {}
         drained = set()
         for run in self._runs:
@@ -85,7 +87,7 @@ class VersionLedger:
         yield from ((uses_of[m], m in drained) for m in sorted(uses_of))
 
     def __getitem__(self, at: tuple[int, int]) -> Reads:
-        """Returns the reads of a layer and a micro-batch; KeyError if its forward has not run."""
+        """Returns the reads at (layer, micro-batch); KeyError if that forward has not run."""
         table = self.table()
         if at not in table:
             raise KeyError(f"micro-batch {at[1]} has not passed layer {at[0]}")
@@ -104,21 +106,21 @@ class VersionLedger:
         reads = {}
         for (layer, m), version in read[Kind.F].items():
             of_layer = updates.get(layer, [])
-            # A micro-batch's gradients are applied by the first update at or after the micro-batch.
+            # The first update at or after a micro-batch applies the micro-batch's gradients.
             at = bisect_left(of_layer, (m, 0))
             update = of_layer[at][1] if at < len(of_layer) else None
             reads[layer, m] = Reads(version, read[Kind.B].get((layer, m)), update)
         return reads
 
     def staleness(self, layers: int) -> tuple[int, ...]:
-        """Returns the staleness of each layer's last update; 0 before its first update.
+        """Returns the staleness of each layer's last update; 0 before the first update.
 
-        Every step calls this, so it goes back in the ledger only as far as it must.
+        Every step calls this method, so it goes back in the ledger only as far as it must.
         """
-        # By layer, the last update: its micro-batch, and the version that it began from.
+        # By layer, the last update: its micro-batch, and the version that it changed.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
-        # Going backwards, an update comes before the forward whose gradients it has applied.
+        # Backwards through the ledger, an update comes before the forward whose gradients it used.
         for run in reversed(self._runs):
             uses, microbatch, version = run or ((), 0, 0)
             for use in reversed(uses):
@@ -134,9 +136,10 @@ class VersionLedger:
         return tuple(stale.get(layer, 0) for layer in range(layers))
 
     def to_json(self) -> Any:
-        """Returns, for a checkpoint, the uses since the oldest micro-batch of the last updates.
+        """Returns the newest uses, for a checkpoint.
 
-        This includes the micro-batches in flight, and suffices for the staleness of later steps.
+        They begin with the step of the oldest forward that the last updates depend on. So they
+        include the micro-batches in flight, and suffice for the staleness of later steps.
         """
         since = self._since()
         runs: list[list[Any] | None] = []
@@ -154,7 +157,7 @@ class VersionLedger:
 
         Micro-batches pass in order, so those in flight have later forwards.
         """
-        # Many steps have the very same uses, and each of these is gone through once.
+        # Many steps share one sequence of uses. Each sequence is looked at only once.
         different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()
         updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
         last: dict[int, int] = {}  # by layer: the micro-batch of its last update
@@ -173,7 +176,7 @@ class VersionLedger:
 
     @staticmethod
     def from_json(saved: Any) -> "VersionLedger":
-        """Returns the ledger of a checkpoint; older checkpoints have a list of all steps."""
+        """Returns the ledger that `to_json` saved; older checkpoints have only a list of steps."""
         if isinstance(saved, list):
             saved = {"complete": True, "runs": saved}
         runs: list[_Run | None] = []

@@ -1,4 +1,4 @@
-"""Migration: moving layers between devices while training runs.
+"""Moves layers between devices while training runs, which is called a migration.
 
 A micro-batch runs entirely under one plan: its forwards, its backwards and, in a stream, its
 updates. From a given micro-batch on, micro-batches run under the new plan. So residuals (the values
@@ -11,12 +11,12 @@ device 1 at micro-batch 2:
     device 1                          F2 B2 ...     tasks from micro-batch 2 on: the new plan
 
 The memory at the old place is freed once all copies have come. If something fails before that, the
-old state is whole. A move between two steps may also fail later, when some values are only on the
-host; they are then brought back. Inside a step only the update comes later, which consumes the old
-state in every step.
+old state is whole. If a move between two steps fails later, some values may be only on the host or
+at the new place. `state_after_failed_move` brings them back. A move inside a step needs no such
+repair: only the step's update is left then, which consumes the old state in every step.
 
 If there are several processes, a move between two steps frees nothing before every process has all
-its copies. An error in one process then leaves all of them with the old state.
+its copies. So an error in one process leaves all of them with the old state.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,8 @@ from jvpipe.runtime.engine.transport import to_host
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 
 UNFORESEEN = -1
-"""A number of stream steps that no stream has: the migration is prepared again once it is due."""
+"""The number of stream steps of a migration whose moment cannot be foreseen. No stream has this
+number, so `Migration.foresaw` is false, and the migration is prepared again once it is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,9 @@ class PlanChange:
         new: the plan after.
         layers: the layers that moved: (layer, device before, device after).
         moved_bytes: how many bytes the copies carried.
-        how: "inside" a step; "between" two steps; or "by host", which is between two steps and
-            through the host's memory, because a device could not hold the layers that leave and
-            those that arrive at once.
+        how: "inside" a step; "between" two steps; or "by host". The last is also between two steps,
+            but through the host's memory: some device could not hold the layers that leave it
+            together with those that arrive.
     """
 
     step: int
@@ -91,10 +92,11 @@ class Migration:
         change: the entry of the history.
         old: the plan in use.
         new: the plan to come.
-        bound: the rows of a whole step if the change is made inside one; else those of the moves.
-        stream_steps: in a stream, how many steps it has had under the old plan, or a smaller number
-            after which the same arrays are in flight.
-        steps: the number of steps after which the new plan's stream is in that state.
+        bound: the rows of the whole step in which layers move, or only the rows of the moves if
+            they are made between two steps.
+        stream_steps: how many steps the stream of the old plan has had, or a smaller number after
+            which the same arrays are in flight; 0 if there is no stream.
+        steps: after how many steps the stream of the new plan has the same arrays in flight.
         leaving: the rows that free the memory at the old places, if there are several processes.
     """
 
@@ -109,13 +111,15 @@ class Migration:
     def foresaw(self, current: CompiledPlan, stream_steps: int, microbatch: int) -> bool:
         """Tells whether this migration was prepared for the state that the run is now in.
 
-        Whether `current` has its layers in groups makes no difference, because layers move one by
-        one. It must not make one either: groups are taken over by each process in its own time, but
-        all processes have to come to the same answer, and prepare the migration again together.
+        All processes must find the same answer, because they prepare a migration again together.
+        So the answer must not depend on whether `current` runs layers in groups: each process
+        begins to do so at a time of its own. Groups make no difference to a migration, because
+        layers move one by one.
 
         Args:
             current: the compiled plan in use.
-            stream_steps: how many steps its stream has had, as `CompiledPlan.representative` says.
+            stream_steps: how many steps the stream has had, as `CompiledPlan.representative`
+                returns it.
             microbatch: the first micro-batch under the new plan.
         """
         foreseen = self.old.plan, self.old.previous, self.stream_steps, self.change.microbatch
@@ -126,8 +130,8 @@ class _Way(NamedTuple):
     """A way to make a change of plan.
 
     `after` is the compiled plan of the steps that follow. `lowered` has the rows of all processes,
-    `bound` those of this one, and `peaks` the most bytes during the change. The other fields are
-    those of `PlanChange` and `Migration`.
+    and `bound` those of this process. `peaks` has the most bytes during the change. The other
+    fields are those of `PlanChange` and `Migration`.
     """
 
     after: CompiledPlan
@@ -150,18 +154,18 @@ def prepare_migration(
 ) -> Migration:
     """Lowers and compiles a change of plan, in the first way that keeps the memory limits.
 
-    The ways are: inside a step, where the pipeline goes on, but both plans are in memory; between
-    two steps, after the pipeline was drained; and by host, where a device never holds the layers
-    that leave and those that arrive at once.
+    There are three ways, in the order of preference. Inside a step, the pipeline goes on, but both
+    plans need memory. Between two steps, the pipeline is drained first. By host, it is drained too,
+    and layers leave a device before others arrive.
 
     Args:
         old: the plan in use.
         new: the plan to come.
         at: (step, micro-batch) from which the new plan holds.
         why: the reason, for the history.
-        limits: in bytes, kept while layers move.
+        limits: the memory limits, which also hold while layers move.
         stream_steps: how many steps the stream of `old` will have had; 0 if nothing is in flight.
-        hosts: the processes, if they have to agree here on the same way.
+        hosts: the processes, if they have to agree here on one way.
 
     Raises:
         MemoryLimitExceeded: the new plan, or every way to it, exceeds a limit.
@@ -190,7 +194,7 @@ def prepare_migration(
 def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[str]:
     """Returns the ways in which a change of plan may be made, in the order of preference."""
     ways = ["between"]
-    # A step cannot mix whole micro-batches with slices of micro-batches, which replicas have.
+    # Replicas work on slices, and a step cannot mix slices with whole micro-batches.
     if starts_inside and not (old.plan.replicated or new.plan.replicated):
         ways.insert(0, "inside")
     # The way by host frees arrays before all others have arrived, so an error in one process could
@@ -209,8 +213,8 @@ def _way(
     if old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
         return _Way(new, lowered, bound, new.peaks_of(bound), microbatch)
-    # The new plan's stream continues that of the old plan, whose own earlier plans are dropped if
-    # nothing of them is in flight.
+    # The stream of the new plan continues that of the old plan. Plans before the old one are
+    # dropped if nothing of theirs is in flight.
     alone, steps = old.without_previous(stream_steps)
     after = replace(new, previous=(alone, steps * new.microbatches + microbatch))
     step, bound = after.stream_step(steps)
@@ -222,7 +226,7 @@ def _between_steps(old: CompiledPlan, new: CompiledPlan, *, by_host: bool) -> _W
     if new.hosts is None:
         bound = new.bound(move)
         return _Way(new, move, bound, new.peaks_of(bound))
-    # All processes first copy, and free the memory at the old places only when all have copied.
+    # The rows that free memory at the old places are apart, to run when all processes have copied.
     copies, leaving = divided_move(move)
     bound = new.bound(copies)
     return _Way(new, move, bound, new.peaks_of(bound), leaving=new.bound(leaving))
@@ -239,8 +243,8 @@ def moved_between_steps(
         controller: runs the copies.
 
     Raises:
-        StageError: a copy failed. Unless the error is a `HostLost`, `state_after_failed_move` can
-            restore the state under the old plan.
+        StageError: a copy failed. `state_after_failed_move` can then restore the state under the
+            old plan, except after a `HostLost`.
     """
     at, hosts = Moment(state.step), migration.new.hosts
     if hosts is None or migration.leaving is None:
@@ -273,8 +277,8 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
 
     Args:
         migration: the migration that failed.
-        state: the state that it consumed.
-        table: the arrays at the failure, by their numbers in the buffer table.
+        state: the state that the migration consumed.
+        table: the arrays at the failure, by the numbers of their buffers.
     """
     if not any(x is not None and x.is_deleted() for x in state.arrays):
         return state
@@ -285,8 +289,8 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
         if x is not None and not x.is_deleted():
             alive.setdefault(name_of(buffer), x)
     values = {name: to_host(x) for name, x in alive.items()}
-    # The table begins with the state's arrays. Those after them were made by the migration, and
-    # take memory that the restored arrays need.
+    # The table begins with the state's arrays. The migration made all others, and they take memory
+    # that the restored arrays need.
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
@@ -300,8 +304,8 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     """Returns the layers that change devices: (layer, device before, device after).
 
-    If stages have replicas, these are the first device that the layer leaves, and the first one to
-    which it comes.
+    If a layer has replicas, the result has only the first device that it leaves and the first
+    device to which it comes.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)
@@ -329,10 +333,10 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
 
 
 def _plain(compiled: CompiledPlan) -> TaskLists:
-    """Returns the tasks of each stage for a step inside which layers move, with whole backwards.
+    """Returns the tasks of each stage, with whole backwards, for a step in which layers move.
 
-    A schedule with several stages per device, or with split backwards, is replaced by 1F1B for this
-    step. Values do not depend on the order of tasks.
+    For this step, 1F1B replaces a schedule with several stages per device or with split backwards.
+    It computes the same, because values do not depend on the order of tasks.
     """
     stages = len(compiled.plan.stages)
     are_whole = all(task.kind in (Kind.F, Kind.B) for tasks in compiled.lists for task in tasks)

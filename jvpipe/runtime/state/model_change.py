@@ -1,13 +1,14 @@
-"""Changing the model during training: shared arrays stay, others are parked on the host or made.
+"""Changes the model during training: shared arrays stay, old ones are parked, new ones are made.
 
-Where each array of the new model comes from is decided before anything moves (`origins.py`). During
-the change, the arrays of both models may lie on the devices beside each other. If there is no room
-for both, the arrays that leave a device are first copied to the host. In both cases the old model
-can be restored until all arrays of the new one have arrived.
+Arrays that only the old model has are parked: they wait on the host for a later change that brings
+them back. Before anything moves, `origins.py` decides where each array of the new model comes from.
+During the change, the devices hold the arrays of both models beside each other. If there is no room
+for both, the arrays that leave a device are first copied to the host. In both cases, the old model
+can be restored until all arrays of the new model have arrived.
 
 If there are several processes, each parks the arrays that leave its own devices. Arrays that
 another process needs are copied there from device to device. No array leaves a device before all
-arrays have arrived in all processes, so an error in one leaves all of them with the old model.
+arrays have arrived in all processes. So an error in one process leaves all with the old model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +40,7 @@ from jvpipe.runtime.state.origins import Arrival, Origins, Parked
 
 @dataclass(frozen=True, slots=True)
 class ModelChange:
-    """A change of the model before a step, with the paths of parameters by where they came from.
+    """A change of the model before a step. Parameters are given by their paths.
 
     Attributes:
         step: the step before which the model changed.
@@ -48,8 +49,8 @@ class ModelChange:
         new: the parameters that were made.
         parked: the parameters that only the old model has, which are now parked on the host.
         moved_bytes: the bytes of arrays that moved to other devices.
-        how: "beside" if both models lay on the devices beside each other; "by host" if arrays that
-            leave or move went to the host first, because there was no room for both models.
+        how: "beside" if the devices held both models at once; "by host" if there was no room for
+            both, and arrays that leave or move went to the host first.
     """
 
     step: int
@@ -78,14 +79,15 @@ def plan_model_switch(
     Args:
         old: the compiled plan of the old model.
         new: the compiled plan of the new model.
-        values: the leaves of the new model's "parameter" and "state", used for new arrays.
-        parked: the arrays on the host that the old model lacks.
-        limits: in bytes, kept during the change and after it.
+        values: the leaves of the new model's parameters ("parameter") and model state ("state"),
+            which are used for arrays that are new.
+        parked: the arrays of earlier models that lie on the host.
+        limits: the memory limits, during the change and after it.
 
     Raises:
-        ValueError: an array has the same path in both models and another shape or type; or a new
+        ValueError: an array has one path in both models, but different shapes or types; or a new
             array has no values.
-        MemoryLimitExceeded: the new model, or the change to it, does not keep the limits.
+        MemoryLimitExceeded: the new model, or the change to it, exceeds a limit.
     """
     origins = Origins(old, new, values, parked)
     switch = ModelSwitch(origins, by_host=False)
@@ -98,8 +100,8 @@ def plan_model_switch(
     hosts.together("new model", origins.check)
     hosts.together("limits", check_after)
     if new.hosts is not None:
-        # The way by host frees arrays before all others have arrived, so an error in one process
-        # could not be undone in the others. Several processes therefore do not use it.
+        # By host, arrays are freed before all others have arrived. An error in one process could
+        # then not be undone in the others, so several processes do not change models in this way.
         hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
         return switch
     try:
@@ -115,8 +117,8 @@ class ModelSwitch:
     """The change of the arrays of one compiled plan into those of another.
 
     Args:
-        origins: says where each array comes from; its `parked` changes once the change is made.
-        by_host: arrays that leave or move go to the host before others arrive.
+        origins: says where each array comes from. `run` changes `origins.parked`.
+        by_host: whether arrays that leave or move go to the host before others arrive.
     """
 
     origins: Origins
@@ -132,7 +134,7 @@ class ModelSwitch:
 
     def change(self, step: int) -> ModelChange:
         """Returns the entry of the history for this switch, made before a step."""
-        # A parameter that is read at several places has several arrivals, and is named once.
+        # A parameter that is read at several places has several arrivals. It is named only once.
         paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
         for arrival in self.origins.arrivals:
             kind, array = arrival.identity
@@ -150,7 +152,7 @@ class ModelSwitch:
     def peaks(self) -> tuple[Peak, ...]:
         """The most bytes on each device during the change, and last on the host.
 
-        The host's bytes do not include what was parked before.
+        The bytes on the host do not include the arrays that were parked before the change.
         """
         devices = range(len(self._new.devices))
         before, gone, arriving = ([0] * (len(devices) + 1) for _ in range(3))  # the host is last
@@ -168,7 +170,7 @@ class ModelSwitch:
                 arriving[passed] += buffer.bytes
             if how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 ready.add(key_of(buffer))
-        # A piece of the optimizer may also make state that is not missing.
+        # A piece of the optimizer makes all of its state, also what is not missing.
         spare = self._new.placing.spare_bytes(ready)
         staying = [before[d] - gone[d] for d in devices]
         peak_bytes = [max(before[d], staying[d] + arriving[d] + spare[d]) for d in devices]
@@ -179,7 +181,7 @@ class ModelSwitch:
 
     @property
     def _host_peak(self) -> Peak:
-        """The bytes on the host during the change, without what was parked before."""
+        """The bytes on the host during the change, without arrays that were parked before it."""
         origins = self.origins
         waiting = 0
         if self.by_host:
@@ -190,15 +192,15 @@ class ModelSwitch:
     def run(self, arrays: Sequence[jax.Array], ledger: Ledger) -> tuple[jax.Array, ...]:
         """Makes the change; returns the new model's arrays.
 
-        Arrays that have left are added to `parked`; those that have come back are removed from it.
+        `Origins.parked` gains the arrays that have left, and loses those that have come back.
 
         Args:
             arrays: the old model's arrays, which are consumed.
             ledger: counts the bytes.
 
         Raises:
-            StageError: a copy or program failed; the error's `table` has the old model's arrays,
-                whole.
+            StageError: a copy or program failed. Except after a `HostLost`, the error's `table` has
+                all arrays of the old model.
         """
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
@@ -206,7 +208,7 @@ class ModelSwitch:
             identity: to_host(arrays[i]) if origins.had(i) else Away(origins.process_of(i))
             for identity, i in origins.parks.items()
         }
-        # By host, arrays that move are copied to the host first, because their memory is needed.
+        # By host, arrays that move give up their memory on the device, so they are copied first.
         on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
         try:
@@ -240,7 +242,7 @@ class ModelSwitch:
         return tuple(placed.get(key_of(buffer)) for buffer in self._new.persistent)  # pyright: ignore[reportReturnType]
 
     def _park(self, leaves: Parked, ledger: Ledger) -> None:
-        """Adds the arrays that have left to `parked`, and removes those that have come back."""
+        """Adds the arrays that have left to `Origins.parked`; removes those that have come back."""
         now_parked = parked_bytes(self.origins.parked_after) - parked_bytes(self.origins.parked)
         ledger.drop(HOST, self.peaks[HOST].bytes - now_parked)
         for identity in self.origins.parked.keys() - self.origins.parked_after.keys():
@@ -258,8 +260,8 @@ class ModelSwitch:
             ledger: counts the bytes.
 
         Returns:
-            Arrays that devices of this process have held only to send them to other processes, with
-            their places.
+            Further arrays on devices of this process, with their places. They were put there only
+            to be sent to other processes.
         """
         hosts, sent = self.origins.hosts, list[tuple[int, jax.Array]]()
         put = partial(self._put, before, placed, sent, ledger)
@@ -284,13 +286,13 @@ class ModelSwitch:
         sent: list[tuple[int, jax.Array]],
         ledger: Ledger,
     ) -> list["_Crossing"]:
-        """Puts the arrays in their places that both come from this process and stay in it.
+        """Puts those arrays in place that need not cross from one process to another.
 
         Args:
             before: the old model's arrays, by buffer.
             placed: gets the arrays, by their spots.
-            sent: gets the arrays that are put on a device only to be sent to another process, with
-                their places.
+            sent: gets, with their places, arrays that are put on a device only to be sent to
+                another process.
             ledger: counts the bytes.
 
         Returns:
@@ -348,12 +350,12 @@ class ModelSwitch:
     def _restored(
         self, arrays: Sequence[jax.Array], placed: Iterable[jax.Array], left: Mapping[Identity, Any]
     ) -> tuple[jax.Array, ...]:
-        """Deletes the new model's arrays, and returns the old model's, restored from the host.
+        """Deletes the new model's arrays; returns the old model's arrays, restored from the host.
 
         Args:
             arrays: the old model's arrays, some of which have been deleted.
             placed: the new model's arrays so far; arrays that stay are among them.
-            left: the values on the host of arrays that were deleted.
+            left: copies on the host of the arrays that were deleted.
         """
         # An array that stays is the same object in both models, and must not be deleted.
         staying = {id(x) for x in arrays}
@@ -377,6 +379,7 @@ class ModelSwitch:
         return tuple(restored)
 
     def _leave(self, arrays: Sequence[jax.Array], ledger: Ledger) -> None:
+        """Deletes the arrays of the old model that leave devices of this process."""
         for i in filter(self.origins.had, self.origins.leaving):
             buffer = self._old.persistent[i]
             arrays[i].delete()

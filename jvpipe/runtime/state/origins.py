@@ -1,9 +1,9 @@
-"""The origins of a new model's arrays, when one model replaces another during training.
+"""Decides where each array of a new model comes from, when the model changes during training.
 
-Two arrays of the models are the same if their kind, path, shape and type are equal. The optimizer's
-state of a parameter goes where the parameter goes; state that belongs to no parameter, such as a
-step count, always stays. In this picture, each letter is a parameter, and a line joins the same one
-in both models:
+An array of the old model and an array of the new model are the same if their kind, path, shape and
+type are equal. The optimizer's state of a parameter goes where the parameter goes. State that
+belongs to no parameter, such as a step count, always stays. In this picture each letter is a
+parameter, and lines join the parameters that both models have:
 
     old model    A  B  C         A stays where it is; B is copied, because its device changes;
                  |  |            C is parked on the host, with its optimizer state
@@ -27,14 +27,16 @@ from jvpipe.runtime.engine.placing import name_of
 from jvpipe.runtime.engine.tensors import Away, Identity
 
 Parked = dict[Identity, Any]
-"""Arrays on the host that the present model lacks, or `Away` for those of other processes."""
+"""Arrays of earlier models that lie on the host; `Away` if they lie on another process's host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """The origin of an array of the new model.
 
-    If the array stays or is copied, `index` is its buffer in the old model.
+    The array may "stay" where the old model has it, be a "copy" from another place of the old
+    model, "return" from the host, where it was parked, or be new ("make"). If it stays or is
+    copied, `index` is the number of its buffer in the old model.
     """
 
     how: Literal["stay", "copy", "return", "make"]
@@ -56,8 +58,9 @@ class Origins:
     Args:
         old: the compiled plan of the old model.
         new: the compiled plan of the new model.
-        values: the leaves of the new model's "parameter" and "state", used for new arrays.
-        parked: the arrays on the host that the old model lacks.
+        values: the leaves of the new model's parameters ("parameter") and model state ("state"),
+            which are used for arrays that are new.
+        parked: the arrays of earlier models that lie on the host.
     """
 
     old: CompiledPlan
@@ -72,8 +75,8 @@ class Origins:
             ValueError: an array has another shape or type than before, or a new array has no
                 values.
         """
-        # Arrays with equal paths must be equal in shape and type. Otherwise training would silently
-        # begin again with new values.
+        # Arrays with equal paths must have equal shapes and types. Otherwise the new one would be
+        # another array, and training would silently begin again with new values.
         before = {(kind, array.name): array for kind, array in self.before}
         for kind, array in dict.fromkeys(self.after):
             old = before.get((kind, array.name), array)
@@ -112,7 +115,7 @@ class Origins:
     def sources(self) -> tuple[Source, ...]:
         """The origin of each persistent buffer of the new model."""
         owners, before = _parameters_of_state(self.new), frozenset(self.before)
-        # The old buffers of each array at each place and memory. A buffer can stay only once.
+        # The old buffers of each array at each place and memory. `source` takes each only once.
         staying: dict[tuple[Identity, int, int], list[int]] = {}
         anywhere: dict[Identity, int] = {}
         for i, (identity, buffer) in enumerate(zip(self.before, self.old.persistent, strict=True)):
@@ -122,11 +125,11 @@ class Origins:
         def source(identity: Identity, buffer: Buffer) -> Source:
             if identity[0] == "constant":
                 return Source("make")
-            # Optimizer state of a parameter is useful only together with the parameter's values.
+            # Optimizer state stays or returns only if its parameter does: it fits no other values.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # An array stays if the old model has it at this place and in this memory. Otherwise it
-            # is copied from any place where the old model has it.
+            # is copied from any buffer of the old model that has it.
             if identity in before and (owner is None or owner in before):
                 here = staying.get((identity, buffer.place, buffer.memory))
                 return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])
@@ -148,7 +151,7 @@ class Origins:
 
     @cached_property
     def parks(self) -> dict[Identity, int]:
-        """The arrays that will be parked on the host, and the old buffer that holds each."""
+        """The arrays that the change parks on the host, each with its buffer in the old model."""
         after, parks = frozenset(self.after), dict[Identity, int]()
         for i in self.leaving:
             identity = self.before[i]
@@ -158,7 +161,10 @@ class Origins:
 
     @cached_property
     def parked_after(self) -> Parked:
-        """The arrays that are parked after the change; for those that leave now, their buffers."""
+        """The arrays that are parked after the change.
+
+        For an array that the change itself parks, the value is the number of its old buffer.
+        """
         returned = {one.identity for one in self.arrivals if one.source.how == "return"}
         parks: Parked = {
             identity: i if self.had(i) else Away(self.process_of(i))
@@ -181,10 +187,10 @@ class Origins:
         return frozenset(source.index for source in self.sources if source.how == "copy")
 
     def home(self, arrival: Arrival) -> int | None:
-        """Returns the place from which a parked array is sent to another process, if it is.
+        """Returns the place from which a parked array is sent to another process.
 
         The process that has parked the array puts it on its first device and sends it from there.
-        Returns None for an array that does not go to another process in this way.
+        Returns None for an array that was not parked, or that does not leave its process.
         """
         parked, devices = self.parked.get(arrival.identity), self.new.devices
         process = parked.process if isinstance(parked, Away) else self.hosts.process

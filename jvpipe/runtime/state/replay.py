@@ -1,10 +1,12 @@
-"""Replaying a run on one device, one micro-batch after another, from the ledger of versions.
+"""Replays a run on one device, one micro-batch after another, from the ledger of versions.
 
-The ledger says which version of the weights each forward and backward read, and which version each
-update made. A replay calls the layers' own programs, since only these give bitwise identical
-results. It shares nothing else with the controller: no task lists, no lowering, no buffers. Each
-micro-batch is run entirely before the next one begins. This is possible because all versions that a
-later task may read are kept.
+The ledger (`versions.py`) says which version of the weights each forward and backward read, and
+which version each update made. A replay keeps all versions of the weights. So it can run each
+micro-batch entirely before the next one begins, and still read the versions that the ledger names.
+
+A replay checks a run, so it shares little with the controller: no task lists, no lowering, no
+buffers. Only the programs of the layers are the same, because only the same programs give bitwise
+identical results.
 """
 
 import operator
@@ -35,7 +37,7 @@ class Replay:
 
     Args:
         compiled: the plan whose layers and fates the replay uses.
-        parameters: the leaves at the start, as the layers read them.
+        parameters: the parameters at the start, in the order of the graph.
         state: the leaves of the optimizer's state at the start, by index and layer.
         model_state: the leaves of the model state at the start.
         constants: the arrays that the loss closes over.
@@ -65,7 +67,7 @@ class Replay:
         # By parameter and reading layer: the gradients for the next update, one sum for each of the
         # devices that take turns.
         self._sums: dict[tuple[int, int], list[Any]] = {}
-        self._done: dict[int, int] = {}  # by layer: the backwards since the last update
+        self._done: dict[int, int] = {}  # by layer: how many backwards ran since the last update
 
     @property
     def parameters(self) -> list[Any]:
@@ -79,8 +81,8 @@ class Replay:
         """Runs the forward, backward and updates of a micro-batch; returns its loss.
 
         Args:
-            compiled: the plan under which the micro-batch ran. The synchronous steps at the start
-                of an asynchronous run have another optimizer than the steps after them.
+            compiled: the plan under which the micro-batch ran. It may be another one than before:
+                plans change, and an asynchronous run may begin with synchronous steps.
             uses: the versions that the micro-batch's tasks read and made.
             batch: the leaves of the micro-batch.
             seed: the words of the micro-batch's random key.
@@ -105,14 +107,14 @@ class Replay:
         return float(self._values[Ref(ValueKind.LOSS, 0)])
 
     def _enter(self, compiled: CompiledPlan) -> None:
-        """Uses a plan from now on; the plan of a run may change at any micro-batch."""
+        """Uses a plan from now on. The plan of a run may change at any micro-batch."""
         self._compiled = compiled
         self._fates = Fates.of(self._graph, compiled.plan)
         stages = enumerate(compiled.plan.stages)
         self._stage = {layer: s for s, stage in stages for layer in stage.layers}
 
     def forget(self) -> None:
-        """Forgets PipeMare's mean and XPipe's last update, as a run does when it is drained."""
+        """Forgets PipeMare's mean and XPipe's last update, as a run does after a drain."""
         self._memory, self._count = {}, {}
 
     def _programs(self, layer: Layer) -> LayerPrograms:
@@ -122,7 +124,7 @@ class Replay:
         device = first_of(self._compiled.devices[0])
         (executable,) = self._compiled.store.compile([(program, device)])
         arrays = [jax.device_put(x, device) for x in arguments]
-        # A program may overwrite its donated arguments, and all versions must stay.
+        # A program may overwrite its donated arguments, so these are copied: versions must stay.
         for i in program.donated:
             arrays[i] = jnp.copy(arrays[i])
         return list(executable(*arrays))
@@ -138,7 +140,7 @@ class Replay:
         return reads
 
     def _read(self, layer: Layer, ref: Ref, kind: Kind) -> Any:
-        """Returns a value that a layer reads; a parameter in the version that the ledger has."""
+        """Returns a value that a layer reads; a parameter in the version that the ledger names."""
         if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
         use, p = self._at[kind, layer.id], ref.index
@@ -159,9 +161,10 @@ class Replay:
         return shifted
 
     def _run_again(self, layer: Layer) -> list[Any]:
-        """Runs a layer's forward again with the backward's weights, at most once per micro-batch.
+        """Recomputes a layer's forward with the weights of its backward, once per micro-batch.
 
-        Returns the values that it wrote and its residuals, which replace the earlier ones.
+        Returns the values that the layer writes, and then its residuals. The residuals replace
+        those of the first forward.
         """
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
@@ -171,7 +174,10 @@ class Replay:
         return self._again[layer.id]
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
-        """Returns a value that a forward read, for its backward; recomputes dropped values."""
+        """Returns a value that a layer's forward read or wrote, for its backward.
+
+        A value that the run dropped is recomputed, as it was in the run.
+        """
         edge = self._stage[layer.id], ref.index
         if ref.kind == ValueKind.TENSOR and edge in self._fates.dropped:
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
@@ -184,12 +190,12 @@ class Replay:
         Args:
             layer: the layer.
             inputs: the values that its forward read.
-            cotangents: by tensor, the sum of the cotangents from layers that read it later.
+            cotangents: by tensor, the sum of the cotangents from the later layers that read it.
         """
         signature = self._programs(layer).signature
         if signature.is_idle:
             return
-        # Recomputing comes first, as in a run, because it replaces residuals that are read below.
+        # Recomputing comes first, because it replaces residuals that are read below.
         for kind, i in signature.sources:
             if kind == "input":
                 self._back(layer, layer.reads[i])
@@ -202,9 +208,8 @@ class Replay:
         turn, turns = self._turn(layer)
         sums = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in parameters]
         program = self._compiled.row_programs.backward_program(self._programs(layer))
-        if len(program.inputs) > len(
-            arguments
-        ):  # without sums, each micro-batch is an update of its own
+        # A program without inputs for sums is that of a run with an update for each micro-batch.
+        if len(program.inputs) > len(arguments):
             arguments += [of_turns[turn] for of_turns in sums]
         out = self._run(program, arguments)
         for of_turns, x in zip(sums, out, strict=False):
@@ -213,7 +218,7 @@ class Replay:
         cotangents |= {layer.reads[i].index: x for i, x in returned}
 
     def _source(self, layer: Layer, source: Source, inputs: Sequence[Any]) -> Any:
-        """Returns a value that a backward takes, from the source in the backward's signature."""
+        """Returns the value that a backward takes from one source of its signature."""
         kind, i = source
         if kind == "residual":
             return self._residuals[layer.id][i]
@@ -238,7 +243,7 @@ class Replay:
         return np.zeros(array.shape, array.dtype)
 
     def _update(self) -> None:
-        """Runs every layer's update, from the gradients that were added up since the last one."""
+        """Runs the updates of layers, with the gradients that were summed since the last update."""
         total: list[Any] = []
         if self._graph.weighted:
             program = weights.total(self._compiled.traced.loss_shapes[1], len(self._weights))
@@ -302,7 +307,7 @@ class Replay:
                 assert_never(slot.kind)
 
     def _remember(self, layer: int, before: dict[int, int]) -> None:
-        """Remembers an update for later shifts: in PipeMare's running mean, or as XPipe's last one.
+        """Remembers an update for later shifts: in PipeMare's mean, or as XPipe's last update.
 
         Args:
             layer: the layer.

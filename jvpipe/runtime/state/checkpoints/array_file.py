@@ -1,7 +1,7 @@
-"""Arrays by kind and path in a safetensors file, under the names KIND/PATH.
+"""Writes arrays to a safetensors file and reads them, under the names KIND/PATH.
 
-The format has no random keys and lacks some types of numbers. Keys are written as their words, and
-arrays of other types as bytes. Their own types are kept in `meta.json`.
+The format has no random keys and lacks some types of numbers. Keys are written as their integers.
+Arrays of the types that it lacks are written as bytes. The types of both are kept in `meta.json`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ def pack(arrays: Arrays) -> Packed:
             words = np.asarray(jax.random.key_data(array) if is_key(array) else array, order="C")
             if is_key(array):
                 packed.keys.append([kind, name, str(jax.random.key_impl(array))])
-            # Other types become bytes with one axis; `raw` keeps the type and the shape.
+            # Types that the format lacks become bytes. `raw` keeps the type and the shape.
             if not _is_native(words):
                 packed.raw.append([kind, name, str(words.dtype), words.shape])
                 words = words.reshape(-1).view(np.uint8)
@@ -57,18 +57,18 @@ def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence
     """Converts arrays that were read to their own types and shapes.
 
     Args:
-        arrays: the arrays as they were read; this function changes the mapping.
+        arrays: the arrays as they were read; they are replaced in this mapping.
         keys: the entries of `Packed.keys`.
         raw: the entries of `Packed.raw`.
 
     Raises:
-        ValueError: an entry names an array that does not exist, or that does not have this type
-            and shape.
+        ValueError: an entry names an array that does not exist, or that cannot be converted to the
+            type and shape of the entry.
     """
     for kind, name, *_ in (*raw, *keys):
         if name not in arrays.get(kind, {}):
             raise ValueError(f"there is no {kind} {brief(name)} to be of another type")
-    # Bytes are converted before keys, because the words of a key may have been written as bytes.
+    # Bytes come before keys, because the integers of a key may have been written as bytes.
     for kind, name, dtype, shape in raw:
         array = arrays[kind][name]
         if array is not None:
@@ -84,7 +84,7 @@ def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence
 
 @contextmanager
 def _converting(kind: str, name: str, array: np.ndarray, goal: str) -> Iterator[None]:
-    """Makes an error in converting an array, inside the context, a ValueError that names it."""
+    """Turns an error in converting an array into a ValueError that names the array."""
     try:
         yield
     except (TypeError, ValueError) as problem:

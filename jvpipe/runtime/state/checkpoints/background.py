@@ -1,13 +1,13 @@
-"""Writing of checkpoints beside the training: one at a time, in another thread.
+"""Writes checkpoints beside the training: one at a time, in another thread.
 
-The state was copied to the host before. So no step waits for the disk, and no step changes the
-arrays that are written.
+The state is copied to the host before the write begins. So no step waits for the disk, and no step
+changes the arrays that are written.
 
-Orbax's CheckpointManager also has a thread, and rules for which checkpoints are kept. Its format,
-however, has no digest for each file, no states in flight, and no parts for each process: its arrays
-are global ones that all processes hold together, while each array of ours lies with one process. It
-also names and deletes folders by its own rules. With a handler that writes generations, only its
-thread would be left, and this file is such a thread.
+Orbax's CheckpointManager also has a thread, and rules for which checkpoints to keep. We do not use
+it, because Orbax's format has no digests of files and no states in flight. Its arrays are global
+ones that all processes hold together, while each of our arrays lies with one process. It also names
+and deletes folders by its own rules. If it wrote our format, only its thread would be of use, and
+this file is such a thread.
 """
 
 import threading
@@ -17,8 +17,8 @@ from collections.abc import Callable
 class Writer:
     """A context manager that runs one write at a time in another thread.
 
-    If a write fails, the next call raises its error. At its end, the context waits for the last
-    write, and raises the write's error unless the code inside has raised one.
+    If a write fails, the next call raises the error of the write. At its end, the context waits for
+    the last write. It then raises the error of this write, unless the code inside has raised one.
 
     >>> with Writer() as writer:
     ...     writer.begin(lambda: print("written"))
@@ -30,7 +30,7 @@ class Writer:
         self._failure: BaseException | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Waits for the write before, raises its error if it failed, and begins another write."""
+        """Waits for the last write, raises its error if it failed, and begins another write."""
         self.wait()
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="jvpipe-checkpoint", daemon=True

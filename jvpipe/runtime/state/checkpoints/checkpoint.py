@@ -1,8 +1,9 @@
 """Checkpoints: arrays by parameter path, so that any cuts can restore what other cuts have saved.
 
-A checkpoint is a folder with a generation, whose files are `meta.json` and `arrays.safetensors`.
-The names of the arrays are KIND/PATH. If there are several processes, each of them writes a part in
-place of `arrays.safetensors`, and `meta.json` lists the arrays of each part.
+A checkpoint is a folder with a generation in it (`generations.py`): a folder that is replaced as a
+whole. The files of a generation are `meta.json` and `arrays.safetensors`, in which arrays have the
+names KIND/PATH. If there are several processes, each writes a part in place of
+`arrays.safetensors`, and `meta.json` lists the arrays of each part.
 """
 
 import json
@@ -25,7 +26,7 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Writes a checkpoint.
 
-    Whenever the process dies, the folder holds either the older checkpoint or the new one, whole.
+    Whenever the process dies, the folder holds a whole checkpoint, either the older or the new one.
 
     Args:
         path: a folder, which may hold an older checkpoint; the new one replaces it.
@@ -85,10 +86,10 @@ class Saved:
     def read(self, names: Collection[tuple[str, str]] | None = None) -> Arrays:
         """Reads some arrays, without reading the rest of their files.
 
-        The result has an entry for each array of the checkpoint; it is None for one not read.
+        The result has an entry for each array of the checkpoint, which is None if it was not read.
 
         Args:
-            names: the kind and path of each array to read; all arrays unless given.
+            names: the kind and path of each array to read; None for all arrays.
 
         Raises:
             DamageError: the files do not agree with `meta.json`.
@@ -124,7 +125,7 @@ class Saved:
 
 
 def _kind_and_path(name: str) -> tuple[str, str]:
-    """Splits the name of an array in a file at the first slash; paths may have further slashes."""
+    """Splits the name of an array at the first slash; the path may have further slashes."""
     kind, _, path = name.partition("/")
     return kind, path
 
@@ -141,7 +142,8 @@ def open_checkpoint(path: str | Path) -> Saved:
     if generation is None:
         raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
     generations.check_generation(generation, [META])
-    # `Saved.check` compares the digests of the arrays' files later, shared among all processes.
+    # `Saved.check` compares the digests of the other files later: they are large, and several
+    # processes divide the work.
     with damage_of(folder):
         meta = read_json(generation, META)
         compare(f"{META}:", meta, {str: anything})
@@ -181,7 +183,7 @@ def check_checkpoint(path: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a checkpoint, whole or not, and no other files; only warns if that fails."""
+    """Deletes a checkpoint, even a damaged one, and no other files. A failure is only a warning."""
     generations.delete(path)
 
 
@@ -190,7 +192,7 @@ WORDS = {
     "optimizer": ("optimizer", "array of the optimizer's state"),
     "state": ("model", "leaf of the model state"),
 }
-"""Words for messages, by the kind of arrays: what they belong to, and what one array is."""
+"""Words for messages, by the kind of arrays: for what they belong to, and for one array."""
 
 
 def check_paths(

@@ -1,10 +1,10 @@
-"""States in flight between two steps of a stream: the names of their arrays, and plain states.
+"""Finds arrays in states in flight, which a stream has between two steps.
 
-A stream is an asynchronous run, whose pipeline is not flushed between steps. A plain state has the
-arrays that lie on the devices when nothing is in flight. A state in flight has the arrays of
-`Step.after`: all live versions of the weights, residuals, tensors between layers, and sums of
-gradients. The newest version of each array of a plain state is always among them. So the stream
-need not be drained to read the parameters or to evaluate.
+A stream is an asynchronous run, whose pipeline is not flushed between steps. A state at rest has
+nothing in flight. Its arrays are the plain arrays: parameters, optimizer state, model state and
+constants. A state in flight has the arrays of `Step.after`: all live versions of the weights,
+residuals, tensors between layers, and sums of gradients. The newest version of each plain array is
+always among them. So the stream need not be drained to read the parameters or to evaluate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,12 @@ from jvpipe.util.brief import brief
 
 
 def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
-    """Returns the names of a state's arrays after a number of steps of a stream; 0 at rest."""
+    """Returns the names of a state's arrays, in their order.
+
+    Args:
+        compiled: the compiled plan of the state.
+        stream_steps: how many steps the stream has had; 0 at rest.
+    """
     if not stream_steps:
         return tuple(buffer.spot for buffer in compiled.persistent)
     return compiled.stream.step(stream_steps - 1).after
@@ -42,15 +47,16 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
         The position by the array's name.
     """
     newest = _newest(names_of(compiled, stream_steps))
-    # Going from last to first, the first of several copies of an array overwrites the others.
+    # The entry of an array's first copy is made last, so it overwrites those of other copies.
     backwards = reversed(compiled.persistent)
     return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in backwards}
 
 
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """Returns the newest version of each array of a plain state.
+    """Returns the newest version of each plain array.
 
-    While a layer moves to another process, its arrays are returned where they still lie.
+    While a layer moves to another process, its arrays may still lie with the old process. They are
+    then returned where they lie.
 
     Args:
         compiled: the compiled plan of the state.
@@ -71,14 +77,14 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
 def brought_arrays(
     compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Returns the arrays of a plain state, each at the place where the plan has it.
+    """Returns the plain arrays, each at the place where the plan has it.
 
     All processes must call this together. Arrays that still lie with another process are copied.
 
     Args:
         compiled: the compiled plan of the state.
         state: a state at rest or in flight.
-        plain: its arrays as `plain_arrays` returns them.
+        plain: the arrays that `plain_arrays` returns for the state.
     """
     arrays: list[Any] = list(plain)
     names, devices = names_of(compiled, state.stream_steps), compiled.devices
@@ -102,10 +108,10 @@ def brought_arrays(
 
 
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
-    """Returns, for each array of a plain state, the position of its newest version in a state.
+    """Returns the position, in a state's arrays, of the newest version of each plain array.
 
-    If this version has several copies, the one at the array's own place is taken. There is none at
-    that place while a layer moves.
+    If this version has several copies, the copy at the array's own place is taken. While a layer
+    moves, there may be no copy at that place. Then any other copy is taken.
     """
     spots = names_of(compiled, stream_steps)
     at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
@@ -132,7 +138,7 @@ def with_leaves(
         arrays: the arrays of the state.
         kind: the kind to replace: parameters, or the optimizer's state.
         leaves: the new values, on the host.
-        consume: delete each array before its new value is put there.
+        consume: whether to delete each array before its new value is put there.
     """
     replaced = []
     for spot, array in zip(names, arrays, strict=True):
@@ -162,10 +168,10 @@ def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
 
 
 def _holder(spot: Spot) -> _Holder:
-    """Returns the key of all versions of a value.
+    """Returns the key that all versions of a value share.
 
-    It has no place for parameters and optimizer state, which may lie at another place while their
-    layer moves. Model state and constants are looked up at their own place.
+    The key of a parameter or of optimizer state has no place, because the value may lie at another
+    place while its layer moves. Model state and constants are looked up at their own places.
     """
     value = spot.value
     is_of_place = value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
@@ -180,7 +186,7 @@ def restore_in_flight(
     Args:
         compiled: the compiled plan of the state.
         stream_steps: how many steps the stream has had.
-        values: arrays on the host by their names; None for those of other processes.
+        values: the arrays on the host, by name; None for arrays of other processes.
         ledger: counts the bytes of the arrays.
 
     Raises:
@@ -189,8 +195,8 @@ def restore_in_flight(
     """
     step = compiled.stream.step(stream_steps - 1)
     names = [str(spot) for spot in step.after]
-    # Arrays are saved under the names of the stream's buffers. If a version of jvpipe names buffers
-    # differently, it cannot restore them.
+    # Arrays are saved under the names of the stream's buffers. A version of jvpipe that names its
+    # buffers differently cannot restore them.
     if unknown := sorted(values.keys() ^ set(names)):
         raise ValueError(
             f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): another version wrote it. "

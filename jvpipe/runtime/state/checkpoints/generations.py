@@ -1,12 +1,14 @@
-"""Generations: the content of a folder, which is replaced as a whole, with a digest of each file.
+"""Replaces the content of a folder as a whole, and keeps a digest of each file.
+
+One such content is called a generation. It is a folder of its own inside the folder:
 
     generation-000004/         the newest generation: whole, with digests.json
     generation-000005.draft/   the next one, while it is written and forced to the disk
 
-A draft becomes the newest generation when it is renamed, and then the older one is deleted. A
-rename is atomic, so whenever a process dies, the newest generation is whole. If something cannot be
-deleted, a warning is logged, and the next generation tries again. Anything else in the folder does
-not belong to jvpipe and is left alone.
+A rename makes a draft the newest generation, and then the older generation is deleted. A rename is
+atomic, so the newest generation is whole, whenever a process dies. If something cannot be deleted,
+a warning is logged, and the next generation tries again. Files of other names do not belong to
+jvpipe and are left alone.
 """
 
 import hashlib
@@ -70,8 +72,8 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
         digests: the digests of some files, by name, if they were computed before.
     """
     generation = drafted.with_name(drafted.name.removesuffix(_DRAFT))
-    # The contents are forced to the disk before the rename, and the new name after it. So a
-    # generation that is found after a crash has all its contents.
+    # The files are forced to the disk before the rename, and the new name after it. So a generation
+    # that is found after a crash has all of its files.
     _seal(drafted, digests or {})
     drafted.rename(generation)
     sync(generation.parent)
@@ -84,7 +86,7 @@ def drop_draft(drafted: Path) -> None:
 
 
 def check_generation(generation: Path, names: Collection[str] | None = None) -> None:
-    """Compares files of a generation with their digests: the named files, or all.
+    """Compares the named files of a generation, or all of its files, with their digests.
 
     Raises:
         DamageError: a file is gone, or has changed since it was saved.
@@ -111,7 +113,7 @@ def delete(folder: Path) -> None:
             raise OSError("it is a link")
         if not any(map(_is_ours, folder.iterdir())):
             return
-        # They are renamed first, so that a half deleted one does not pass for a generation.
+        # A generation that is only partly deleted must not look whole, so all are renamed first.
         for generation in _all(folder):
             generation.rename(generation.with_name(generation.name + ".deleted"))
         _sweep(folder, None)
@@ -121,7 +123,7 @@ def delete(folder: Path) -> None:
 
 @contextmanager
 def adding_path(path: Path) -> Iterator[None]:
-    """Makes a failure to delete a path, inside the context, a warning; it is logged only once."""
+    """Turns a failure to delete a path into a warning, which is logged only once."""
     try:
         yield
     except OSError as problem:
@@ -139,7 +141,7 @@ def _warn(path: Path, reason: str) -> None:
 
 @contextmanager
 def damage_of(folder: Path) -> Iterator[None]:
-    """Makes an error in reading files, inside the context, a DamageError that names the folder."""
+    """Turns an error in reading files into a DamageError that names the folder."""
     try:
         yield
     except DamageError:
@@ -149,7 +151,7 @@ def damage_of(folder: Path) -> Iterator[None]:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """Reads a JSON file of a folder; ValueError if it is gone, no JSON, or nested too deeply."""
+    """Reads a JSON file; ValueError if it is missing, is not JSON, or is nested too deeply."""
     try:
         return json.loads((folder / name).read_bytes())
     except (OSError, ValueError, RecursionError) as problem:

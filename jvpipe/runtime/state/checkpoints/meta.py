@@ -1,8 +1,8 @@
-"""Patterns of the entries of a checkpoint's `meta.json`, and checks against these.
+"""Checks the entries of a checkpoint's `meta.json` before they are used.
 
-A checkpoint comes from outside the program. All entries are therefore checked against patterns
-(`jvpipe.util.pattern`) before they are used, so that an error names the bad entry. The patterns are
-also the description of the format: older checkpoints must keep matching them.
+A checkpoint comes from outside the program, so any entry may be wrong. Each is compared with a
+pattern (`jvpipe.util.pattern`), and an error names the first wrong entry. The patterns describe the
+format. They may be extended, but older checkpoints must keep matching them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_o
 _WHERE = "meta.json"
 _COUNT = whole_in(0, 2**31 - 1)
 _ANY = whole_in(-LARGEST)
-"""A number of a use. Such numbers count from the start of the step, so they may be below 0."""
+"""A micro-batch or version of a use. It counts from the start of a step, and may be negative."""
 _USE = (one_of_texts((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
 _ARRAYS = {
@@ -37,6 +37,7 @@ def _plan(where: str, data: Any) -> None:
 
 
 def _binding(where: str, data: Any) -> None:
+    """Raises ValueError unless data begin with the entries of `Saving._binding`."""
     compare(where, data, [anything])
     compare(where, data[:5], ({str: anything}, [_COUNT], [_COUNT], [{str: str}], _COUNT))
     compare(f"{where}[0]", {"name": data[0].get("name")}, {"name": str})
@@ -45,7 +46,7 @@ def _binding(where: str, data: Any) -> None:
 _FLIGHT = {
     "steps": whole_in(1, 2**31 - 1),
     "bound_to": _binding,
-    "legs": [(_COUNT, _plan)],
+    "legs": [(_COUNT, _plan)],  # the plans of the stream, each with its first micro-batch
     "versions": either(lambda data: isinstance(data, list), _VERSIONS["runs"], _VERSIONS),
 }
 _STATE = {
@@ -77,7 +78,7 @@ def check_state(meta: Mapping[str, Any]) -> None:
     """Raises ValueError unless `meta.json` has exactly the entries of a state, all valid."""
     compare(_WHERE, dict(meta), _STATE)
     words, key = meta["words"], meta["key"]
-    # A run without a key has neither words nor a key. Otherwise the words fill the key's shape.
+    # The words are the integers of the run's key, and fill its shape. A run may have no key.
     if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
         raise ValueError(f"{_WHERE}: the words {words} are none of a key of {key}")
     flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())

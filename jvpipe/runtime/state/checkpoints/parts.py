@@ -1,12 +1,12 @@
-"""Checkpoints of several processes: each writes a part, and the first one makes them a generation.
+"""Checkpoints of several processes: each writes a part, the first makes a generation of the parts.
 
-Each line shows what a process writes, from left to right. At each bar, all processes wait until all
-have come to it:
+Each line shows what a process writes, from left to right. At each bar, the processes wait for each
+other:
 
     process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
     process 1          |  part-0001.safetensors  |                                                  |
 
-If one process fails, all raise an error, and the older generation stays.
+If one process fails, all processes raise an error, and the older generation stays.
 """
 
 import json
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Part:
-    """The description of a part that the process that wrote it sends to the others."""
+    """The description of a part, which the process that wrote the part sends to the others."""
 
     file: str
     bytes: int
@@ -100,8 +100,8 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
         "parts": {part.file: array_file.names_in(draft / part.file) for part in parts},
     }
     (draft / META).write_text(json.dumps(content))
-    # Each process has computed the digest of its own part while the part was in the system's cache,
-    # so the first process need not read the parts.
+    # Each process has computed the digest of its own part, when the part was still in the system's
+    # cache. So the first process need not read the parts.
     generations.finish_draft(draft, {part.file: part.digest for part in parts})
 
 
@@ -120,7 +120,7 @@ def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
         path: a folder that all processes see.
 
     Raises:
-        ValueError: there is no checkpoint, or another process has another one there.
+        ValueError: there is no checkpoint, or other processes find a different one.
         DamageError: the checkpoint has changed since it was saved.
     """
     saved = read_together(hosts, partial(open_checkpoint, path))
@@ -146,8 +146,8 @@ def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
     if hosts is None:
         return act()
 
-    # The damage is returned as a value. If it were raised, `together` would make it a Disagreement
-    # in the other processes.
+    # Damage is returned as a value. If it were raised, `together` would raise a Disagreement in the
+    # other processes, and not a DamageError.
     def read() -> T | DamageError:
         try:
             return act()

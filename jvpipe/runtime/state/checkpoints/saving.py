@@ -1,6 +1,8 @@
-"""Saving of states: one at rest fits any cuts, one in flight only the same schedule and plan.
+"""Translates states to the contents of checkpoints, and back.
 
-A state at rest has no micro-batches in flight (forwards that ran without their backwards).
+Micro-batches are in flight if their forwards ran and their backwards did not. A state at rest has
+none. Its arrays are saved by path, so it fits any cuts. A state in flight is saved with the names
+of its buffers, so it fits only the same schedule and plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +55,7 @@ class Saving:
     def arrays(self, of_state: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
         """Returns copies on the host of the arrays that this process has to save.
 
-        An array that lies at several places is saved by the process that holds the first copy.
+        If an array lies at several places, the process with the first copy saves it.
 
         Args:
             of_state: the arrays of the state; None for those that another process holds.
@@ -64,14 +66,14 @@ class Saving:
         for kind, names in self.names.items():
             named = ((name, of_state[newest[kind, i]]) for i, name in enumerate(names))
             arrays[kind] = {name: to_host(x) for name, x in named if x is not None}
-        # All arrays of a state in flight are saved in addition to the parameters and so on.
+        # A state in flight is saved with all of its arrays, besides the newest versions above.
         if stream_steps:
             spots = zip(names_of(self.compiled, stream_steps), of_state, strict=True)
             arrays["flight"] = {str(spot): to_host(x) for spot, x in spots if x is not None}
         return arrays
 
     def own(self, stream_steps: int) -> set[tuple[str, str]]:
-        """Returns the kinds and names of a checkpoint's arrays that this process has to hold.
+        """Returns the kinds and names of a checkpoint's arrays that this process has to read.
 
         Args:
             stream_steps: how many steps the saved stream has had; 0 at rest.
@@ -150,7 +152,7 @@ class Saving:
             in_flight: the entry of `meta.json` about the micro-batches in flight.
 
         Raises:
-            ValueError: they ran under another schedule, or other cuts, fates or devices.
+            ValueError: the micro-batches ran under another schedule, cuts, fates or devices.
         """
         plan = Plan.from_json(in_flight["legs"][-1][1])
         then = [stage.devices for stage in plan.stages]
@@ -165,16 +167,15 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        """The choices to which a state in flight is bound, as JSON.
+        """The choices of schedule and plan under which alone a state in flight can go on, as JSON.
 
-        The state can go on only under equal choices. Checkpoints contain this list, so its order is
-        part of their format.
+        Checkpoints contain this list, so its order is part of their format.
         """
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
         options, cuts, splits = self.schedule.options, list(plan.cuts), list(plan.splits)
         binding = [options, cuts, splits, fates, self.microbatches]
-        # Entries that are added only for some plans do not change the checkpoints of other plans.
+        # Only plans that need these entries get them, so the checkpoints of other plans stay equal.
         if plan.replicated:
             binding.append(list(plan.replicas))
         states = [dict(stage.state_fates) for stage in plan.stages]

@@ -1,9 +1,10 @@
 """Pytrees of shapes as JSON, so that a checkpoint has the shapes and containers of its model.
 
 Dicts with string keys, lists and tuples are written as such. Any other container is written as the
-name of its class with its node data: what JAX keeps of a container besides its children, such as
-keys and static fields. If node data are not plain values, the tree is not written. Reading does not
-import modules, so that no checkpoint can run code: the class must have been imported before.
+name of its class, its children and its node data. Node data are what JAX keeps of a container
+besides its children, such as keys and static fields. If they are not plain values, the tree is not
+written. Reading imports no modules, so that a checkpoint cannot run code. The class of a container
+must therefore have been imported.
 """
 
 import sys
@@ -36,7 +37,7 @@ def dump(tree: Tree) -> Any:
 def tree(where: str, dumped: Any) -> None:
     """Raises ValueError unless data have the form that `dump` writes.
 
-    It is used as a pattern of `jvpipe.util.pattern`.
+    This function is a pattern of `jvpipe.util.pattern`.
     """
     compare(where, dumped, {str: anything})
     if len(dumped) != 1 or (kind := next(iter(dumped))) not in _INSIDE:
@@ -48,7 +49,7 @@ def tree(where: str, dumped: Any) -> None:
 
 
 def dtype(where: str, name: Any) -> None:
-    """Raises ValueError unless a text names a type of numbers; also used as a pattern."""
+    """Raises ValueError unless a text names a type of numbers; a pattern, as `tree` is."""
     compare(where, name, str)
     try:
         dtype_of(name)
@@ -68,14 +69,14 @@ _INSIDE = {
 
 
 def load_container(dumped: Any) -> Tree:
-    """Returns the tree that `dump` wrote, with `ShapeDtypeStruct`s as leaves.
+    """Returns the tree that `dump` wrote; its leaves are `jax.ShapeDtypeStruct` objects.
 
     Args:
-        dumped: the tree as JSON, checked with the pattern `tree`.
+        dumped: the tree as JSON, which the pattern `tree` has checked.
 
     Raises:
-        ValueError: the class of a container has not been imported, or cannot be made of the
-            content.
+        ValueError: the class of a container has not been imported, or makes no container of what
+            was saved.
     """
     ((kind, inside),) = dumped.items()
     match kind:
@@ -121,7 +122,7 @@ def _dump(tree: Tree) -> Any:
         return {"dict": {k: _dump(v) for k, v in tree.items()}}
     if kind in (list, tuple):
         return {kind.__name__: [_dump(v) for v in tree]}
-    # Only the top level is flattened: `is_leaf` stops at the children. A leaf has no node data.
+    # `is_leaf` stops at the children, so only the top level is flattened. A leaf has no node data.
     children, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
     node_data = structure.node_data()
     if node_data is not None:
@@ -159,7 +160,7 @@ def _plain(dumped: Any) -> Any:
 
 
 def _class(name: str) -> type:
-    """Returns the class with a name; it must have been imported, since nothing is imported here."""
+    """Returns the class with a name, which must have been imported: nothing is imported here."""
     module, _, inside = name.partition(":")
     try:
         container = attrgetter(inside)(sys.modules[module])
