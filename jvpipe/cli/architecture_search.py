@@ -54,7 +54,7 @@ class ArchitectureSearch:
         self._key = jax.random.key(seed)
         self._loss_of = cache(
             supernet.loss_of
-        )  # a pipeline recognises a model by the identity of its loss function
+        )  # a pipeline recognizes a model by the identity of its loss function
         self.first = self._candidate(next(self.evolution))
 
     def run(

@@ -1,10 +1,9 @@
 """Lets a command's processes meet before JAX connects them, over lines signed with a secret.
 
 Each process connects to process 0, which checks that all have the secret and equal options, and
-tells them the port for JAX. These connections stay open during the run. If JAX loses its own
-connection to a process, it ends the others at once, without a message of jvpipe's. A thread of the
-meeting, which waits for nothing else, therefore reports which connection ended. A process that ends
-in order says farewell before, and is not reported.
+tells them the port for JAX. The connections stay open during the run. If JAX loses a process, it
+ends the others at once, without a message of jvpipe's. So a thread of the meeting, which waits for
+nothing else, reports the connection that ended, unless the process said farewell before.
 """
 
 import asyncio
@@ -496,7 +495,7 @@ async def _reached(
 
 
 def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
-    """Returns the process number and the values in a first line; raises ValueError if it is wrong."""
+    """Returns the process's number and values in its first line; raises ValueError without them."""
     pattern = {"process": whole_in(1, 2**31 - 1), "parts": {str: (str, str)}}
     compare("who comes", words, pattern)
     return words["process"], words["parts"]
