@@ -51,29 +51,29 @@ class PlanOptions(ModelOptions):
     compare: str | None = option(
         None,
         planner_names,
-        "Several planners side by side: `all`, or names with commas between.",
+        "Compares several planners: `all`, or names with commas between them.",
         "pipeline",
         "planners",
     )
     target: str | None = option(
         None,
         checked_target,
-        "With --compile: another device than the hardware's, such as h200 or v5e:4x4.",
+        "With --compile: compiles for another device than the hardware's, such as h200 or v5e:4x4.",
         "memory",
         "target",
     )
     export: str | None = option(
         None,
         lambda flag, value: find_format(value.partition(":")[0]),
-        "FORMAT[:FILE] writes the plan for another system, to stdout without a file: megatron, torchtitan, torch-csv, "
-        "maxtext or jaxpp.",
+        "FORMAT[:FILE] writes the plan for another system: megatron, torchtitan, torch-csv, maxtext or jaxpp. Without "
+        "a file it goes to stdout.",
         "run",
         "FORMAT[:FILE]",
     )
     lossy: bool = option(
         False,
         checked_flag,
-        "With --export: what the format cannot say is lost, and told in a comment.",
+        "With --export: writes the nearest plan that the format can express, and what is lost in a comment.",
         "run",
     )
     import_: str | None = option(
@@ -86,14 +86,14 @@ class PlanOptions(ModelOptions):
     json: str | None = option(
         None,
         file_option,
-        "Writes the plan to this file; of several planners all plans, the best first.",
+        "Writes the plan to this file; with several planners all their plans, the best first.",
         "run",
         "file",
     )
     timeline: str | None = option(
         None,
         file_option,
-        "Writes the simulated timeline to this file, for Perfetto; of several planners that of the best.",
+        "Writes the simulated timeline to this file, for Perfetto; with several planners that of the best plan.",
         "run",
         "file",
     )
