@@ -83,7 +83,7 @@ class Experts:
         return total, {"loss of the task": loss, "uneven": uneven, "chosen": jnp.stack(chosen)}
 
     def batches(self, seed, batch_size):
-        """Yields rows in which each symbol is the sum of the two before it and a step of the row."""
+        """Yields rows; each symbol is the sum of the two before it and of the step of its row."""
         generator = np.random.default_rng(seed)
         while True:
             rows = [*generator.integers(self.symbols, size=(2, batch_size))]
