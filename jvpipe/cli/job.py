@@ -1,7 +1,7 @@
 """Prepares a training run of the command line: its folder, its data, its pipeline and its state.
 
 Each process of the run prepares the same `Job`. `Hosts.together` and `Hosts.agree` wait for all
-processes: if one fails there, or has a value of its own, all raise an error.
+processes. If one of them fails there, or has another value than the others, all raise an error.
 """
 
 import dataclasses
@@ -453,7 +453,7 @@ def _state(job: Job) -> jvpipe.State:
 
 
 def _go_back(data: models.Data, last: Path) -> None:
-    """Sets the data to their place at a checkpoint; raises DamageError if it has none that fits."""
+    """Sets the data to the place in a checkpoint; raises DamageError if this is not possible."""
     extra = jvpipe.checkpoint_extra(last)
     if "data" not in extra:
         raise DamageError(f"{last} tells no place in the data")

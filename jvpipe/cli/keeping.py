@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints, and keeps its evaluations, which decide the best one and the end."""
+"""Writes a run's checkpoints, and decides by evaluations which one is best and when to stop."""
 
 import json
 import math

@@ -176,7 +176,7 @@ class Patience:
         say_s: the time between two lines in which a waiting process says for whom it waits.
         farewell_s: the longest time in which process 0 tells the others how the meeting ended, and
             in which a process sends its farewells.
-        crowd: the largest number of open connections; strangers could use up the open files.
+        crowd: the largest number of connections, so that strangers cannot use up all open files.
         look_s: the time between two checks, during training, whether the run makes progress.
         grace_s: the time that the training thread has to report a lost process. It knows the task
             that failed. After this time another thread reports the process.

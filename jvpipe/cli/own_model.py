@@ -92,7 +92,7 @@ class Batches:
 
     A stream with the methods `get_state` and `set_state`, such as Grain's, keeps its place itself.
     For any other stream, the place is the number of batches taken so far. To restore such a place,
-    the new stream must yield the same batches from the start, and as many of them are skipped.
+    the new stream must yield the same batches from the start, and that many of them are skipped.
 
     Args:
         called: the call that returned the stream, for messages.

@@ -80,7 +80,7 @@ slowest process. Bytes are summed, and so are the seconds of copying and recompu
 
 
 def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """Joins what all processes measured of a step; `ours` has all that is the same everywhere."""
+    """Joins what all processes measured of a step; what is equal in all is in `ours`."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
     numbers: dict[str, Any] = {}
     for name, join_numbers in _JOINED.items():
@@ -163,7 +163,7 @@ def join(options: TrainOptions) -> Hosts:
             jax.distributed.initialize(
                 **where,
                 initialization_timeout=round(options.host_timeout)
-                + 60,  # `_given_up_after` comes before JAX's timeout and has a clearer message
+                + 60,  # `_given_up_after` ends the process first, with a clearer message than JAX's
                 heartbeat_timeout_seconds=round(options.host_timeout) + 60,
                 shutdown_timeout_seconds=10,
             )
@@ -373,7 +373,7 @@ class Watch:
 def leave(hosts: Hosts, code: int) -> NoReturn:
     """Ends this one of several processes at once.
 
-    At Python's usual end, JAX would wait for the other processes, also for a lost one.
+    At Python's usual end, JAX would wait for the other processes, even for a lost one.
 
     Args:
         hosts: this process and the others.

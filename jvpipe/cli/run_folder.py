@@ -1,4 +1,4 @@
-"""Keeps the folder of a run: its files and checkpoints, its lock, and what a resumed run must fit.
+"""Manages the folder of a run: files, checkpoints, a lock, and checks before a run is resumed.
 
 A file is sealed if it holds a digest of its content, so that a change by hand is noticed. A
 checkpoint is whole if all of it was written and nothing has changed since.
@@ -212,7 +212,7 @@ class RunDir:
                 )
 
     def identity(self) -> str:
-        """Returns a text by which processes on several hosts find out whether they see one folder.
+        """Returns a text by which processes on several hosts check that they see the same folder.
 
         The text is the same on all hosts, and differs from that of any other folder.
 

@@ -158,7 +158,7 @@ class Recording:
             self._stop_profile()
 
     def after(self, step: int, state: Any) -> None:
-        """Begins or ends the profile if a step that is profiled begins or ended here.
+        """Begins or ends the profile if that is due after this step.
 
         Args:
             step: the number of steps that are done.
@@ -171,7 +171,7 @@ class Recording:
             self._job.pipe.wait(state)
             self._write(
                 self._steps
-            )  # before the profile ends: a task is in it once its thread has seen the task's end
+            )  # before the profile ends, because this waits until all its tasks have ended
             self._stop_profile()
             self._done = True
 

@@ -3,7 +3,10 @@
 Most formats cannot express every plan of jvpipe. An export therefore writes the plan, reads the
 text back, and compares the result with the plan (`losses`). Each difference is a loss, which the
 error message names. So a format needs no list of what it cannot express: it writes the nearest plan
-that it can, and the comparison finds the rest.
+that it can, and the comparison finds what differs.
+
+A rule is a schedule that a format knows by name. Chunks are the stages of a device if it has
+several.
 """
 
 import re
@@ -44,7 +47,7 @@ class Format:
     Attributes:
         name: the name that users give, such as "megatron".
         write: writes a plan; if the format cannot express the plan, the nearest that it can.
-        read: makes a plan of a text for the model that the outline describes.
+        read: reads a text as a plan for the model that the outline describes.
         silent: the parts that files of this format never have, so their absence is not a loss.
         comment: the text that begins a comment line; empty if the format has no comments.
     """
@@ -304,5 +307,5 @@ def with_lists(
         schedule="auto",
         tasks=lines_of(lists),
     )
-    lists_for(with_own_lists, count)  # raises ValueError unless the lists are a whole step
+    lists_for(with_own_lists, count)  # raises ValueError unless the lists make a complete step
     return with_own_lists

@@ -9,7 +9,7 @@ the stage, and ends with the micro-batch if the action has one:
 
 SEND_F and RECV_F pass an activation on; SEND_B and RECV_B pass its cotangent back. When a SEND is
 appended to the row of its rank, the RECV is appended to the row of the receiver. So all ranks meet
-their sends and receives in the order of one common list, and no two ranks wait for each other.
+their sends and receives in the order of one common list, and no two can wait for each other.
 
 REDUCE_GRAD follows the last backward of a stage, and divides the stage's gradients by the number of
 micro-batches. Torch adds this action to its own schedules, but adds nothing to a file with sends.
@@ -113,7 +113,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Lists tasks, one of which must be done before a task; empty if the task needs none."""
+    """Lists the tasks that a task waits for; it can run once one of them is done."""
     s, _, m = task
     match task.kind:
         case Kind.F:
@@ -181,7 +181,7 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
         sent: the cells that `with_sends` makes for the same tasks.
 
     Raises:
-        ValueError: a send or receive is missing or needless, or ranks wait for each other for ever.
+        ValueError: a send or receive is missing or needless, or ranks wait for each other forever.
     """
     for r, (row, expected_row) in enumerate(zip(rows, sent, strict=True)):
         count = Counter(filter(_SENDS.search, row))

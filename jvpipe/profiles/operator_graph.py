@@ -39,7 +39,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A value that an operator sends from layer `source` to layer `target` in some seconds."""
+    """A value that an operator sends from one layer to another, with its seconds on the link."""
 
     operator: Operator
     source: int
@@ -61,9 +61,9 @@ def operator_costs(
 
     Args:
         operators: forward and backward operators, in a topological order.
-        edges: for each pair of source and target ids, the seconds that moving the source's output
-            over the link takes.
-        link: the link that joins the devices; it turns these seconds into bytes.
+        edges: for each pair of source and target ids, the seconds of the source's output on the
+            link.
+        link: the link that joins the devices, by whose rate these seconds become bytes.
 
     >>> a, b = Operator(1, "a", 1.0, 8, False, "red"), Operator(2, "b", 1.0, 8, False, "blue")
     >>> da = Operator(3, "da", 2.0, 4, True, "red")
