@@ -127,7 +127,7 @@ def _help(option: Option) -> str:
 
 
 def _word(holder: type[PipelineOptions], word: str) -> str:
-    """Returns a word of a command line; in an option, with its present name and with hyphens."""
+    """Returns a word of a command line; an option gets its present name and hyphens."""
     flag, equals, value = word.partition("=")
     if not flag.startswith("--") or flag == "--":
         return word
@@ -282,7 +282,7 @@ def _resumed(
     trusted, named = options.trust, "model" in {**of_line, **of_file}
     options = _over(of_line, {**saved, **of_file})
     # The model that config.json names may be code in the folder. Only the process that writes the
-    # run checks whether this code may be run. The others follow it.
+    # run checks whether this code may be run. If it refuses, the others stop, too.
     if writes and not named and not trusted:
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
