@@ -359,13 +359,13 @@ def asked(
         check_chooser(problem.schedule, name)
     # The sort of `best_first` is stable, so jvpipe's own planner comes before one with equal plans.
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)
-    by_planner = {name: _timed(name, problem, partial(ask, name, problem)) for name in own_first}
+    by_planner = {name: timed(name, problem, partial(ask, name, problem)) for name in own_first}
     answers = best_first(problem, [answer for _, answer in by_planner.values()])
     answers = [replace(answer, splits=splits) for answer in answers]
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
-def _timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
+def timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
     """Asks a planner and measures how long it takes.
 
     Args:

@@ -43,7 +43,7 @@ from jvpipe.session.arguments import (
     check_functions,
     checked_name,
 )
-from jvpipe.session.forecast import Forecast, _timed, asked, with_splits
+from jvpipe.session.forecast import Forecast, timed, asked, with_splits
 from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
@@ -203,8 +203,8 @@ class _Asking:
         chooses = [find_planner(name).chooses_fates for name in self.names]
         if self.question.state_fates or chooses != [True]:
             return kept
-        splits = kept.answers[0].splits
-        return place_state(kept, partial(asking._state_away, limits, splits), _judged)
+        away = partial(asking._state_away, limits, kept.answers[0].splits)
+        return place_state(kept, away, _judged)
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
         """Returns the answers; layers are cut at `splits`, or if empty, where that is faster."""
@@ -212,13 +212,12 @@ class _Asking:
         if self.pins is not None:
             shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
             (planner, *_) = self.names
-            problem, best = _timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
+            problem, best = timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
             return _with_state(Forecast(problem, (best,), self.title, question, shapes))
         problem = question.problem(cluster, limits, splits)
         forecast = asked(problem, self.names, self.title, question, splits)
-        if splits:
-            return _with_state(forecast)
-        cuts_layers = not any(find_planner(name).as_paper for name in self.names)
+        of_paper = any(find_planner(name).as_paper for name in self.names)
+        cuts_layers = not splits and not of_paper
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
