@@ -43,7 +43,7 @@ from jvpipe.session.arguments import (
     check_functions,
     checked_name,
 )
-from jvpipe.session.forecast import Forecast, timed, asked, with_splits
+from jvpipe.session.forecast import Forecast, asked, timed, with_splits
 from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
