@@ -6,4 +6,6 @@
     forecast                      the seconds of a step, simulated
     shapes, local_segments        how many devices each stage has
     even, chain_dp, unfolded      tools that several planners use
+
+jvpipe's own planner is in planners/joint, and the planners of papers are in papers.
 """
