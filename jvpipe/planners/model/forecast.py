@@ -4,8 +4,8 @@ Which tasks wait for which depends only on the schedule, the number of stages, t
 and which kinds of work take time at all (`Features`). So the graph of tasks is made once and cached
 (`_stream`), and then run with the seconds of one plan after another.
 
-Of a synchronous schedule one step is simulated. Of an asynchronous schedule a stream is simulated,
-and some micro-batches of its steady state are timed (`stream_window`).
+A synchronous schedule is simulated for one step. An asynchronous schedule is simulated as a stream,
+of which some micro-batches are timed once it is steady (`stream_window`).
 """
 
 import math
@@ -59,7 +59,7 @@ def least_steps_s(
     Args:
         problem: gives the schedule and the micro-batches.
         parts_s: the seconds of each plan's stages, in the order of `PARTS`; infinite for a stage
-            that is impossible. Those of sends are not read, because they follow from the returns.
+            that is impossible. Seconds of sends are not read, because returns take as long.
         link_s: for how long each stage's own link to the host is busy per micro-batch.
     """
     stages, _, runs = parts_s.shape
