@@ -14,10 +14,10 @@ zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that the first of
-them is back from the last device when a device is done with the round. Rounds are as many as
-possible, and their sizes differ by at most one. So for every M >= S a step with whole backwards
-takes (M + (S - 1) / v) (F + B), where F and B are the seconds of all chunks of a device for one
+Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that no device has
+to wait until its first one is back from the last device. There are as many rounds as possible, and
+their sizes differ by at most one. So for every M >= S a step with whole backwards takes
+(M + (S - 1) / v) (F + B), where F and B are the seconds of all chunks of a device for one
 micro-batch. On each stage backwards run in ascending order, as under every other schedule.
 """
 

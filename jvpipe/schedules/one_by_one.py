@@ -8,9 +8,9 @@ stages and M = 2 micro-batches:
     stage 1     F0       B0       F1       B1
     stage 2        F0 B0             F1 B1
 
-No order of the same stages holds less. At its last stage's turn, a micro-batch is in flight on all
-stages at once, and this happens under any order. But no order takes longer, because here only one
-task runs at a time.
+No order of the same stages holds less: whatever the order, a micro-batch that reaches the last
+stage is in flight on all stages at once. But no order takes longer, because here only one task runs
+at a time.
 """
 
 from dataclasses import dataclass

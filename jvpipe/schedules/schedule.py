@@ -91,7 +91,7 @@ class Schedule:
         return Schedule(**values)
 
     def device_of(self, stage: int, devices: int) -> int:
-        """Returns the device that runs a stage, if there are so many devices.
+        """Returns the device that runs a stage, given the number of devices.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule("1f1b").device_of(stage, 3) for stage in range(3)]

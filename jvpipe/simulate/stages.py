@@ -315,9 +315,10 @@ def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -
 def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:
     """Returns the resources that a transfer from one place to a neighboring one occupies.
 
-    They are the networks of the places' machines, if these differ; or the links of both places to
-    the host, if sends take them; or the link between the places. In a loop of three or more places,
-    the last and the first are neighbors.
+    Between different machines, a transfer occupies the networks of both. Otherwise, if sends pass
+    through the host, it occupies the links of both places to their host. Otherwise it occupies the
+    link between the places. In a loop of three or more places, the first and the last are next to
+    each other.
 
     Args:
         d: the place that sends.

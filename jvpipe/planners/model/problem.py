@@ -34,8 +34,8 @@ class Group:
 
     Attributes:
         devices: the numbers of these devices outside of the problem.
-        slowness: for each layer, how many times as long as the costs say the slowest of these
-            devices takes; empty: exactly as long.
+        slowness: for each layer, the seconds on the slowest of these devices, as a multiple of the
+            seconds in the costs; empty: all multiples are 1.
         less_bytes: by how many bytes the limit of these devices is below the problem's limit. The
             device with the least memory counts.
         name: the kind of these devices, for messages.
@@ -69,7 +69,7 @@ class Group:
 
     @property
     def kind(self) -> tuple[tuple[float, ...], int]:
-        """The properties that tell devices apart: groups of one device are alike if these agree."""
+        """The properties by which groups of one device differ; equal for devices that are alike."""
         return self.slowness, self.less_bytes
 
 
@@ -78,7 +78,7 @@ class Problem:
     """A model that is to be cut into stages, and the devices that the stages are to be placed on.
 
     Attributes:
-        costs: of the model's layers, for whole micro-batches.
+        costs: the costs of the model's layers, for whole micro-batches.
         stages: how many stages there are: the schedule's chunks times the number of places.
         schedule: the order of tasks.
         microbatches: how many micro-batches a step has.
@@ -370,7 +370,7 @@ class Decision:
         """Converts the decision to a plan.
 
         Args:
-            problem: that the decision answers.
+            problem: the problem that the decision answers.
             planner: the name of the planner that made the decision.
             where: the devices of each stage; None: those of the problem.
         """

@@ -22,8 +22,8 @@ micro-batch is at work, and one is being copied from or to the host.
 
 Early values have arrived for micro-batches that are in flight on the stage that makes the values,
 but not yet on this stage. Waiting cotangents have arrived for backwards that this stage runs later:
-one for each stage from this one to the stage that returns the cotangent. How many stages there are
-in between depends on the other cuts, so the largest possible number counts.
+at most one for each stage by which their sender is away. How far away other stages are depends on
+the other cuts, so the largest possible distance counts.
 
 A device may have several stages, or backwards in two halves. Then `Schedule.held` says what is in
 flight at once, as vectors. A vector has a pair (k, w) for each stage of the device: k micro-batches
@@ -33,7 +33,7 @@ largest `beyond` of its stages (`joint_bytes` in `stage_cost.py`).
 
 On a stage of several devices the legend holds for each device. A device works on its share of a
 micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Gradients are added
-up after the stage's backwards, when nothing is in flight. So the peak takes the larger of the two.
+up after the stage's backwards, when nothing is in flight. So `peak` takes a maximum, and no sum.
 """
 
 from collections.abc import Iterator, Sequence

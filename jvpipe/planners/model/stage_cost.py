@@ -134,7 +134,7 @@ def stage_cost(
         s: the stage's number, from 0.
         i: the stage's first layer.
         j: the layer after the stage's last.
-        choices: of all layers of the model, as `Decision.choices` has them.
+        choices: the choices of all layers of the model, as in `Decision.choices`.
     """
     layers = problem.layers_on(s)[i:j]
     held_bytes = stage_bytes(problem, s, i, j, choices)
@@ -431,8 +431,8 @@ def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
     """Counts the seconds and bytes of a decision; seconds per step are those of the surrogate.
 
     Args:
-        problem: that the decision answers.
-        decision: with bounds for all stages and a choice for every layer.
+        problem: the problem that the decision answers.
+        decision: has bounds for all stages and a choice for every layer.
 
     Raises:
         ValueError: the decision does not answer this problem.

@@ -57,8 +57,8 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
 
     Args:
         apart: the unfolded problem.
-        limit: of the roomiest device, in bytes.
-        budget: what a stage on the roomiest device may hold, in bytes.
+        limit: the bytes that the roomiest device may hold.
+        budget: the bytes that one stage on the roomiest device may hold.
     """
     groups = tuple(
         replace(group, less_bytes=group.less_bytes * budget // limit) for group in apart.groups
