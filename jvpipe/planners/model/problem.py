@@ -44,7 +44,7 @@ class Group:
         receives: the link from the place before, for the bytes that all replicas receive together;
             None: the problem's `peer`.
         reduces: the all-reduce of gradients as a link, for the gradient bytes of one replica.
-        machines: the machine of each of these devices; empty if all devices are on one machine.
+        machines: the machine of each of these devices; empty if the cluster has only one.
 
     """
 
@@ -96,8 +96,8 @@ class Problem:
         overlaps: whether replicas add up the gradients of a layer while the last backwards of the
             layers before it still run; if not, they add them up after all backwards of the stage.
         lent: the share of an idle device's time that other devices can use. It is above 0 if
-            devices share the cores of one machine. Idle time that others can use costs an order of
-            tasks nothing.
+            devices share the cores of one machine. This share of idle time does not count when
+            orders of tasks are compared.
     """
 
     costs: Costs

@@ -25,7 +25,7 @@ Cuts = Int[np.ndarray, "_"]
 
 
 class Spans:
-    """Weights w at pairs of layers a < b; pairs with other layers, or without weight, are dropped.
+    """Weights w at pairs of layers a < b; pairs with a >= b or w = 0 are dropped.
 
     Args:
         a: the first layer of each pair.
