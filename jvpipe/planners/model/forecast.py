@@ -102,6 +102,7 @@ def simulated_bubble_fraction(
     busy_s = sum(
         problem.group(task.stage).replicas * stages[task.stage].task_s(task.kind) for task in tasks
     )
+    # All replicas of a stage work at the same time, so each of them counts as busy.
     busy_s += sum(problem.updates * stage.replicas * stage.update_s for stage in stages)
     there = devices or sum(len(devices) for devices in set(problem.where))
     return 1.0 - busy_s / (there * step_s)

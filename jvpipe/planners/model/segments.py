@@ -387,6 +387,7 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas == 1:
             return whole_s
+        # No layer is divided among replicas, so updates take at least as long as the longest layer.
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> CutBlock:
@@ -445,6 +446,7 @@ def surely_spared_bytes(
     """
     sizes = [layer.state_bytes for layer in layers]
     total = between(sums(layer.state_bytes for layer in layers), starts, ends)
+    # `largest` is the bound of the fullest replica's bytes, raised by one size after another.
     largest = np.zeros_like(total)
     for size in sorted(set(sizes) - {0}):
         equals = sums(x == size for x in sizes)

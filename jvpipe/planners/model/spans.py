@@ -35,6 +35,7 @@ class Spans:
 
     def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
         there = np.flatnonzero((w != 0) & (a < b))
+        # Pairs are sorted by b, so that `over` finds those near its segments by bisection.
         order = there[np.argsort(b[there], kind="stable")]
         self.a = a[order]
         self.b = b[order]
