@@ -4,10 +4,10 @@ Legend: a shape says how many devices (replicas) each stage has. A micro-batch o
 replicas gives each replica a local batch of at most b = ceil(mu / r) examples. A grid's entry
 (i, j) is for the segment from the i-th to the j-th coarse cut.
 
-The costs are rough in two ways. A stage either keeps everything, if that keeps the limit, or
-recomputes everything. The micro-batches in flight on a stage follow from its distance from the last
-stage alone. A search that finds a good shape by these costs then plans it with exact ones
-(`stage_cost.py`).
+The costs are rough in two ways. A stage keeps everything if that fits the limit, and otherwise
+recomputes everything. The number of micro-batches in flight is that of 1F1B, which depends only on
+how far the stage is from the last one. Once a search has found a good shape by these costs, the
+shape is planned with exact costs (`stage_cost.py`).
 """
 
 from dataclasses import replace
@@ -29,7 +29,13 @@ PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments of a model: `cuts` are all allowed cuts, `coarse` at most `most` of them."""
+    """The segments of a model between a few of its cuts, with their costs at each local batch.
+
+    Args:
+        shapes: gives the costs, the devices and what the user has fixed.
+        most: about how many of all allowed cuts (`cuts`) are used (`coarse`). With more cuts,
+            shapes are compared more exactly, and more slowly.
+    """
 
     def __init__(self, shapes: Shapes, most: int = 32) -> None:
         self.shapes = shapes
@@ -66,12 +72,13 @@ class LocalSegments:
     def few(self, cuts: Cuts, count: int) -> Cuts:
         """Picks few cuts that are spread evenly over the work, and that few bytes cross.
 
-        The model is divided into equal shares of seconds and gradient bytes (the mean of both); of
-        each share, the cut that the fewest bytes cross is picked.
+        The work of layers is the mean of their part of all seconds and their part of all gradient
+        bytes. The model is divided into shares of equal work. In each share, the cut that the
+        fewest bytes cross is picked.
 
         Args:
-            cuts: all allowed cuts, with the ends of the model.
-            count: about how many to pick; at least twice the number of stages, if that is fixed.
+            cuts: the cuts to pick from; the first and the last, the ends of the model, stay.
+            count: about how many to pick; at least two for each stage, if `pins` fix the stages.
         """
         count = max(count, 2 * (self.pins.count or 0))
         if len(cuts) <= count:
@@ -110,16 +117,14 @@ class LocalSegments:
 
     def _crossing_bytes(self, size: int) -> Grid:
         """Counts what each segment receives and returns of a micro-batch of `size` examples."""
+        # The links of `_of_stages` carry a byte per second, so `comm_s` is a number of bytes.
         segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
         return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
-        """Counts each segment's seconds: all is kept if that fits, else recomputed, else infinite.
+        """Counts each segment's seconds if all is kept, or recomputed if only that fits.
 
-        Args:
-            size: examples of a micro-batch.
-            replicas: of the stage.
-            behind: the number of stages from this one to the last, this one included.
+        The seconds are infinite if nothing fits. The arguments are those of `peak_bytes`.
         """
         b = self.share(size, replicas)
         limit = self.shapes.model.memory_limit_bytes
@@ -148,8 +153,8 @@ class LocalSegments:
         """Counts the bytes of each segment on a device of a stage.
 
         Args:
-            size: examples of a micro-batch.
-            replicas: of the stage.
+            size: how many examples a micro-batch has.
+            replicas: how many devices the stage has.
             behind: the number of stages from this one to the last, this one included.
             again: whether everything is recomputed; if not, everything is kept.
         """
@@ -160,9 +165,10 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # Three stages suffice to count any stage. One further from the end differs only in the
-        # micro-batches in flight, and in whether values arrive early, which they do if the stage
-        # has fewer in flight than the stages before it, and never at the first stage.
+        # One of three stages stands for any stage: the last, the second, or the first. A stage
+        # further from the end has more micro-batches in flight, which are added (`more`). Values
+        # arrive early at the second stage, and never at the first. So the first stands for stages
+        # that already have all micro-batches in flight, like the stages before them.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes
@@ -174,7 +180,7 @@ class LocalSegments:
         microbatches: int,
         again: bool,
     ) -> KeepAll:
-        """Makes the segments of three equal stages, or of as many as there are layers, if fewer."""
+        """Makes the segments of three equal stages; of fewer if there are fewer layers."""
         costs = self.shapes.local.at(b)
         if again:
             costs = computing_again(costs)
@@ -186,8 +192,8 @@ class LocalSegments:
         """Counts the seconds of each segment's all-reduce of gradients that no backward hides.
 
         Args:
-            b: examples of the local batch.
-            link: that carries the all-reduce.
+            b: how many examples the local batch has.
+            link: the all-reduce as a link, such as `Group.reduces`.
         """
         layers = self.shapes.local.costs[-1].layers
         reduced = sums(layer.reduced_bytes for layer in layers)
@@ -201,10 +207,11 @@ class LocalSegments:
         return np.where(whole_s > 0, shown_s, 0.0)
 
     def counts(self, size: int) -> tuple[int, ...]:
-        """Lists the numbers of replicas worth comparing: the least one for each largest share.
+        """Lists the numbers of replicas worth comparing, for micro-batches of `size` examples.
 
-        For 16 examples the largest share of 4 or 5 replicas is 4, and that of 8 to 15 replicas is
-        2: of these, 4 and 8 are listed.
+        The largest share of a replica sets the time, so the fewest replicas with that share are
+        enough. For 16 examples the largest share of 4 or 5 replicas is 4, and that of 8 to 15
+        replicas is 2. So 4 and 8 are listed, and the other numbers are not.
         """
         devices = min(self.shapes.devices, size)
         # Later entries replace earlier ones, so that the fewest replicas of each share stay.
@@ -221,7 +228,7 @@ def _of_stages(
     microbatches: int,
     replicas: int = 1,
 ) -> Problem:
-    """Makes a problem of equal stages; links carry a byte per second, so that seconds are bytes."""
+    """Makes a problem of stages on equal devices, with links that carry one byte per second."""
     group = Group(tuple(range(replicas)))
     return Problem(
         costs,
