@@ -261,7 +261,7 @@ class _Asking:
         used = self.cluster.accelerators[: self.devices]
         limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in used)
         # The model is the same each time, so its traces and their costs are kept.
-        again = replace(self, question=replace(self.question, made={}))
+        again = replace(self, question=replace(self.question, remembered={}))
         return signed(
             lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
         )

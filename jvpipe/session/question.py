@@ -51,7 +51,7 @@ class Question(Training):
         stages: how many devices a micro-batch passes.
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
-        made: traces and costs that were made for this question; None if it is asked only once, so
+        remembered: the traces and costs of this question; None if it is asked only once, so
             that nothing is kept.
     """
 
@@ -60,7 +60,7 @@ class Question(Training):
     stages: int
     model_state: Tree = None
     said: Said = field(default_factory=dict, repr=False, compare=False)
-    made: dict[Hashable, Any] | None = field(default=None, repr=False, compare=False)
+    remembered: dict[Hashable, Any] | None = field(default=None, repr=False, compare=False)
     _cutters: dict[tuple[int, int], OptimizerCutter] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -70,12 +70,12 @@ class Question(Training):
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what `make` returns, which is made once for a key if `made` keeps it."""
-        if self.made is None:
+        """Returns what `make` returns, which is made once for a key and then remembered."""
+        if self.remembered is None:
             return make()
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        if key not in self.remembered:
+            self.remembered[key] = make()
+        return self.remembered[key]
 
     def trace(self, examples: int | None = None, present: Traced | None = None) -> Model:
         """Traces the model at the shapes of a micro-batch.
