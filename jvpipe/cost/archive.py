@@ -41,7 +41,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns the archive in JAX's compilation cache; it keeps nothing without a local cache."""
+        """Returns the archive in JAX's compilation cache; without a local one it keeps nothing."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, again, busy)

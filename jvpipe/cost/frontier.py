@@ -232,7 +232,7 @@ def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
 def _thinned(points: np.ndarray, count: int) -> list[int]:
     """Returns the indices of the first two points and of the best others, at most `count` in all.
 
-    Of the others, only points that no point beats are chosen.
+    The others are chosen among the points that no point beats.
 
     Args:
         points: an array of (points, 4), with a row per option as `_point` returns it.

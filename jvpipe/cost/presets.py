@@ -139,8 +139,8 @@ def _link(gigabytes_per_s: float, latency_s: float) -> Link:
 
 
 _PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
-# Of the six NVLinks of a V100, one or two lead to the same other V100, so one is counted. A pair of
-# A100s or H100s uses all links of a device.
+# A V100 has six NVLinks, but only one or two lead to the same other V100, so one is counted. A pair
+# of A100s or H100s uses all links of a device.
 _NVLINK_V100, _NVLINK_A100, _NVLINK_H100 = (_link(rate, 5e-6) for rate in (25.0, 300.0, 450.0))
 # The rate of one link of a TPU chip to a neighbor.
 _ICI_50, _ICI_100 = (_link(rate, 2e-6) for rate in (50.0, 100.0))

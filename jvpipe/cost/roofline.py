@@ -207,7 +207,7 @@ class Kernels:
                 reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
-            # Of each operand it reads at most as many bytes as its results have.
+            # It reads at most as many bytes of an operand as its results have.
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations
@@ -299,7 +299,7 @@ def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -
     """Estimates the seconds of an equation that contains jaxprs, its bodies.
 
     The body of a scan counts once per round. The bodies of a while loop count once, because the
-    number of rounds is unknown. Of the branches of a cond, the longest counts.
+    number of rounds is unknown. The longest branch of a cond counts, the others do not.
     """
     body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
     if eqn.primitive.name == "cond":

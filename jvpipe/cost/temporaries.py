@@ -345,11 +345,11 @@ def _images(jaxpr: Jaxpr) -> set[Var]:
     shapes: set[tuple[int, ...]] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
-            left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
+            left, right, result = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
             # Both operands of a filter's gradient are images, and its result is a filter.
             is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
             # In other convolutions the right operand is the filter.
-            shapes |= {left, right if is_gradient else made}
+            shapes |= {left, right if is_gradient else result}
     every = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
     alike = {v for v in every if _jax.aval(v).shape in shapes}
     return {v for v in alike if _is_wider(_jax.aval(v))}

@@ -39,7 +39,7 @@ def laid_bytes(shape: str) -> int:
     kind, dimensions, minor, tiles = found.groups(default="")
     sizes, order = _numbers(dimensions), _numbers(minor)
     if tile := _numbers(tiles[tiles.find("(") + 1 : tiles.find(")")]):
-        # The fastest dimensions come first. As many of them are padded as the tile has dimensions.
+        # The fastest dimensions come first. A tile of n dimensions pads the first n of them.
         laid = [sizes[i] for i in order] or [1]
         rest = math.prod(laid[len(tile) :])
         filled = [

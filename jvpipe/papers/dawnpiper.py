@@ -95,7 +95,7 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> int:
-        """Finds cb: the bound from p to q with the most nearly equal seconds per stage on its sides.
+        """Finds cb: the bound from p to q whose sides have the most nearly equal seconds per stage.
 
         Args:
             p: the place of the segment's first bound.

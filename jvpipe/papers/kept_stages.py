@@ -41,8 +41,9 @@ class KeptStages(KeepAll):
         )
 
     def seconds(self, s: int) -> Grid:
-        """Returns the seconds per micro-batch of stage s's work, or of its link to the host if
-        transfers between stages take that link and keep it busy for longer.
+        """Returns the seconds per micro-batch of stage s's work, or of its host link if longer.
+
+        That link is busy only if transfers between stages go through it.
         """
         return np.maximum(self.compute_s(s), self._block.traffic_s)
 
@@ -52,7 +53,7 @@ class KeptStages(KeepAll):
         return self._inside(self._block.comm_s)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """Returns a grid with infinite entries for segments with which stage s is over the limit."""
+        """Returns a grid with infinite entries where stage s would be over the limit."""
         limit = self.problem.memory_limit_bytes
         if limit is None:
             return grid
