@@ -62,7 +62,7 @@ class Archive:
         count: int,
         measure: Callable[[list[int]], Sequence[list[float]]],
     ) -> list[list[float]]:
-        """Returns the numbers of several things; measures and keeps those that are not kept yet.
+        """Returns the numbers of several things; measures and keeps numbers that are not kept yet.
 
         Args:
             what: returns the description of thing i; without a folder it is not called.

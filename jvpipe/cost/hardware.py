@@ -113,8 +113,8 @@ class Accelerator:
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
         """
-        # Both types of 16 bits run on the same units. All other types are assumed to run at the
-        # rate of float32, and those of double precision at half of that rate.
+        # Both types of 16 bits run on the same units. Types of double precision are assumed to run
+        # at half of the rate of float32, and all other types at that rate.
         for name in (dtype, _SUBSTITUTES.get(dtype, dtype)):
             if name in self.flops_per_s:
                 return self.flops_per_s[name]
@@ -184,8 +184,8 @@ class Cluster:
 
         The machine with the most of the devices takes the longest for its ring, so it sets the time
         of the first and third phase. Every ring across machines needs a network link and a device
-        of its own in each machine. So as many such rings run at once as a machine has network
-        links, or as the machine with the fewest devices has devices, if these are fewer.
+        of its own in each machine. So the number of these rings that run at once is the smaller of
+        two: the network links of a machine, and the devices of the machine with the fewest devices.
 
         Args:
             devices: the numbers of the devices that take part.

@@ -39,7 +39,7 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
 
 
 def devices_per_core(devices: Sequence[Device]) -> float:
-    """Returns the number of CPU devices of this process per core; 0 if there are no such devices.
+    """Returns the number of CPU devices of this process per core; 0 without CPU devices.
 
     Args:
         devices: the devices of the pipeline; all others than CPU devices of this process are

@@ -34,7 +34,7 @@ Said = Mapping[Hashable, Sizes]
 
 
 def with_said_work(work: Work, programs: LayerPrograms, said: Said) -> Work:
-    """Raises the temporary bytes of a layer's work to the compiler's, if these are more.
+    """Returns a layer's work, with temporary bytes raised to the compiler's if it reports more.
 
     Args:
         work: the modeled work, with all candidates kept.
@@ -57,7 +57,7 @@ def with_said_updates(
     optimizer: OptimizerCut,
     said: Said,
 ) -> Work:
-    """Raises the temporary bytes of a layer's update to the compiler's, if these are more.
+    """Returns a layer's work, with the update's temporary bytes raised to the compiler's if more.
 
     Args:
         work: the modeled work.
@@ -81,7 +81,7 @@ def with_said_options(
     store: ProgramStore,
     said: Said,
 ) -> list[tuple[Option, ...]]:
-    """Raises `extra_bytes` of the options of all layers to the compiler's, if these are more.
+    """Returns the options of all layers, with `extra_bytes` raised to the compiler's if more.
 
     Args:
         traced: the model.

@@ -262,7 +262,7 @@ def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
 
 
 def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds the values in a result's memory: those that one elementwise kernel makes it from.
+    """Finds values in the memory of a result that one elementwise kernel makes from them.
 
     If the kernel adds a value to an input, the result overwrites that input. Then only products and
     scattered sums need no buffer, because they are summed up in place.
@@ -383,7 +383,8 @@ def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
     """Finds the inputs that are copied into the layout of batched products' results.
 
-    They have the shape of such a result, and no heavy equation, such as a product, reads them.
+    They have the shape of a batched product's result, and no heavy equation, such as any product,
+    reads them.
     """
     shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}

@@ -222,7 +222,7 @@ class _Search:
         return total[-1] - total
 
     def plan(self) -> Path | None:
-        """Returns the plan with the least L of those that were kept and fit; None if none fits."""
+        """Returns the plan with the least L among the kept plans that fit; None if none fits."""
         begin = self.known[self.whole] = _Plans.none(len(self.cuts))
         begin.latency_s[0] = 0.0
         self.extend(self.whole, self.whole)  # one stage on all devices is the first plan to beat
@@ -253,7 +253,7 @@ class _Search:
 
         Args:
             free: the number of devices of each machine that the plans leave free.
-            taken: the number of these that the new stage gets.
+            taken: the number of devices of each machine that the new stage gets.
         """
         before = self.known[free]
         places = self.places(free, taken)

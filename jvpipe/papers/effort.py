@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PaperEffort:
-    """The numbers of all these planners; larger searches find better plans and take longer.
+    """The effort of all planners of the papers; larger searches find better plans and take longer.
 
     Attributes:
         replica_counts: the most numbers of devices that DAPPLE tries for a stage; if there are more

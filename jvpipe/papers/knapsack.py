@@ -1,4 +1,4 @@
-"""AdaPipe's knapsack: which residuals a stage keeps to recompute least, for every segment at once.
+"""AdaPipe's knapsack: finds the recomputation of least seconds, for every stage and segment.
 
 Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
 
@@ -9,7 +9,8 @@ Legend:
                 up, so that the limit holds
     quantum     the unit of bytes: the least multiple of the greatest common divisor of all weights
                 for which `PAPER.quanta` quanta cover all bytes that a stage may use
-    cap         a bound on the bytes that one layer's backward needs while it runs (working bytes)
+    cap         a bound on the bytes that one layer's backward needs while it runs (working bytes);
+                the knapsack of a cap leaves out items that need more, and several caps are tried
 
     table[j, q]     the least extra seconds of layers [i, j) with q quanta; i goes from the last
                     layer to 0, and each step adds layer i to all rows j > i

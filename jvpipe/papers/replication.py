@@ -23,10 +23,10 @@ Legend, in the paper's symbols (a stage has the layers [i, j) here):
     level 1      one stage on     stages on       each part is planned in the same way over the
                  4 devices        3 and 1         devices of a machine
 
-A^0 is the forward and backward of a stage on one device. For each micro-batch in flight, the device
-holds a version of its parameters, and activations. 1 + `behind`, rounded up, micro-batches are in
-flight: S - s on stage s of S, if no stage is replicated. The program goes from the last stage to
-the first. So `behind` is known when a stage is planned, and the memory constraint is exact.
+A^0 is the seconds of a stage's forward and backward on one device. For each micro-batch in flight,
+the device holds a version of its parameters, and activations. The number in flight is 1 + `behind`,
+rounded up: S - s on stage s of S, if no stage is replicated. The program goes from the last stage
+to the first. So `behind` is known when a stage is planned, and the memory constraint is exact.
 """
 
 import math

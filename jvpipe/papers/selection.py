@@ -126,9 +126,9 @@ class FateChanges:
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists one change: of those that swap no more, that which saves most bytes per second.
+        """Lists the best change that swaps no more: the one that saves most bytes per second.
 
-        The list is empty if there is none.
+        If every change swaps more, the list is empty.
         """
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         if not changes:
@@ -237,9 +237,10 @@ class Selection:
 
     @property
     def seconds(self) -> float:
-        """The stage's seconds per micro-batch: those of whichever is busy for the longest.
+        """The stage's seconds per micro-batch.
 
-        This is the device, its link to the host, or its link to other stages.
+        The device, its link to the host or its links to other stages set them: whichever is busy
+        for the longest.
         """
         return max(self.compute_s, self.link_s(), self.comm_s)
 
