@@ -28,7 +28,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
-"""The arrays that pieces of an update exchange; gradients, parameters and state count elsewhere."""
+"""The slots that pieces of an update exchange; gradients, parameters and state count elsewhere."""
 _LASTING = (ValueKind.STATE, ValueKind.CONSTANT)
 """The kinds of values that a stage has between steps, too."""
 _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
@@ -39,8 +39,8 @@ _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
 class Work:
     """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
-    The programs are those that keep all candidates, which are the values whose fate a planner can
-    choose. Temporary bytes are what a program needs beside its inputs and results.
+    A candidate is a value whose fate a planner can choose. The programs here keep all candidates.
+    Temporary bytes are what a program needs beside its inputs and results.
     """
 
     forward_s: float
@@ -88,8 +88,8 @@ def costs_of(
         graph: the layers, tensors and parameters of the model.
         signatures: by layer, the interface of the programs that keep all candidates.
         works: by layer, its seconds and temporary bytes.
-        options: by layer, its options, the first of which keeps everything; None if every layer
-            has only that one.
+        options: by layer, its options, the first of which keeps everything; None if no layer has
+            any other option.
         optimizer: the optimizer whose state and update count; None if neither counts.
         microbatches: micro-batches of a step, whose losses and aux values are held until its end.
         splits: by layer, the costs of its backward in halves; None if all backwards run whole.
@@ -169,11 +169,11 @@ def _layer_cost(
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
     """Finds, for each leaf of the model state, the group of layers from its readers to its writers.
 
-    Leaves that nobody writes, or that only one layer uses, have no group.
+    Leaves that no layer writes, or that only one layer uses, have no group.
 
     Each micro-batch reads the leaf that the micro-batch before it has written. If the first and the
     last layer of a group were in two stages of one device, the forward of the earlier stage would
-    wait for the later stage to write the leaf. Therefore a device has a group in one stage.
+    wait for the later stage to write the leaf. Therefore no device may have a group in two stages.
     """
     groups = []
     for leaf in range(len(graph.state)):
@@ -217,7 +217,7 @@ def _split_cost(
     input_s: float,
     weight_s: float,
 ) -> SplitCost:
-    """Returns the cost of a backward in halves, whose second half reads what is held in between."""
+    """Returns the cost of a backward in halves, with the bytes that are held between the halves."""
     assert programs.halves is not None
     split = programs.halves.signature
     values = {"input": layer.reads, "output": layer.writes}
@@ -228,7 +228,7 @@ def _split_cost(
             kept_bytes += split.weight.residuals[i].bytes
         else:
             read.append(values[kind][i])
-    # A cotangent is as large as its output, whose size therefore stands for it.
+    # A cotangent is as large as its output, so the output's bytes are counted for it.
     read += [layer.writes[i] for i in split.weight.cotangents]
     tensors = [graph.tensors[ref.index] for ref in read if ref.kind == ValueKind.TENSOR]
     kept_bytes += sum(tensor.array.bytes for tensor in tensors)
@@ -319,8 +319,8 @@ class _Model:
     def passing_forward_bytes(self, layer: Layer) -> int:
         """Counts the bytes of values that pass and are alive while a layer's forward runs.
 
-        A tensor passes if no backward reads it. A batch, seed or state counts unless this layer's
-        own backward reads it.
+        A tensor passes if no backward reads it. A leaf of the batch, a seed or a leaf of the state
+        counts here unless this layer's own backward reads it.
         """
         total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():
@@ -393,8 +393,8 @@ def _bytes_held(optimizer: OptimizerCut, holder: int | None) -> int:
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
     """Counts the bytes that an update needs beside a layer's gradients, parameters and state.
 
-    They are the gradients of a tied parameter from the other layers that read it, and the values
-    that pieces of the optimizer exchange.
+    These are the values that pieces of the optimizer exchange and, for the owner of a tied
+    parameter, the parameter's gradients from the other layers that read it.
     """
     if optimizer is None:
         return 0

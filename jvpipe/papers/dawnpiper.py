@@ -1,4 +1,4 @@
-"""DawnPiper's binary partition, with Capuchin's memory optimisation on each stage.
+"""DawnPiper's binary partition, with Capuchin's memory optimization on each stage.
 
 Paper: Peng et al., "DawnPiper", 2025, theorem 4.1, algorithms 1 and 2.
 
@@ -12,10 +12,10 @@ Legend, in the paper's symbols; a bound is the place between two groups of conse
              [ first group of stages ][ second group ]     groups is tried at cb, mb, and between;
                                                            each group is divided in the same way
 
-By theorem 4.1 the best bound of two stages lies between cb and mb, if seconds and bytes grow with
-the number of layers, a transfer takes less than a stage, and the bytes that can be saved are spread
-evenly over the model. The paper's recursion takes phi^log2(S) steps. Here the plan of each segment
-is stored, so that none is made twice.
+By theorem 4.1 the best bound of two stages lies between cb and mb, under three conditions: seconds
+and bytes grow with the number of layers, a transfer takes less than a stage, and the bytes that can
+be saved are spread evenly over the model. The paper's recursion takes phi^log2(S) steps. Here the
+plan for each segment and group of stages is stored, so that it is made only once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -34,7 +34,7 @@ from jvpipe.planners.model.segments import Segments
 
 
 def dawnpiper(problem: Problem) -> Decision:
-    """Plans as DawnPiper does: it minimises the slowest stage's seconds, whatever the schedule.
+    """Plans as DawnPiper does: it minimizes the slowest stage's seconds, whatever the schedule.
 
     Raises:
         Infeasible: no plan fits with bounds between cb and mb.
@@ -51,7 +51,7 @@ def dawnpiper(problem: Problem) -> Decision:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """A plan of consecutive stages: the slowest stage's seconds, the layer at which each ends."""
+    """A plan of consecutive stages: the slowest one's seconds, and the layers at which they end."""
 
     seconds: float
     ends: tuple[int, ...]
@@ -95,7 +95,7 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> int:
-        """Finds cb: the bound from p to q that divides the seconds best by numbers of stages.
+        """Finds cb: the bound from p to q whose sides have the most nearly equal seconds per stage.
 
         Args:
             p: the place of the segment's first bound.
@@ -141,8 +141,8 @@ class BinaryPartition:
     ) -> int:
         """Finds mb: the bound before stage `middle` if all stages fill to the same level of bytes.
 
-        This is algorithm 2, for any numbers of micro-batches in flight and of versions: a bisection
-        for the smallest level at which the stages hold all layers from p to q.
+        This is algorithm 2, for any number of micro-batches in flight and of versions. A bisection
+        finds the smallest level at which the stages hold all layers from p to q.
 
         Args:
             p: the place of the segment's first bound.
@@ -153,7 +153,7 @@ class BinaryPartition:
         """
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level; returns the bound before `middle` and the last reached."""
+            """Fills stages to a level; returns the bound before `middle`, and that at the end."""
             at = bound = p
             for s in range(first, last):
                 bound = at if s == middle else bound
@@ -162,11 +162,11 @@ class BinaryPartition:
                 at = max(at, end)
             return bound, at
 
-        # At the level `below` the stages do not hold all layers. At `enough` they do, because at
-        # first that is enough for one stage to hold all layers.
+        # At the level `below` the stages do not hold all layers, at `enough` they do. The first
+        # `enough` lets any single stage hold all of them.
         below = 0.0
         enough = max(self.need[s][q] - self.need[s][p] for s in range(first, last))
-        # The loop ends because it halves the span between `below` and `enough` each time.
+        # The loop ends because each round halves the distance between `below` and `enough`.
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
             _, reached = fill(level)
@@ -227,7 +227,7 @@ class BinaryPartition:
         return [cb, *sorted(narrow, key=bounds.index), mb]
 
     def stage(self, s: int, p: int, q: int) -> Selection:
-        """Makes one stage and optimises its memory.
+        """Makes one stage and optimizes its memory.
 
         Args:
             s: the number of the stage.
@@ -285,8 +285,8 @@ class BinaryPartition:
             # No plan with this bound has a slowest stage below `floor_s`.
             floor_s = self.floor_s(p, b, q, *sides)
             if best and floor_s >= best.seconds:
-                # `floor_s` only grows with the distance from cb, so later bounds cannot win either.
-                # Algorithm 1 stops as soon as a plan saves no memory, which proves less.
+                # `floor_s` grows with the distance from cb, so later bounds cannot win either.
+                # Algorithm 1 stops as soon as a plan saves no memory, which does not prove this.
                 break
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):
