@@ -29,10 +29,8 @@ _FILES = (
 
 
 def is_name(name: str | Path) -> bool:
-    """Tells whether a text names something on a hub: `owner/name`, then `@REVISION` and `:CONFIG`
-    if given.
-
-    The path of an existing file is not a name.
+    """Tells a name on a hub, `owner/name[@REVISION][:CONFIG]`, from a path. An existing file is a
+    path.
 
     >>> is_name("Qwen/Qwen3-0.6B"), is_name("Salesforce/wikitext@main:wikitext-2-v1")
     (True, True)
@@ -44,7 +42,7 @@ def is_name(name: str | Path) -> bool:
 
 
 def model_folder(source: str | Path) -> Path:
-    """Returns the folder of a model: `source` itself if it exists, or else the hub's model of that
+    """Returns the folder of a model: `source` itself if it exists, else the hub's model of that
     name.
 
     The hub's cache keeps downloaded models, which then need no network.
@@ -79,8 +77,10 @@ def pinned(name: str, folder: Path) -> str:
 
 
 def data_set(source: str | Path) -> Callable[[], Any]:
-    """Opens a data set of a hub for streaming. Each call of the returned function starts at its
-    first row.
+    """Opens a data set of a hub for streaming.
+
+    Returns:
+        a function. Each call of it starts the stream at its first row.
 
     Args:
         source: `owner/name[@REVISION][:CONFIG]`. Only the split `train` is read.
@@ -97,8 +97,7 @@ def data_set(source: str | Path) -> Callable[[], Any]:
         rows: Any = datasets.load_dataset(
             name, config, split="train", streaming=True, revision=revision
         )
-    # `skip` returns a new data set and leaves `rows` as it is, so each call begins at the first
-    # row.
+    # `skip` returns a new data set and leaves `rows` as it is, so each call begins at row 0.
     return lambda: rows.skip(0)
 
 
