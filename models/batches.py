@@ -23,8 +23,8 @@ def train_batches(
 ) -> "ShuffledBatches":
     """Makes shuffled batches of `transform(record, generator)`.
 
-    The order and each record's generator follow from the seed and the position alone, so that
-    `get_state`, the position, is all there is to save. A thread prepares `prefetch` batches ahead.
+    The order and each record's generator depend only on the seed and the position. So the position,
+    which `get_state` returns, is the whole state. A thread prepares `prefetch` batches ahead.
     """
     rows = cast(Sequence[np.ndarray], records)
     # Shuffling comes before repeating, so that each epoch has each record exactly once.

@@ -112,7 +112,8 @@ def _roots() -> list[Path]:
 
 def _python_files(root: Path) -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]  # os.walk enters these alone
+        # os.walk enters the folders that this list holds after the assignment.
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         for file in (Path(folder, name) for name in files if name.endswith(".py")):
             yield file.relative_to(root).as_posix(), file
 

@@ -65,8 +65,8 @@ def open_data(
 def loss_of(config: TranslatorConfig, logits: Logits) -> LossFunction:
     """Makes the loss of the target tokens, `loss_fn(params, batch, rng)`.
 
-    Its `total` is the sum of the smoothed cross entropies in nats, and its `weight` is their
-    number. The batch holds:
+    Its `total` is the sum of the smoothed cross entropies in nats, and its `weight` is the sum of
+    the batch's `weights`. The batch holds:
 
     | leaf | shape | what |
     |---|---|---|
