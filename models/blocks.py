@@ -139,9 +139,7 @@ class Attention(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Returns for each token the mixture of all tokens' values. `key` draws the dropped
-        weights.
-        """
+        """Mixes the values of all tokens for each token. `key` draws the dropped weights."""
         # One product gives queries, keys and values: [B, T, 3 D] is three of [B, T, D].
         q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
         bias = self.config.bias(x.shape[1])

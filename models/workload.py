@@ -77,7 +77,7 @@ class Data:
         train: batches without end.
         example: a batch, or its shapes.
         held_out: a few batches that training never sees, the same for every seed.
-        digest: the SHA-256 of the text or of the images.
+        digest: the SHA-256 of the data, or of its first batch.
         baseline_loss: the held-out loss (in nats) of a predictor that knows only how often each
             token or class occurs in training; NaN if there is none.
     """
