@@ -59,7 +59,7 @@ class UNetConfig(ImageConfig):
             raise ValueError(
                 f"channels={self.channels} must be a multiple of 2: the last level works on half of them"
             )
-        # A side of 2 is left at the bottom, because instance norm of one pixel has no variance.
+        # The bottom needs a side of 2 or more, because one pixel has no variance to norm by.
         least = 2 << self.levels
         if self.side % 2**self.levels or self.side < least:
             raise ValueError(
