@@ -3,12 +3,12 @@
 Axes: B batch, Y and X of an image, C channels.
 
 Cells form a chain, but each cell also reads the cell before its predecessor. Normal cells keep the
-size of the image. Reduction cells, one between two groups of normal cells, halve the image and
-double the channels. An operation of a cell is a pooling or a chain of convolutions, each after a
-ReLU and before a batch norm. The cells are those of the TensorFlow implementation. Its normal cell
-returns other values than the paper's, and only these give GPipe's parameter counts.
+size of the image. Reduction cells, after the stem and between groups of normal cells, halve the
+image and double the channels. An operation of a cell is a pooling or a chain of convolutions, each
+after a ReLU and before a batch norm. The cells are those of the TensorFlow implementation. Its
+normal cell returns other values than the paper's, and only these give GPipe's parameter counts.
 
-    stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads two images, `near` and `far`,
+    stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads the images `near` and `far`,
            └────────────┼────────────┘                     so a cut between cells sends two:
                         └──────────────── cell 3's far     the last cell's and the one before
 
@@ -206,9 +206,7 @@ class Cell:
 
     @property
     def chains(self) -> dict[str, tuple[Convolution, ...]]:
-        """The chains of convolutions by name, e.g. `2_right_conv_1x1`. Those of poolings are
-        empty.
-        """
+        """The chains of convolutions by name, e.g. `2_right_conv_1x1`. A pooling's is empty."""
         far = Convolution(self.far, self.channels)
         if self.far_is_large:
             far = Convolution(self.far, self.channels, strides=(2, 2), shifted=True)
@@ -307,9 +305,7 @@ class AmoebaNet:
         return Head(list(self.cells.values())[-1].outputs, self.config.classes)
 
     def init(self, key: jax.Array) -> Tree:
-        """Makes fresh parameters: nested dicts of float32 arrays, e.g.
-        `cells/003/near_0/kernel`.
-        """
+        """Makes fresh parameters: nested dicts of arrays, e.g. `cells/003/near_0/kernel`."""
         cells = self.cells
         keys = [jax.random.fold_in(key, i) for i in range(2 + len(cells))]
         key_of = dict(zip(cells, keys[2:], strict=True))

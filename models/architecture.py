@@ -1,5 +1,4 @@
-"""The space of an architecture search: a chain of slots, each empty or with a block of two
-branches.
+"""The space of an architecture search: a chain of slots, each empty or with one block.
 
 The name of a block, and of its parameters, consists of its slot and its branches. So if a search
 changes, adds or removes one block, the names of all others stay, and so does what they compute.
@@ -82,8 +81,7 @@ class SearchSpace:
         return Architecture(tuple(slots))
 
     def mutate(self, architecture: Architecture, rng: np.random.Generator) -> Architecture:
-        """Changes one slot at random: one branch of its block changes, or the slot is filled or
-        emptied.
+        """Changes one slot at random: one branch of its block changes, or it is filled or emptied.
 
         The result always differs from `architecture`.
 
@@ -132,8 +130,8 @@ class Supernet:
         space: the architectures.
         default: the one that is trained without a search.
         loss_of: maps an architecture to its loss, `(params, batch, rng) -> loss`.
-        params_of: maps an architecture and a key to fresh parameters. Those of a block depend only
-            on the key and the block's name.
+        params_of: maps an architecture and a key to fresh parameters. A block's parameters depend
+            only on the key and the block's name.
     """
 
     space: SearchSpace

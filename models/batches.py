@@ -34,8 +34,8 @@ def train_batches(
 
 
 class ShuffledBatches:
-    """An endless iterator over whole batches. `lazily` makes batches of which a process reads a
-    part.
+    """An endless iterator over whole batches. `lazily` makes the same ones as
+    `jvpipe.LazyArray`.
     """
 
     def __init__(self, order: grain.MapDataset, batch_size: int, prefetch: int) -> None:
@@ -58,14 +58,12 @@ class ShuffledBatches:
         self._batches.set_state(state)
 
     def lazily(self) -> "LazyBatches":
-        """Makes the same batches as `jvpipe.LazyArray`, from the first one on, with the same
-        positions.
-        """
+        """Makes the same batches, from the first one on, as `jvpipe.LazyArray`."""
         return LazyBatches(self._order, self._batch_size)
 
 
 class LazyBatches:
-    """Batches of `jvpipe.LazyArray`. Each of several processes makes only the examples that it
+    """Batches of `jvpipe.LazyArray`, of which each process makes only the examples that it
     reads.
     """
 

@@ -286,9 +286,7 @@ class Parts:
     count: int | None = None
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Makes fresh parameters, nested dicts of arrays, e.g.
-        `blocks/003/attention/inputs/kernel`.
-        """
+        """Makes fresh parameters: nested dicts of arrays, e.g. `blocks/003/expand/kernel`."""
         layers = {}
         for name, kind in self._kinds.items():
             stack = {}

@@ -3,7 +3,7 @@
 A template is a Jinja program that comes with a tokenizer. It makes one text of a list of messages:
 
     <|user|>What is 2+3?<|end|><|assistant|>5<|end|>
-                                            ~~~~~~~~  weight 1: what the assistant said, and the mark of its end
+                                            ~~~~~~~~  weight 1: the assistant and its end mark
 """
 
 import hashlib
@@ -32,9 +32,7 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a text. `spoken` has the (begin, end) of each of the assistant's
-    messages.
-    """
+    """A conversation as a text. `spoken` has (begin, end) of each message of the assistant."""
 
     text: str
     spoken: tuple[tuple[int, int], ...]
@@ -58,7 +56,8 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or leaves out or changes what the
                 assistant said.
 
-        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+        >>> source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        >>> template = ChatTemplate(source, {})
         >>> found = template.rendered([{"role": "assistant", "content": "a"}])
         >>> found.text, found.spoken
         ('<assistant>a', ((11, 12),))
@@ -97,8 +96,7 @@ class ChatTemplate:
 
     @cached_property
     def _program(self) -> Any:
-        """The template as a program that runs as in transformers: in a sandbox, with a few
-        functions.
+        """The template as a program that runs as in transformers: in a sandbox, with few functions.
 
         `strftime_now` is not among the functions, because records must not depend on the day.
         Templates then use a fixed date.
@@ -110,9 +108,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}`, with which some templates mark learned text. The text inside is
-            kept.
-            """
+            """`{% generation %}`, with which some templates mark learned text, which is kept."""
 
             tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
@@ -226,10 +222,10 @@ class Chats:
 
 
 def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Generator) -> Batch:
-    """Makes an example: `tokens`, the `targets` that follow them, `weights` of 1 for learned
-    targets.
+    """Makes an example: `tokens`, the `targets` that follow them, and `weights`: 1 if learned.
 
-    >>> example = learned_tokens(np.array([[1, 7, 8], [0, 0, 1]], np.int32), np.random.default_rng(0))
+    >>> record = np.array([[1, 7, 8], [0, 0, 1]], np.int32)
+    >>> example = learned_tokens(record, np.random.default_rng(0))
     >>> example["tokens"].tolist(), example["targets"].tolist(), example["weights"].tolist()
     ([1, 7], [7, 8], [0.0, 1.0])
     """

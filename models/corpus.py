@@ -27,8 +27,7 @@ class Corpus:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def split(self, one_in: int = 50) -> tuple[list[str], list[str]]:
-        """Splits the documents into those to train on and those to hold out: one in `one_in`, at
-        least 1.
+        """Splits documents into some to train on and one in `one_in` to hold out, at least 1.
 
         >>> train, held_out = Corpus(tuple(f"Document {i}." for i in range(100))).split()
         >>> len(train), len(held_out)
@@ -85,9 +84,7 @@ def open_corpus(path: Path | None) -> Corpus:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of prepared data: `jvpipe` in XDG_CACHE_HOME or ~/.cache, made if
-    absent.
-    """
+    """Makes the folder of prepared data if absent: `jvpipe` in XDG_CACHE_HOME or ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(caches) / "jvpipe"
     try:

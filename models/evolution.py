@@ -1,6 +1,6 @@
 """Regularized evolution (Real et al. 2019, arXiv:1802.01548, algorithm 1).
 
-It is a stream of architectures. Who trains them reports their losses.
+It is an endless stream of architectures, steered by the loss of each one.
 """
 
 import math

@@ -42,9 +42,7 @@ RIGHT = ("none", "max_pool_3x3", "avg_pool_3x3", "conv_1x1", "conv_3x3", "conv_1
 
 @dataclass(frozen=True, kw_only=True)
 class EvolvedAmoebaNetConfig(ClassConfig):
-    """The shape of the model: `slots` in `groups`, the first of which works on `filters`
-    channels.
-    """
+    """The shape of the model: `slots` in `groups`. The first group has `filters` channels."""
 
     slots: int
     filters: int
@@ -93,9 +91,7 @@ def init(chain: Chain, key: jax.Array) -> Any:
 
 
 def block_chains(block: Block, channels: int) -> dict[str, Chain]:
-    """Returns the convolutions of a block: `left`, `project`, and `right`, which reads
-    `project`.
-    """
+    """Returns the convolutions of a block. Those in `right` read the result of `project`."""
     return {
         "left": convolutions(block.left, channels, 1),
         "project": (Convolution(channels, channels),),
@@ -136,7 +132,7 @@ def params_of(
 ) -> dict[str, Any]:
     """Makes fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`.
 
-    Those of a part depend only on the key and on the part's name.
+    A part's parameters depend only on the key and on the part's name.
     """
 
     def leaf(*names: str) -> jax.Array:

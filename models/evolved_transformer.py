@@ -201,7 +201,7 @@ def params_of(
 ) -> dict[str, Any]:
     """Makes fresh parameters, e.g. `block_03_glu_none/left/inputs/kernel`.
 
-    Those of a part depend only on the key and on the part's name.
+    A part's parameters depend only on the key and on the part's name.
     """
     kinds = dict(end_kinds(config))
     for _, name, block in architecture.blocks():

@@ -114,8 +114,7 @@ class Settings(Mapping[str, Any]):
         return len(self._told)
 
     def only(self, key: str, *values: Any) -> None:
-        """Checks a setting for which our model allows only `values`. If absent, it counts as the
-        first.
+        """Checks a setting for which our model allows only `values`. The first is the default.
 
         Raises:
             ValueError: the setting has another value.

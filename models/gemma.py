@@ -86,8 +86,8 @@ SIZES = {
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes Gemma of a size (`tiny`, `mini`, `2b`, `7b`, `2-2b`, `2-9b`, `3-1b`; `mini` by
-    default).
+    """Makes Gemma, by default `mini`, of a size (`tiny`, `mini`, `2b`, `7b`, `2-2b`, `2-9b`,
+    `3-1b`).
 
     `options` replace fields of `LlamaConfig`.
     """

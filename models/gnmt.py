@@ -88,9 +88,7 @@ State = Float[Array, "B D"]
 
 
 class Lstm(nnx.Module):
-    """A layer of LSTM cells, as a scan over time. With `context`, it reads a second vector at each
-    step.
-    """
+    """A layer of LSTM cells, as a scan over time. With `context`, it reads a second input."""
 
     def __init__(
         self, config: GnmtConfig, inputs: int, *, context: bool = False, rngs: nnx.Rngs
@@ -186,9 +184,7 @@ class Attention(nnx.Module):
         self.length = nnx.Param(jnp.ones(()))
 
     def __call__(self, x: Vectors, read: Vectors, lengths: Int[Array, "B"]) -> Vectors:
-        """Mixes the vectors of `read` for each step of `x`. `lengths` hide the padding of
-        `read`.
-        """
+        """Mixes the vectors of `read` for each step of `x`. `lengths` hides padding of `read`."""
         # All pairs of steps of decoder and encoder, [B, T, T, D]: the model's largest array.
         hidden = jnp.tanh(self.queries(x)[:, :, None] + self.keys(read)[:, None])
         # Weight normalization (arXiv:1602.07868, equation 2) learns a length and a direction.

@@ -29,8 +29,7 @@ _FILES = (
 
 
 def is_name(name: str | Path) -> bool:
-    """Tells a name on a hub, `owner/name[@REVISION][:CONFIG]`, from a path. An existing file is a
-    path.
+    """Tells a name on a hub, `owner/name[@REVISION][:CONFIG]`, from the path of an existing file.
 
     >>> is_name("Qwen/Qwen3-0.6B"), is_name("Salesforce/wikitext@main:wikitext-2-v1")
     (True, True)
@@ -42,8 +41,7 @@ def is_name(name: str | Path) -> bool:
 
 
 def model_folder(source: str | Path) -> Path:
-    """Returns the folder of a model: `source` itself if it exists, else the hub's model of that
-    name.
+    """Returns the folder of a model: `source` itself if it exists, else from the hub.
 
     The hub's cache keeps downloaded models, which then need no network.
 

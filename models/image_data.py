@@ -83,8 +83,7 @@ def open_images(
 
 
 def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int) -> Data:
-    """Opens images of `side` x `side` pixels with masks: batches of `images`, `masks`, `weights` of
-    1.
+    """Opens images of `side` x `side` pixels: batches of `images`, `masks`, and `weights` of 1.
 
     `data_path` is a folder with the folders `images` and `masks`. If it is None, the images show
     the digits of scikit-learn.
@@ -115,9 +114,7 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
 
 
 def _share_loss(share: float, held_out: Sequence[Batch]) -> float:
-    """Returns the mean loss, in nats, of giving every pixel the probability `share` to be
-    masked.
-    """
+    """Returns the mean loss, in nats, of giving every pixel the probability `share`."""
     weights = np.concatenate([batch["weights"] for batch in held_out])
     masked = np.concatenate([batch["masks"].mean((1, 2)) for batch in held_out])
     share = min(max(share, 1e-6), 1 - 1e-6)  # log 0 is not finite

@@ -18,8 +18,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 
 
 def class_folders(path: Path, side: int, classes: int) -> Images:
-    """Opens the images in the folders of a folder. Each folder is a class; classes are sorted by
-    name.
+    """Opens the images in the folders of a folder. Each folder is a class, sorted by name.
 
     An image is decoded when it is used. It is scaled and center-cropped to `side` x `side` pixels,
     and its numbers are from -1 to 1.
@@ -61,7 +60,8 @@ def image_files(folder: Path) -> list[Path]:
 def sizes_of(files: list[Path], few: int = 4096) -> list[tuple[int, int]]:
     """Returns the sizes of images (width, height), and so checks that they can be read.
 
-    Up to `few` images are decoded as a whole. Of more, only the headers are read, to save time.
+    Up to `few` images are decoded as a whole. If there are more, only their headers are read, to
+    save time.
 
     Raises:
         ValueError: an image cannot be decoded.

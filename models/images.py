@@ -23,9 +23,7 @@ Labels = Int32[np.ndarray, "N"]
 
 @dataclass(frozen=True)
 class Images:
-    """Labeled images. `image` maps an index to an image [Y, X, 3], and `digest` identifies the
-    images.
-    """
+    """Labeled images. `image` maps an index to an image [Y, X, 3]. `digest` identifies them all."""
 
     labels: Labels
     image: Callable[[int], np.ndarray]

@@ -328,7 +328,7 @@ class Llama:
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Makes fresh parameters: nested dicts of float32 arrays.
 
-        Those of blocks are stacked, e.g. `blocks/attention/keys/kernel` [blocks, D, G K].
+        The parameters of blocks are stacked, e.g. `blocks/attention/keys/kernel` [blocks, D, G K].
         """
         keys = dict(zip(self.kinds, jax.random.split(key, len(self.kinds)), strict=True))
         block_keys = jax.random.split(keys["blocks"], self.config.blocks)
@@ -374,8 +374,9 @@ FORMAT = llama_published.FORMAT
 def family(
     name: str, sizes: Mapping[str, LlamaConfig], size: str | None, options: Mapping[str, Any]
 ) -> Workload:
-    """Makes a model of the family, of one of its sizes. `options` replace fields of
-    `LlamaConfig`.
+    """Makes a model of the family, of one of its sizes.
+
+    `options` replace fields of `LlamaConfig`.
     """
     return sized(
         name,

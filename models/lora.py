@@ -128,7 +128,8 @@ def without_adapters(params: Tree) -> dict[str, Any]:
 def adapters_alone(params: Tree) -> dict[str, Any]:
     """Returns only the adapters of the parameters, each at its path.
 
-    >>> adapters_alone({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}, "norm": {"scale": 4}})
+    >>> head = {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}
+    >>> adapters_alone({"head": head, "norm": {"scale": 4}})
     {'head': {'lora': {'lora_a': 2, 'lora_b': 3}}}
     """
     alone = {

@@ -132,9 +132,7 @@ def open_masked_text(
 def open_permuted_text(
     config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Opens text as batches of records that are predicted in a random order. Else as
-    `open_text`.
-    """
+    """Opens text as batches of records that are predicted in a random order, like `open_text`."""
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}

@@ -29,8 +29,7 @@ def perplexity(logits: Logits, params: Any, batches: Iterable[Any]) -> float:
 
 
 def bleu(written: Sequence[str], references: Sequence[str]) -> float:
-    """Computes sacrebleu's BLEU of some sentences, from 0 to 100. The case of letters does not
-    matter.
+    """Computes sacrebleu's BLEU of some sentences, from 0 to 100, ignoring case.
 
     >>> round(bleu(["the cat sat on the mat", "a dog"], ["The cat sat on the mat", "a dog"]))
     100

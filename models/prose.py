@@ -58,8 +58,8 @@ def prose_paragraphs(text: str) -> Iterator[str]:
 
     >>> list(prose_paragraphs("Note\n----\nx : int, optional"))
     []
-    >>> list(prose_paragraphs("The path need not exist; a ``..`` in it\nis resolved by :func:`os.stat` all the same."))
-    ['The path need not exist; a .. in it is resolved by os.stat all the same.']
+    >>> list(prose_paragraphs("The path need not exist; a ``..``\nis resolved by :func:`os.stat`."))
+    ['The path need not exist; a .. is resolved by os.stat.']
     """
     for block in _blocks(text):
         plain = _without_markup(block)

@@ -19,13 +19,13 @@ class Model(Protocol):
     | member | what | without it |
     |---|---|---|
     | `optimizer(steps)` | an optax transformation for so many updates | AdamW, warmup, cosine |
-    | `learning_rates(steps)` | the rate of each update, an array, for the log | the log has no rate |
-    | `held_out()` | batches to evaluate, also with `--eval-every`; never trained on | no evaluation |
+    | `learning_rates(steps)` | an array of each update's rate, for the log | the log has no rate |
+    | `held_out()` | batches that are evaluated and never trained on | no evaluation |
     | `batch_size`, `steps` | how many examples a step takes, and how many steps | 32, 1000 |
     | `has_aux` | True: the loss returns `(loss, aux)` | False |
     | `has_state` | True: the loss is `(params, state, batch, rng) -> (loss, new state)` | False |
     | `initial_state()` | with `has_state`: the first state | |
-    | `sizes` | models by name, for `--size`; or classes of them, made without arguments | there is no `--size` |
+    | `sizes` | models by name, or classes without arguments | there is no `--size` |
 
     The model's settings are the fields of a dataclass, or else the attributes of the object.
     Settings that are numbers or texts are saved in the run's folder, and a run resumes only with
@@ -38,8 +38,8 @@ class Model(Protocol):
     """
 
     def loss_fn(self, params: Tree, batch: Tree, rng: jax.Array, /) -> Any:
-        """Computes the loss of a micro-batch, a scalar or a `jvpipe.Weighted`. Each micro-batch has
-        its own key.
+        """Computes the loss of a micro-batch, a scalar or a `jvpipe.Weighted`; `rng` is its own
+        key.
         """
         ...
 

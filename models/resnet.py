@@ -149,9 +149,7 @@ class ResNet:
         return Head(list(self.blocks.values())[-1].outputs, self.config.classes)
 
     def init(self, key: jax.Array) -> Tree:
-        """Makes fresh parameters: nested dicts of float32 arrays, e.g.
-        `blocks/003/middle/kernel`.
-        """
+        """Makes fresh parameters: nested dicts of arrays, e.g. `blocks/003/middle/kernel`."""
         blocks = self.blocks
         keys = [jax.random.fold_in(key, i) for i in range(2 + len(blocks))]
         key_of = dict(zip(blocks, keys[2:], strict=True))

@@ -17,8 +17,7 @@ Heads = Float[Array, "B T H K"]
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles by which pairs turn from one position to the next: from 1 down towards 1 /
-    `theta`.
+    """The angles by which pairs turn from one position to the next, from 1 to 1 / `theta`.
 
     A text longer than those of training would reach angles that training never saw. `stretch`
     divides angles to prevent this:

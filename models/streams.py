@@ -21,9 +21,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of a stream. `held_out` are rows to hold out, and `first` are the rows after
-    them.
-    """
+    """The beginning of a stream: the rows to hold out, and the `first` rows after them."""
 
     held_out: tuple[Row, ...]
     first: tuple[Row, ...]
@@ -159,9 +157,7 @@ class _PackedIterator(grain.DatasetIterator):
         self._ids = np.array([*ids, self._marks.end], np.int32)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place of the text in which the last record ends, and how much of it is
-        used.
-        """
+        """Returns the place of the text where the last record ends, and how much of it is used."""
         if self._ids is None:
             return {"text": self._parent.get_state(), "used": 0}
         return {"text": self._place, "used": self._used}

@@ -124,9 +124,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Maps the vector of a position to logits of the next token, by a projection that is not
-    tied.
-    """
+    """Maps the vector of a position to logits of the next token. It is not tied."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.norm = layer_norm(config, rngs)

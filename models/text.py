@@ -69,7 +69,7 @@ def open_text(
     else:
         streamed = form.streamed(documents.stream, tokenizer, tokens)
         train = stream_batches(streamed, example_of, seed, batch_size)
-    # Of a stream, the baseline counts only the ids at the beginning.
+    # If there is a stream, the baseline counts only the ids at its beginning.
     least = min(first, marks.first)
     return Data(
         train=train,
@@ -151,9 +151,7 @@ def open_halves(
     vocabulary: int,
     tokens: int,
 ) -> Data:
-    """Opens text as batches whose second half is predicted from the first. Raises as
-    `open_text`.
-    """
+    """Opens text as batches whose second half is predicted from the first, like `open_text`."""
     return open_text(
         data_path,
         run_dir,

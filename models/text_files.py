@@ -33,9 +33,7 @@ def texts_in(file: Path) -> list[str]:
 
 
 def conversations_in(file: Path) -> list[list[Any]]:
-    """Returns the conversations of a file, each a list of messages. Raises what `texts_in`
-    raises.
-    """
+    """Returns the conversations of a file as lists of messages. Raises what `texts_in` raises."""
     of = _of_rows if file.suffix.lower() == ".parquet" else _of_lines
     return list(of(file, MESSAGES, list))
 

@@ -104,8 +104,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Opens the tokenizer `folder/tokenizer.json`. If absent, it is trained on `documents` and
-    written.
+    """Opens `folder/tokenizer.json`. If absent, it is trained on `documents` and written.
 
     Raises:
         ValueError: the file is not a tokenizer, or has more tokens than the model.

@@ -45,9 +45,7 @@ from jvpipe.models.workload import Workload, sized
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(TranslatorConfig, TransformerConfig):
-    """The shape of a Transformer. `blocks` is the number of blocks of the encoder, and of the
-    decoder.
-    """
+    """The shape of a Transformer. The encoder and the decoder have `blocks` blocks each."""
 
     vocabulary: int = 37000
     tokens: int = 128
@@ -71,9 +69,7 @@ SIZES = {
 
 
 class Embeddings(nnx.Module):
-    """The sum of a token's scaled vector and its position's sinusoids. Its table also gives
-    logits.
-    """
+    """The sum of a token's scaled vector and its position's sinusoids, and the logits' table."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         # Rows of length 1 suit the projection to logits. Times the root of D (section 3.4), they
@@ -95,9 +91,7 @@ class Embeddings(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The two sublayers that all blocks share. Each is added to its input, and the sum is
-    normed.
-    """
+    """The two sublayers that all blocks share. Each is added to its input, then normed."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
@@ -130,9 +124,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """A block of the decoder: attention that looks back, attention to the encoder, the feed-forward
-    network.
-    """
+    """A block of the decoder: self-attention, attention to the encoder, then feed-forward."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)

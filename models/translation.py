@@ -115,8 +115,10 @@ def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -
     """Makes an example of a record. Padding becomes 0, with a weight of 0.
 
     >>> example = translated(np.array([7, 2, -1, 1, 8, 2, -1], np.int32), np.random.default_rng(0))
-    >>> example["inputs"].tolist(), example["lengths"].item(), example["tokens"].tolist(), example["targets"].tolist()
-    ([7, 2, 0], 2, [1, 8, 2], [8, 2, 0])
+    >>> example["inputs"].tolist(), example["lengths"].item()
+    ([7, 2, 0], 2)
+    >>> example["tokens"].tolist(), example["targets"].tolist()
+    ([1, 8, 2], [8, 2, 0])
     >>> example["weights"].tolist()
     [1.0, 1.0, 0.0]
     """

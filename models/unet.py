@@ -182,9 +182,7 @@ def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[st
 
 
 def loss_function(config: UNetConfig) -> LossWithAux:
-    """Makes `loss_fn(params, batch, rng)`, the loss of masks and Dice's coefficient as in
-    `mask_loss`.
-    """
+    """Makes `loss_fn(params, batch, rng)`, the loss of masks and Dice's coefficient."""
     logits = logits_function(config)
 
     def loss_fn(params: Tree, batch: Tree, rng: Key) -> tuple[Weighted, Tree]:

@@ -37,8 +37,7 @@ CONVOLUTIONS = {7: (2, 2), 9: (2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4
 
 @dataclass(frozen=True, kw_only=True)
 class VggConfig(ClassConfig):
-    """The shape of a VGG: its depth, the `filters` of the first group, and the `units` of linear
-    maps.
+    """The shape of a VGG: `filters` are those of the first group, and `units` of the linear maps.
 
     Each of the first four groups has twice the filters of the one before. The fifth has as many as
     the fourth.
@@ -116,9 +115,7 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
 
 
 def logits_function(config: VggConfig) -> Logits:
-    """Makes `logits(params, images, key)`, the logits [B, K] of images. Without a key: no
-    dropout.
-    """
+    """Makes `logits(params, images, key)`, the logits [B, K]. Without a key: no dropout."""
 
     def logits(params: Tree, x: Image, key: Key) -> Float[Array, "B K"]:
         x = x.astype(config.dtype)

@@ -154,8 +154,7 @@ class Head:
 def class_loss(
     logits: Float[Array, "B K"], batch: Mapping[str, Any]
 ) -> tuple[Weighted, dict[str, Weighted]]:
-    """Computes the loss of classes, and the share of images whose likeliest class is right
-    (`top_1`).
+    """Computes the loss of classes, and the share of images classified right (`top_1`).
 
     The batch holds `targets` [B] int32 and `weights` [B] float32. The loss has the `total` of the
     cross entropies in nats and the sum of the weights.

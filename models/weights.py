@@ -93,7 +93,7 @@ class Piece(NamedTuple):
         return piece[::-1] if self.turned else piece
 
     def cut(self, whole: Any) -> np.ndarray:
-        """Cuts the tensor out of a parameter. Of a `LazyArray`, only the tensor's layer is read."""
+        """Cuts the tensor out of a parameter. A `LazyArray` reads only the tensor's layer."""
         array = np.asarray(whole if self.layer is None else whole[self.layer])
         width = array.shape[-1] // self.parts
         begin = self.part * width

@@ -56,9 +56,7 @@ _MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in NAMES}
 
 @runtime_checkable
 class Batches(Iterator[Batch], Protocol):
-    """An endless iterator over batches. Its state is a JSON object, so that a run can be
-    resumed.
-    """
+    """An endless iterator over batches, whose state, a JSON object, lets a run resume."""
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position, for `set_state`."""
@@ -156,8 +154,8 @@ class Workload:
         return None if self.model_state is None else self.model_state()
 
     def to_plan(self, batch_size: int | None = None) -> dict[str, Any]:
-        """Returns arguments of `plan_for` for this model. A `batch_size` of None means the
-        default.
+        """Returns arguments of `plan_for` for this model. By default, `batch_size` is the
+        model's.
         """
         return {
             "loss_fn": self.loss_fn,

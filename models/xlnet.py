@@ -15,8 +15,8 @@ segment, so unlike in the paper, there is no memory of the record before.
 The mask of the record a b c, if c is predicted first and then a (section 2.3, figure 1):
 
                         columns: a b c
-    first stream    a            x x x    tokens that are predicted see the earlier ones and themselves
-                    b            . x .    a token that is not predicted sees its like
+    first stream    a            x x x    a predicted token sees earlier ones and itself
+                    b            . x .    any other token sees none of them
                     c            . x x
     second stream   c            . x .    a position never sees its own token
                     a            . x x
@@ -187,9 +187,7 @@ class Head(nnx.Module):
 
 
 def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
-    """Returns the position of each row, and the bias that hides what is later in prediction
-    order.
-    """
+    """Returns the position of each row, and the bias that hides later predictions from it."""
     positions = batch["positions"]
     (B, T), K = batch["tokens"].shape, positions.shape[1]
     place = jax.lax.broadcasted_iota(jnp.int32, (B, T), 1)
