@@ -81,7 +81,7 @@ class SearchSpace:
         return Architecture(tuple(slots))
 
     def mutate(self, architecture: Architecture, rng: np.random.Generator) -> Architecture:
-        """Changes one slot at random: one branch of its block changes, or it is filled or emptied.
+        """Changes one slot at random: fills it, empties it, or changes one branch of its block.
 
         The result always differs from `architecture`.
 
