@@ -215,8 +215,10 @@ class Kernels:
 
 def _written_bytes(eqn: JaxprEqn) -> int:
     """Counts the bytes that an equation writes; a scatter or update in place writes its update."""
-    if eqn.primitive.name in (*SCATTERS, "dynamic_update_slice"):
+    if eqn.primitive.name in SCATTERS:
         return nbytes(eqn.invars[-1])
+    if eqn.primitive.name == "dynamic_update_slice":
+        return nbytes(eqn.invars[1])  # the start indices come after the update
     return sum(map(nbytes, eqn.outvars))
 
 
