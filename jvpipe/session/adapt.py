@@ -36,13 +36,13 @@ from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine.beside_training import Thread, beside_training
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.monitor import Measured, Monitor
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
-from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
+from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.planning import Planned, planned_again
 from jvpipe.session.trigger import Proposal, Replan, Rule, Seen, Told, Trigger, all_of
 
@@ -178,7 +178,7 @@ class Adapter:
             judge.refuse(proposal.new)
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
-            agree_on_rows(migration.new, "migrations")
+            agree_on_rows(migration.new, "migrations", migration.rows)
             # Processes that have prepared to move in different ways cannot move together.
             # `UNFORESEEN` makes all prepare again once the move is due, all in the same way.
             foreseen = migration.stream_steps if len({one.how for one in news}) == 1 else UNFORESEEN
