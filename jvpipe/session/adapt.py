@@ -35,7 +35,7 @@ from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
-from jvpipe.runtime.engine.beside_training import Thread, beside_training
+from jvpipe.runtime.engine.beside_training import Thread, beside_training, program_ends
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
@@ -261,7 +261,8 @@ class _Judge:
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
                     self.plans = {s: plan for s, plan in self.plans.items() if s > step}
         except Exception:
-            _log.exception("what steps took could not be judged")
+            if not program_ends():
+                _log.exception("what steps took could not be judged")
 
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
@@ -458,5 +459,6 @@ def _compiled(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPla
         try:
             return compiled_plans.in_groups(apart)
         except Exception as error:
-            _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
+            if not program_ends():
+                _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
             return apart
