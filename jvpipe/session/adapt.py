@@ -178,10 +178,12 @@ class Adapter:
             judge.refuse(proposal.new)
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
-            agree_on_rows(migration.new, "migrations", migration.rows)
             # Processes that have prepared to move in different ways cannot move together.
             # `UNFORESEEN` makes all prepare again once the move is due, all in the same way.
-            foreseen = migration.stream_steps if len({one.how for one in news}) == 1 else UNFORESEEN
+            foreseen = UNFORESEEN
+            if len({one.how for one in news}) == 1:
+                agree_on_rows(migration.new, "migrations", migration.rows)
+                foreseen = migration.stream_steps
             change = replace(migration.change, step=step)
             self._queue.append(replace(migration, change=change, stream_steps=foreseen))
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine import dispatch
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.monitor import Measured
+from jvpipe.runtime.state import migrate
 from jvpipe.schedules import PipeDream
 from jvpipe.session import adapt, compiled_plans, measuring
 from jvpipe.session.trigger import Seen
@@ -140,6 +142,19 @@ def adapted(name: str, schedule: str, grouped_step: str = "") -> dict[str, Any]:
         "parameters": None if params is None else digest(params),
         "moves": moves,
     }
+
+
+def unlike() -> dict[str, Any]:
+    """The same of a stream in which the first process alone has the memory to move layers while it flows."""
+    plain = migrate._ways
+
+    def ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[str]:
+        beside = current_thread() is not main_thread()
+        is_tight = beside and not own(jax.devices()[0])
+        return plain(old, new, starts_inside=starts_inside)[is_tight:]
+
+    with mock.patch.object(migrate, "_ways", ways):
+        return adapted("mlp", "pipedream")
 
 
 def switched() -> dict[str, Any]:
@@ -356,6 +371,7 @@ def begun(process: int, count: int, port: int) -> None:
 
 KINDS = {
     "adapt": adapted,
+    "unlike": unlike,
     "models": switched,
     "replicas": replicated,
     "groups": grouped,
