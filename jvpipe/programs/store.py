@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import chain, islice, repeat
-from typing import Any
+from threading import Semaphore
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,6 +24,9 @@ from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace.graph import Body
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -184,9 +188,8 @@ class ProgramStore:
         if missing:
             # The setting may hold for this thread alone, so the pool's threads are told.
             wide = jax.config.read("jax_enable_x64")
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                done = pool.map(lambda item: self._compiled_for(*item, wide=wide), missing.values())
-                self._compiled.update(zip(missing, done, strict=True))
+            done = in_parallel(lambda item: self._compiled_for(*item, wide=wide), missing.values())
+            self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in programs]
 
     def compile_s(self, programs: Iterable[tuple[Hashable, Device]]) -> float:
@@ -266,6 +269,29 @@ class ProgramStore:
             if platform is not None:
                 return jitted.trace(*inputs).lower(lowering_platforms=(platform,))
             return jitted.lower(*inputs)
+
+
+def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
+    """Calls a function of each item, on as many threads as there are processors.
+
+    An item is handed over only once a thread is free. A program that ends waits for what threads
+    have been given, and would otherwise wait for all items.
+    """
+    count = os.cpu_count() or 1
+    free = Semaphore(count)
+
+    def act_and_free(item: T) -> U:
+        try:
+            return act(item)
+        finally:
+            free.release()
+
+    futures = []
+    with ThreadPoolExecutor(count) as pool:
+        for item in items:
+            free.acquire()
+            futures.append(pool.submit(act_and_free, item))
+    return [future.result() for future in futures]
 
 
 def _laid(program: Program) -> Callable[..., Any]:

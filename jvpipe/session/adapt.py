@@ -35,14 +35,14 @@ from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
-from jvpipe.runtime.engine.beside_training import Thread, beside_training
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.beside_training import Thread, beside_training, program_ends
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.monitor import Measured, Monitor
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
-from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
+from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.planning import Planned, planned_again
 from jvpipe.session.trigger import Proposal, Replan, Rule, Seen, Told, Trigger, all_of
 
@@ -178,10 +178,12 @@ class Adapter:
             judge.refuse(proposal.new)
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
-            agree_on_rows(migration.new, "migrations")
             # Processes that have prepared to move in different ways cannot move together.
             # `UNFORESEEN` makes all prepare again once the move is due, all in the same way.
-            foreseen = migration.stream_steps if len({one.how for one in news}) == 1 else UNFORESEEN
+            foreseen = UNFORESEEN
+            if len({one.how for one in news}) == 1:
+                agree_on_rows(migration.new, "migrations", migration.rows)
+                foreseen = migration.stream_steps
             change = replace(migration.change, step=step)
             self._queue.append(replace(migration, change=change, stream_steps=foreseen))
 
@@ -261,7 +263,8 @@ class _Judge:
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
                     self.plans = {s: plan for s, plan in self.plans.items() if s > step}
         except Exception:
-            _log.exception("what steps took could not be judged")
+            if not program_ends():
+                _log.exception("what steps took could not be judged")
 
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
@@ -458,5 +461,6 @@ def _compiled(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPla
         try:
             return compiled_plans.in_groups(apart)
         except Exception as error:
-            _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
+            if not program_ends():
+                _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
             return apart

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
 from jvpipe.runtime.engine.hosts import Disagreement, Hosts
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.versions import VersionLedger
@@ -22,7 +22,7 @@ from jvpipe.runtime.state.checkpoints.flight import restore_in_flight
 from jvpipe.runtime.state.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.session.arguments import shapes_of
-from jvpipe.session.compiled_plans import agree_on_rows, shown
+from jvpipe.session.compiled_plans import shown
 from jvpipe.session.engine import Engine
 from jvpipe.trace.loss import KeyKind
 from jvpipe.util.brief import brief

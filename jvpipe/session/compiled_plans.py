@@ -374,23 +374,6 @@ def loop_reasons(traced: Traced) -> list[str]:
     return lines
 
 
-def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes run") -> None:
-    """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
-
-    This is done before any row runs: a process would wait forever to send what no other receives.
-
-    Args:
-        compiled: the plan.
-        name: names the compared rows in the message.
-
-    Raises:
-        Disagreement: some rows differ.
-    """
-    if compiled.hosts is not None:
-        parts = [(f"rows {i}", "\n".join(rows)) for i, rows in enumerate(compiled.whole_rows)]
-        compiled.hosts.agree(name, parts)
-
-
 # The models that a pipeline has met. Each is traced and planned once, so a switch back to an
 # earlier model costs nothing.
 

@@ -23,7 +23,7 @@ from jvpipe.ir.values import Value, ValueKind
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
 from jvpipe.runtime.engine.controller import Controller, Feeds
 from jvpipe.runtime.engine.forks import check_not_forked
 from jvpipe.runtime.engine.freed_memory import keep_freed_memory
@@ -36,7 +36,7 @@ from jvpipe.runtime.engine.tensors import Ledger, Limits
 from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.engine.transport import to_host
 from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
-from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf, agree_on_rows
+from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf
 from jvpipe.session.planning import Planned
 from jvpipe.session.settings import Parts, Settings, Trees, option_parts, with_sums
 from jvpipe.trace.coupling import warn_of_splitting

@@ -14,7 +14,7 @@ from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.runtime.engine.binding import Bound
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
 from jvpipe.runtime.engine.controller import Controller, Moment
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import together
@@ -31,7 +31,7 @@ from jvpipe.runtime.state.migrate import (
 )
 from jvpipe.runtime.state.model_change import ModelChange, plan_model_switch
 from jvpipe.session.adapt import Adapter, Grouping
-from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
+from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.engine import Engine
 from jvpipe.session.settings import Settings, with_sums
 
@@ -161,7 +161,7 @@ class Migrations:
         self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
     ) -> Migration:
         migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
-        agree_on_rows(migration.new, "the rows of a migration")
+        agree_on_rows(migration.new, "the rows of a migration", migration.rows)
         if self._controller.monitor:
             migration.bound.compile_marks()
         return migration

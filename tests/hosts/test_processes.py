@@ -274,3 +274,14 @@ def test_each_process_groups_the_layers_of_its_own_places(schedule: str) -> None
     assert [told["parameters"] for told in (alone, *both)] == [apart["parameters"]] * 2 + [None]
     assert not any(apart["grouped"])
     assert all(told["grouped"][0] and told["grouped"][-1] for told in (alone, *both))
+
+
+def test_one_process_in_groups_restores_and_switches_models_with_the_others(tmp_path: Path) -> None:
+    ((alone,),) = runs(1, f"uneven,{tmp_path / 'one'}")
+    assert [told for (told,) in runs(2, f"uneven,{tmp_path / 'two'}")] == [alone] * 2
+
+
+def test_processes_that_prepared_a_move_in_unlike_ways_prepare_it_again_together() -> None:
+    first, second = [told for (told,) in runs(2, "unlike")]
+    assert (first["losses"], first["moves"]) == (second["losses"], second["moves"])
+    assert len(first["moves"]) == 1

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine import dispatch
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.monitor import Measured
+from jvpipe.runtime.state import migrate
 from jvpipe.schedules import PipeDream
 from jvpipe.session import adapt, compiled_plans, measuring
 from jvpipe.session.trigger import Seen
@@ -130,9 +132,8 @@ def adapted(name: str, schedule: str, grouped_step: str = "") -> dict[str, Any]:
         state = now
         losses.append(float(metrics["loss"]).hex())
         pipe.session.adapter.wait()
-        if str(step) == grouped_step and own(jax.devices()[0]):
-            plans = pipe.session.compiled_plans
-            plans.adopt(plans.in_groups(plans.current))
+        if str(step) == grouped_step:
+            take_over(pipe)
         slowness[0] = 2.5 if step >= 4 else 1.0
     params = pipe.params(pipe.drain(state))
     moves = [f"step {c.step}: {list(c.new.cuts)}, {c.why}" for c in pipe.session.history]
@@ -141,6 +142,19 @@ def adapted(name: str, schedule: str, grouped_step: str = "") -> dict[str, Any]:
         "parameters": None if params is None else digest(params),
         "moves": moves,
     }
+
+
+def unlike() -> dict[str, Any]:
+    """The same of a stream in which the first process alone has the memory to move layers while it flows."""
+    plain = migrate._ways
+
+    def ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[str]:
+        beside = current_thread() is not main_thread()
+        is_tight = beside and not own(jax.devices()[0])
+        return plain(old, new, starts_inside=starts_inside)[is_tight:]
+
+    with mock.patch.object(migrate, "_ways", ways):
+        return adapted("mlp", "pipedream")
 
 
 def switched() -> dict[str, Any]:
@@ -170,6 +184,32 @@ def switched() -> dict[str, Any]:
         },
         "parked": pipe.ledger.host_bytes,
     }
+
+
+def take_over(pipe: jvpipe.Pipeline) -> None:
+    """Lets the first process alone have its layers in groups."""
+    plans = pipe.session.compiled_plans
+    if own(jax.devices()[0]):
+        plans.adopt(plans.in_groups(plans.current))
+
+
+def uneven(path: str) -> dict[str, Any]:
+    """The same where the first process has groups; the others still have what they evaluated with."""
+    first, batches = MODELS[0], models.batches()
+    loss_fns = [models.loss_of(names) for names in MODELS[:2]]
+    options: dict[str, Any] = {"planner": "even", "group": False}
+    pipe = jvpipe.Pipeline(loss_fns[0], models.OPTIMIZER, STAGES, MICRO, **options)
+    state = pipe.init(models.params_of(first), next(batches), None)
+    losses = [pipe.evaluate(state, next(batches))["loss"]]
+    take_over(pipe)
+    pipe.save(path, state)
+    state, metrics = pipe.step(pipe.restore(path), next(batches))
+    losses += [metrics["loss"], pipe.evaluate(state, next(batches))["loss"]]
+    for names, loss_fn in ((MODELS[1], loss_fns[1]), (first, loss_fns[0])):
+        state = pipe.update_model(state, loss_fn, models.params_of(names))
+        state, metrics = pipe.step(state, next(batches))
+        losses.append(metrics["loss"])
+    return {"losses": [float(loss).hex() for loss in losses]}
 
 
 def grouped(schedule: str, group: str) -> dict[str, Any]:
@@ -331,9 +371,11 @@ def begun(process: int, count: int, port: int) -> None:
 
 KINDS = {
     "adapt": adapted,
+    "unlike": unlike,
     "models": switched,
     "replicas": replicated,
     "groups": grouped,
+    "uneven": uneven,
     "shared": shared,
     "meshes": in_meshes,
 }

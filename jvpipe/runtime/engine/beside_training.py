@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any, TypeVar
 
+import jax
+
 T = TypeVar("T")
 
 TURN_S = 1e-4
@@ -56,10 +58,21 @@ def beside_training() -> Iterator[None]:
                     gc.enable()
 
 
+def program_ends() -> bool:
+    """Tells whether the main thread has ended: from then on nothing can be handed to threads."""
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int)
+    except RuntimeError:
+        return True
+    return False
+
+
 class Thread:
     """A thread beside the training that runs calls, one after another, in the order of `ask`.
 
-    It is off until `switch` starts it.
+    It is off until `switch` starts it. A call finds `jax.enable_x64` as it is where it was asked
+    for, because JAX lets each thread have a setting of its own.
 
     >>> thread = Thread("jvpipe-example")
     >>> thread.switch(on=True)
@@ -97,10 +110,17 @@ class Thread:
     def ask(self, act: Callable[..., T], *args: Any) -> Future[T]:
         """Hands a call to the thread; returns at once."""
         assert self._pool is not None, "switched on"
-        self._asked.append(future := self._pool.submit(act, *args))
+        wide = jax.config.read("jax_enable_x64")
+        self._asked.append(future := self._pool.submit(_under, wide, act, *args))
         return future
 
     def wait(self) -> None:
         """Waits until all calls have ended."""
         for future in self._asked:
             future.result()
+
+
+def _under(wide: bool, act: Callable[..., T], *args: Any) -> T:
+    """Calls a function with `jax.enable_x64` set."""
+    with jax.enable_x64(wide):
+        return act(*args)

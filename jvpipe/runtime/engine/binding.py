@@ -70,10 +70,17 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """A lowered step, ready to run."""
+    """A lowered step, ready to run.
+
+    Attributes:
+        lowered: the rows that this process runs.
+        instructions: the same rows, with their programs.
+        whole: the rows of all processes, in no groups; empty if there is only one process.
+    """
 
     lowered: Lowered
     instructions: tuple[Instruction, ...]
+    whole: tuple[Row, ...] = ()
 
     @cached_property
     def named(self) -> tuple[Instruction, ...]:

@@ -12,7 +12,7 @@ Each phase runs when its result is first needed. So a plan that is only compared
 compiles nothing.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -104,8 +104,6 @@ class CompiledPlan:
         self.compile_s = 0.0  # how long these programs took to compile, one after another
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
-        # The rows of all processes as texts, which the processes compare before they run.
-        self.whole_rows: list[list[str]] = []
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         fates = Fates.of(graph, self.plan)
@@ -364,12 +362,12 @@ class CompiledPlan:
         """
         rows = replace(self.row_programs, layouts=layouts or self.programs)
         devices = (self.stand_in,) * len(self.devices) if self.stand_in else self.devices
-        crossing_of = _no_crossing
+        crossing_of, all_rows = _no_crossing, ()
         if self.hosts is not None:
             processes = [device.process_index for device in self.devices]
             lowered = whole = with_receipts(telling_all(lowered, processes), processes)
             if self.stand_in is None:
-                self.whole_rows.append([_in_words(row) for row in whole.rows])
+                all_rows = whole.rows
                 lowered = projected(whole, processes, self.hosts.process)
                 crossing_of = partial(self._crossing, whole, rows)
         if self.grouped:
@@ -383,7 +381,7 @@ class CompiledPlan:
         self.compile_s = self.store.compile_s(self.executables)
         by_task = zip(tasks, programs, strict=True)
         can_fail = {task for task, (program, _) in by_task if program.calls_host}
-        return bind(
+        bound = bind(
             lowered,
             devices,
             executable_of=lambda row: executables[_task(row)],
@@ -392,6 +390,7 @@ class CompiledPlan:
             crossing_of=crossing_of,
             spec_of=self.spec,
         )
+        return replace(bound, whole=all_rows)
 
     def _crossing(self, whole: Lowered, rows: RowPrograms, row: Row) -> Callable[..., Any] | None:
         """Returns a function that runs this process's half of a copy between processes.
@@ -435,6 +434,30 @@ class CompiledPlan:
         """Returns the copy of an array from process `source` to the place of a buffer."""
         target = self.devices[buffer.place].process_index
         return Carried(source, target, self.lying(buffer.value, buffer.place))
+
+
+def agree_on_rows(
+    compiled: CompiledPlan,
+    name: str = "the rows that processes run",
+    changes: Iterable[Bound] = (),
+) -> None:
+    """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
+
+    This is done before any row runs: a process would wait forever to send what no other receives.
+    The rows of evaluations are not compared, because a process that takes over groups binds them
+    again, and others do not.
+
+    Args:
+        compiled: the plan.
+        name: names the compared rows in the message.
+        changes: the rows of the change to this plan, if there is one.
+
+    Raises:
+        Disagreement: some rows differ.
+    """
+    if compiled.hosts is not None:
+        texts = ["\n".join(map(_in_words, rows.whole)) for rows in (*compiled.bounds, *changes)]
+        compiled.hosts.agree(name, [(f"rows {i}", text) for i, text in enumerate(texts)])
 
 
 def _in_words(row: Row) -> str:

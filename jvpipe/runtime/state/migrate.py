@@ -108,6 +108,11 @@ class Migration:
     steps: int = 0
     leaving: Bound | None = None
 
+    @property
+    def rows(self) -> tuple[Bound, ...]:
+        """All rows of the change."""
+        return (self.bound,) if self.leaving is None else (self.bound, self.leaving)
+
     def foresaw(self, current: CompiledPlan, stream_steps: int, microbatch: int) -> bool:
         """Tells whether this migration was prepared for the state that the run is now in.
 
