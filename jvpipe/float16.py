@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.weighted import Weighted
-from jvpipe.trace.leaves import is_initialiser
+from jvpipe.trace.leaves import is_initializer
 
 Tree = Any
 
@@ -75,7 +75,7 @@ class ScaledLoss:
 
     def init(self, params: Tree) -> Tree:
         """Adds the first scale to parameters, which are a tree or a function of a key."""
-        if is_initialiser(params):
+        if is_initializer(params):
             return lambda key: self.init(params(key))
         return {"params": params, "scale": jnp.float32(self.scale)}
 

@@ -39,7 +39,7 @@ from jvpipe.session.evaluation import evaluate, predict
 from jvpipe.session.options import PIPELINE, checked
 from jvpipe.session.session import Metrics, Session, switch_model
 from jvpipe.session.trigger import Rule, checked_rule
-from jvpipe.trace.leaves import is_initialiser, made_shapes
+from jvpipe.trace.leaves import is_initializer, made_shapes
 from jvpipe.util.given import check_callback, checked_flag, checked_path
 
 Tree = Any
@@ -238,7 +238,7 @@ class Pipeline:
             raise ValueError(
                 "model_state is given, but the loss carries none: say has_state=True, or leave it out"
             )
-        makes = is_initialiser(params)
+        makes = is_initializer(params)
         if makes and rng is None:
             raise ValueError(
                 "parameters that a function makes need a key: init(function, batch, rng)"

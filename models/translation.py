@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from tokenizers import Tokenizer
 
 from jvpipe.models.batches import fixed_batches, train_batches
-from jvpipe.models.catalogues import Pair, catalogue_pairs
+from jvpipe.models.catalogs import Pair, catalog_pairs
 from jvpipe.models.text import frequency_loss, halves
 from jvpipe.models.text_files import read_text
 from jvpipe.models.tokens import SEP, cached, marks_of, open_tokenizer
@@ -56,7 +56,7 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
             f"languages='{languages}' must be two, that which is read and that which is written: en-de"
         )
     if path is None:
-        return _split(catalogue_pairs(source, target))
+        return _split(catalog_pairs(source, target))
     sources = path.glob(f"*.{source}")
     names = sorted(file.stem for file in sources if file.with_suffix(f".{target}").is_file())
     if not set(names) - {"valid"}:

@@ -31,7 +31,7 @@ from jvpipe.cli.options import TrainOptions, kept_options
 from jvpipe.cli.outputs import Speech, places, writing
 from jvpipe.cli.processes import Watch, join, leave, shared, shared_picture
 from jvpipe.cli.shell import ExitCode, StopRequest
-from jvpipe.cost.utilisation import ideal_s
+from jvpipe.cost.utilization import ideal_s
 from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
 from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in

@@ -17,7 +17,7 @@ from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_upda
 from jvpipe.cost.said import Said, with_said_options, with_said_updates, with_said_work
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.cost.tiles import in_tiles
-from jvpipe.cost.utilisation import product_flops
+from jvpipe.cost.utilization import product_flops
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut

@@ -55,7 +55,7 @@ from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged_equations
-from jvpipe.trace.normalised import first_of_same
+from jvpipe.trace.normalized import first_of_same
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add", "select_and_scatter_add")

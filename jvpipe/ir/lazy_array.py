@@ -43,7 +43,7 @@ class LazyArray(jax.ShapeDtypeStruct):
             before, begin = before[:-1], before[-1].start
         if isinstance(i, slice):
             start, stop, step = i.indices(self.shape[0])
-            assert step == 1, "neighbours"
+            assert step == 1, "neighbors"
             shape = (max(0, stop - start), *self.shape[1:])
             part = slice(begin + start, begin + max(start, stop))
             return LazyArray(shape, self.dtype, self._read, *before, part)

@@ -33,14 +33,14 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
     """Returns the MSPS of a change, whose overhead is its recomputation and all of its copies.
 
-    No copy counts as hidden, because `optimise` takes swaps that can be hidden before.
+    No copy counts as hidden, because `optimize` takes swaps that can be hidden before.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s
     return change.saved_bytes / overhead_s if overhead_s > 0 else float("inf")
 
 
-def optimise(stage: Selection) -> None:
+def optimize(stage: Selection) -> None:
     """Changes a stage's fates until the stage fits or no change is left.
 
     First come swaps, in order of falling FreeTime. Each must have a FreeTime of at least 0, and the

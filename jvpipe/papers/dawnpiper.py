@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.papers.capuchin import optimise
+from jvpipe.papers.capuchin import optimize
 from jvpipe.papers.effort import PAPER
 from jvpipe.papers.limits import plan_or_raise
 from jvpipe.papers.selection import FateChanges, Selection
@@ -245,7 +245,7 @@ class BinaryPartition:
             end,
         )
         if chosen.may_fit:
-            optimise(chosen)
+            optimize(chosen)
         return chosen
 
     def best(

@@ -128,8 +128,8 @@ def _draw_rows(
         if width_pt > size * (0.6 * len(label) + 0.3):
             middle = (start_s + end_s) / 2, bottoms[device] + rows[device] / 2
             axes.text(*middle, label, ha="center", va="center_baseline", size=size)
-    for (_, colour), boxes in by_look.items():
-        _draw_boxes(axes, colour, boxes)
+    for (_, color), boxes in by_look.items():
+        _draw_boxes(axes, color, boxes)
     axes.set_ylim(min(bottoms.values(), default=-1.0), 0.0)
     axes.set_yticks([bottoms[row] + rows[row] / 2 for row in rows], list(rows))
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
@@ -139,7 +139,7 @@ def _draw_rows(
     kinds = [
         look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look
     ]
-    _legend(axes, [Patch(color=colour, label=name) for name, colour in kinds])
+    _legend(axes, [Patch(color=color, label=name) for name, color in kinds])
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
@@ -159,16 +159,16 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
             yield device, label, first.start_s, max(box.end_s for box in (first, *others))
 
 
-def _draw_boxes(axes: Axes, colour: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
+def _draw_boxes(axes: Axes, color: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
     """Draws boxes with their widths in points; thin ones lie above the white edges of neighbors."""
     wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
-    axes.add_collection(PolyCollection(wide, facecolors=colour, edgecolors="white", linewidths=0.5))
+    axes.add_collection(PolyCollection(wide, facecolors=color, edgecolors="white", linewidths=0.5))
     thin = [(corners, width_pt) for corners, width_pt in boxes if width_pt <= _THIN_PT]
     axes.add_collection(
         PolyCollection(
             [corners for corners, _ in thin],
-            facecolors=colour,
-            edgecolors=colour,
+            facecolors=color,
+            edgecolors=color,
             linewidths=[max(0.0, _SEEN_PT - width_pt) for _, width_pt in thin],
             snap=False,  # snapping to pixels would put both sides of a narrow box on one pixel
             zorder=1.5,
@@ -186,14 +186,14 @@ def _draw_curves(
 
     A limit that all devices share is black. Other limits have the colors of their devices.
     """
-    colours = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
-    colours |= {_HOST: "#777777"}
+    colors = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
+    colors |= {_HOST: "#777777"}
     for place, (times_s, sizes) in curves.items():
         axes.step(
             [*times_s, end_s],
             [*sizes, sizes[-1]],
             where="post",
-            color=colours[place],
+            color=colors[place],
             linestyle=":" if place == _HOST else "-",
             linewidth=1.3,
             label=f"{place}: {format_bytes(max(sizes))}",
@@ -206,8 +206,8 @@ def _draw_curves(
         if limit > _MOST_ROOM * highest:
             axes.plot([], [], " ", label=f"{label}, above")
         else:
-            colour = "black" if alike else colours.get(place, "black")
-            axes.axhline(limit, color=colour, linestyle="--", linewidth=1, label=label)
+            color = "black" if alike else colors.get(place, "black")
+            axes.axhline(limit, color=color, linestyle="--", linewidth=1, label=label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(

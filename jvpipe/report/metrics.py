@@ -35,7 +35,7 @@ class StepMetrics:
     A metric that a run does not have is left out of the line:
 
         tokens_per_s       if the batch has no leaf of tokens
-        mfu                (`jvpipe.cost.utilisation`) if the peak of a device is unknown
+        mfu                (`jvpipe.cost.utilization`) if the peak of a device is unknown
         held_out_loss      if there was no evaluation after the step
         aux                (scalars by name) if the loss returns none
         architecture       (the names of the model's blocks) outside of a search

@@ -41,7 +41,7 @@ from jvpipe.session.planning import Planned
 from jvpipe.session.settings import Parts, Settings, Trees, option_parts, with_sums
 from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.digests import array_digest, leaf_lines, made_lines, shape_lines
-from jvpipe.trace.leaves import abstract, canonical, is_initialiser
+from jvpipe.trace.leaves import abstract, canonical, is_initializer
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -429,7 +429,7 @@ def agree_on_given(
     Raises:
         Disagreement: two processes give different values.
     """
-    if is_initialiser(params):
+    if is_initializer(params):
         assert rng is not None
         parameters = made_lines(params, rng)
     else:

@@ -32,7 +32,7 @@ from jvpipe.session.planning import Slowness, work_s
 from jvpipe.session.settings import OptimizerCutter, Training
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
-from jvpipe.trace.leaves import is_initialiser
+from jvpipe.trace.leaves import is_initializer
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
 from jvpipe.util.sizes import MOST_BYTES, MOST_S, limits_of_each
@@ -96,7 +96,7 @@ class Question(Training):
             micro_batch = jax.tree.map(resized, micro_batch)
         # Any key will do, because shapes do not depend on it.
         key = jax.random.key(0)
-        params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
+        params = jax.eval_shape(self.params, key) if is_initializer(self.params) else self.params
         model = trace_model(
             self.loss_fn,
             params,

@@ -27,7 +27,7 @@ NAMES = (
     "unet",
     "three-readers",
     "chained-keys",
-    "normalised-products",
+    "normalized-products",
 )
 
 

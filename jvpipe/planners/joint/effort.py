@@ -151,7 +151,7 @@ class RuleEffort:
     Attributes:
         moved_tasks: the tasks simulated while the bounds of a plan move and its order stays.
         simulated_tasks: the tasks simulated while bounds move under a rule.
-        around: how many neighbours of the best plan under a rule are climbed from too.
+        around: how many neighbors of the best plan under a rule are climbed from too.
         few_layers: more is tried for models of at most this many layers.
         refined_layers: models of more layers take the surrogate's plan of one stage per device.
     """
@@ -173,7 +173,7 @@ class PlanEffort:
             the simulated plan without a limit is tried too.
         paths: how many of the surrogate's best cuts are simulated.
         tasks: how many tasks are simulated in all.
-        clocked: the most tasks of neighbours that are bounded at once (`least_steps_s`).
+        clocked: the most tasks of neighbors that are bounded at once (`least_steps_s`).
         clocked_for_one: how many bounded tasks cost as much effort as one simulated task.
         noticed_link: round trips are considered if links take more than this share of the seconds
             of the work.
@@ -186,8 +186,8 @@ class PlanEffort:
         shifted: how many plans whose stages move to the next device are tried in a round.
         starts: how many plans are climbed from.
         near_start: a start that takes at most this many times the fastest start's seconds is
-            climbed from before the neighbours of the best plan.
-        neighbours: how many neighbours of a plan are simulated to find the one to climb from.
+            climbed from before the neighbors of the best plan.
+        neighbors: how many neighbors of a plan are simulated to find the one to climb from.
         single_fate_layers: the fates of single layers are changed for models of at most this many
             layers.
         device_orders: if devices differ and have at most this many orders, all orders are tried.
@@ -207,7 +207,7 @@ class PlanEffort:
     shifted: int = 100
     starts: int = 4
     near_start: float = 1.3
-    neighbours: int = 24
+    neighbors: int = 24
     single_fate_layers: int = 64
     device_orders: int = 12
     searched_orders: int = 2
@@ -231,7 +231,7 @@ class ShapeEffort:
             slowest stage as a floor; and how many rounds of climbs follow.
         paths: how many are simulated.
         climbs: the most steps of a climb.
-        neighbours: how many neighbours of a plan are simulated in each step of a climb.
+        neighbors: how many neighbors of a plan are simulated in each step of a climb.
         starts: how many shapes are climbed from, besides the best of each kind.
         worth_a_climb: how many times slower than the fastest start a plan may be to be climbed
             from.
@@ -254,7 +254,7 @@ class ShapeEffort:
     rounds: int = 3
     paths: int = 16
     climbs: int = 12
-    neighbours: int = 6
+    neighbors: int = 6
     starts: int = 4
     worth_a_climb: float = 1.3
     planned: int = 3

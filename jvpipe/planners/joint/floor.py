@@ -7,8 +7,8 @@ lists. The search is a local one:
 1. It begins with the plan that holds the least by the planners' own count (`stage_cost.py`), which
    is quicker and nearly exact. For models of few layers, it also tries the emptiest plan for each
    choice of cuts.
-2. From the emptiest plan so far it goes to the neighbours: plans with one bound or one choice of
-   the fullest stage changed. It ends when no neighbour is emptier, or after a number of plans.
+2. From the emptiest plan so far it goes to the neighbors: plans with one bound or one choice of
+   the fullest stage changed. It ends when no neighbor is emptier, or after a number of plans.
 
 So the floor is not always the least possible. The numbers in `LIMIT` (`effort.py`) may be changed:
 they trade time for an emptier floor.
@@ -78,11 +78,11 @@ def floor(
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
     before = None
     # This ends, because each round but the last finds an emptier plan, and plans are finitely many.
-    # With many layers, plans take long to count, and the first emptier neighbour is taken. With few
-    # layers, all neighbours are compared.
+    # With many layers, plans take long to count, and the first emptier neighbor is taken. With few
+    # layers, all neighbors are compared.
     while search.lowest is not before:
         before = search.lowest
-        search.look(_neighbours(problem, before, keeps=keeps), until_better=not few)
+        search.look(_neighbors(problem, before, keeps=keeps), until_better=not few)
     return search.lowest
 
 
@@ -203,7 +203,7 @@ def _of_every_cut(
         yield plan.decision
 
 
-def _neighbours(
+def _neighbors(
     problem: Problem,
     plan: Floor,
     *,

@@ -91,7 +91,7 @@ def climbed(
         # Even a resting step may move if that promises an order faster than the best (aspiration).
         free = (
             move
-            for move in _Neighbours(course, draw).moves()
+            for move in _Neighbors(course, draw).moves()
             if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
@@ -153,8 +153,8 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
 
 
 @dataclass(frozen=True)
-class _Neighbours:
-    """The moves that lead from an order to its neighbours, in a random order."""
+class _Neighbors:
+    """The moves that lead from an order to its neighbors, in a random order."""
 
     course: Course
     draw: Random

@@ -95,7 +95,7 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     cuts = pricing.segments.windows
     inner_bounds = len(cuts) - 2
     places = range(1, len(pricing.segments.cuts) - 1)
-    # The caller (`floor.py`) can do without these plans, and goes from one plan to its neighbours.
+    # The caller (`floor.py`) can do without these plans, and goes from one plan to its neighbors.
     if comb(len(places), inner_bounds) > LIMIT.cuts:
         return
     peaks = Peaks(pricing, cuts)

@@ -147,7 +147,7 @@ class Placing:
         for d, passing in enumerate(self._passing_bytes):
             ledger.hold(d, 0, passing)
         if lacking:
-            self.initialise_optimizer(table, store)
+            self.initialize_optimizer(table, store)
         return tuple(table.get(key_of(buffer)) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
 
     @cached_property
@@ -198,14 +198,14 @@ class Placing:
                 values.setdefault(name_of(buffer), array)
         return values
 
-    def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
+    def initialize_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks, each piece on the device of its layer.
 
         Args:
             table: has the parameters; gets the state, and the small values that pieces pass on.
             store: compiles the pieces.
         """
-        pieces, lacking = self._initialising(table)
+        pieces, lacking = self._initializing(table)
         # State for the host is made on a device, and goes to the host after each piece.
         away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
         keys = [self._piece_keys(piece) for piece in pieces]
@@ -237,10 +237,10 @@ class Placing:
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
         """Returns, by device, the most bytes that one piece makes although the table has them.
 
-        `initialise_optimizer` runs whole pieces. A piece makes all of its state, even if only some
+        `initialize_optimizer` runs whole pieces. A piece makes all of its state, even if only some
         of it is missing.
         """
-        pieces, lacking = self._initialising(table)
+        pieces, lacking = self._initializing(table)
         # Small values between pieces are not counted.
         size: dict[Key, int] = {key_of(buffer): buffer.bytes for buffer in self.buffers}
         largest = [0] * len(self.devices)
@@ -250,7 +250,7 @@ class Placing:
             largest[keys.device] = max(largest[keys.device], spare)
         return largest
 
-    def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
+    def _initializing(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """Returns the pieces that make the state missing from the table, and the keys to be made.
 
         Pieces are gone through from the last to the first. If a piece is needed, the earlier pieces

@@ -272,11 +272,11 @@ class ModelSwitch:
             pairs = zip(crossing, arrived, strict=True)
             placed |= {one.spot: array for one, array in pairs if array is not None}
 
-        def initialise() -> None:
-            self._new.placing.initialise_optimizer(placed, self._new.store)
+        def initialize() -> None:
+            self._new.placing.initialize_optimizer(placed, self._new.store)
             jax.block_until_ready(list(placed.values()))
 
-        hosts.together("optimizer's state of the new model", initialise)
+        hosts.together("optimizer's state of the new model", initialize)
         return sent
 
     def _put(

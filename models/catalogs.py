@@ -19,7 +19,7 @@ _CODE = re.compile(r"[<>=_/\\]")
 """Signs of code. A message with one of them is left out."""
 
 
-def catalogue_pairs(source: str, target: str) -> list[Pair]:
+def catalog_pairs(source: str, target: str) -> list[Pair]:
     """Returns Django's messages in two languages, such as `en` and `de`, each as one line.
 
     The cache keeps the pairs, so that a later Django does not change the data of a run.
@@ -28,7 +28,7 @@ def catalogue_pairs(source: str, target: str) -> list[Pair]:
         ValueError: Django has no catalog of a language.
         MissingExtraError: Django is not installed.
     """
-    path = cache_folder() / f"catalogues-{source}-{target}.json"
+    path = cache_folder() / f"catalogs-{source}-{target}.json"
     if not path.exists():
         left, right = _texts(source), _texts(target)
         # A dictionary drops repetitions as a set does, and keeps the order.
@@ -72,7 +72,7 @@ def _texts(language: str) -> dict[str, str]:
     ones.
     """
     pairs: dict[str, str] = {}
-    for file in _catalogues("de" if language == "en" else language):
+    for file in _catalogs("de" if language == "en" else language):
         for english, translated in read_messages(file.read_bytes()):
             plain, text = _one_line(english), _one_line(translated)
             if plain and text and not _CODE.search(plain + text):
@@ -84,7 +84,7 @@ def _one_line(message: str) -> str:
     return _PLACE.sub("X", " ".join(message.split()))
 
 
-def _catalogues(language: str) -> list[Path]:
+def _catalogs(language: str) -> list[Path]:
     spec = find_spec("django")
     if spec is None or spec.origin is None:
         raise MissingExtraError(
