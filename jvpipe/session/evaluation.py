@@ -31,7 +31,7 @@ from jvpipe.ir.values import Owner, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Moment
-from jvpipe.runtime.engine.hosts import Carried
+from jvpipe.runtime.engine.hosts import Carried, together
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, with_leaves
@@ -133,6 +133,9 @@ def _holding(
 ) -> Iterator[None]:
     """Checks that a forward and other arrays together keep the limits, and counts new arrays.
 
+    If there are several processes, all raise the error of one. Otherwise the others would begin the
+    forward and wait for it.
+
     Args:
         session: has the limits and the ledger.
         compiled: the plan whose forward is to run.
@@ -143,9 +146,13 @@ def _holding(
     Raises:
         MemoryLimitExceeded: a device would hold more than its limit.
     """
-    peaks = compiled.evaluation_peaks
-    larger = [peak.beside(what, size) for peak, size in zip(peaks, beside, strict=False)]
-    session.limits.check((*larger, peaks[HOST]), session.settings.devices)
+
+    def check() -> None:
+        peaks = compiled.evaluation_peaks
+        larger = [peak.beside(what, size) for peak, size in zip(peaks, beside, strict=False)]
+        session.limits.check((*larger, peaks[HOST]), session.settings.devices)
+
+    together(session.settings.hosts, "limits", check)
     for device, size in enumerate(new):
         session.ledger.hold(device, size)
     try:

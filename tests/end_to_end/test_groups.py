@@ -1,7 +1,9 @@
 """Layers in groups compute the bits of layers apart, whatever the cuts, the fates and the moves."""
 
 import random
+import time
 from itertools import pairwise
+from threading import Event, current_thread
 from typing import Any
 
 import jax
@@ -132,6 +134,36 @@ def test_groups_come_once_the_steps_have_taken_as_long_as_compiling_did(
         expected = [step > 1 and group is None and not compile_s for step in range(5)]
         assert in_groups == expected
     assert runs[0] == runs[1]
+
+
+def test_a_move_does_not_wait_for_groups_that_are_being_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.11 locks a `cached_property` for all objects of a class while it is made for one."""
+    begun, plain = Event(), ProgramStore.compile
+
+    def compiled(self: ProgramStore, programs: Any) -> Any:
+        if current_thread().name.startswith("jvpipe-groups"):
+            begun.set()
+            moved.wait(20)
+        return plain(self, programs)
+
+    moved, m = Event(), CASES["mlp"]()
+    monkeypatch.setattr(ProgramStore, "compile_s", lambda self, programs: 0.0)
+    monkeypatch.setattr(ProgramStore, "compile", compiled)
+    pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), 2, MICRO, planner="even")
+    batch = batches_of(m)[0]
+    state = pipe.init(m.params, batch, m.rng)
+    for _ in range(2):
+        state, _ = pipe.step(state, batch)
+    assert begun.wait(20)
+    since = time.monotonic()
+    state = pipe.migrate(state, jvpipe.Plan.from_cuts([1, 4]))
+    pipe.step(state, batch)
+    took_s = time.monotonic() - since
+    moved.set()
+    pipe.session.grouping.wait()
+    assert took_s < 15
 
 
 @pytest.mark.parametrize(

@@ -285,3 +285,9 @@ def test_processes_that_prepared_a_move_in_unlike_ways_prepare_it_again_together
     first, second = [told for (told,) in runs(2, "unlike")]
     assert (first["losses"], first["moves"]) == (second["losses"], second["moves"])
     assert len(first["moves"]) == 1
+
+
+def test_an_evaluation_for_which_one_process_has_no_memory_is_refused_by_all() -> None:
+    first, second = [told for (told,) in runs(2, "tight")]
+    assert first["loss"] == second["loss"]
+    assert all(" the limit is " in told["refused"] for told in (first, second)), first["refused"]

@@ -157,6 +157,21 @@ def unlike() -> dict[str, Any]:
         return adapted("mlp", "pipedream")
 
 
+def tight() -> dict[str, Any]:
+    """What is said of an evaluation that only the last device has no memory for, and a loss after it."""
+    m, places = CASES["mlp"](), [jax.devices()[0], jax.devices()[-1]]
+    many = jax.tree.map(lambda x: np.resize(x, (256, *x.shape[1:])), m.batch)
+    pipe = pipeline(m, "1f1b", 2, planner="even", devices=places, memory_limit=[10**6, 4000])
+    state = pipe.init(m.params, batches_of(m)[0], m.rng)
+    refused = ""
+    try:
+        pipe.evaluate(state, many)
+    except jvpipe.MemoryLimitExceeded as error:
+        refused = str(error)
+    _, metrics = pipe.step(state, batches_of(m)[0])
+    return {"refused": refused, "loss": float(metrics["loss"]).hex()}
+
+
 def switched() -> dict[str, Any]:
     """The same of a run in which other models take over: layers move, leave, come back and are new."""
     first, batches = MODELS[0], models.batches()
@@ -372,6 +387,7 @@ def begun(process: int, count: int, port: int) -> None:
 KINDS = {
     "adapt": adapted,
     "unlike": unlike,
+    "tight": tight,
     "models": switched,
     "replicas": replicated,
     "groups": grouped,

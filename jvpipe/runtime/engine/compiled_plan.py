@@ -102,6 +102,10 @@ class CompiledPlan:
         # The programs of all rows that were bound, by their keys and devices.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
         self.compile_s = 0.0  # how long these programs took to compile, one after another
+        # What has to be compiled is no `cached_property`: while one thread makes such a property,
+        # Python 3.11 lets no other thread make that of another plan.
+        self._step: Bound | None = None
+        self._peaks: tuple[Peak, ...] | None = None
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
@@ -211,11 +215,14 @@ class CompiledPlan:
         """How tensors between stages lie over the examples; None unless a stage has replicas."""
         return self.replicas.batching if self.replicas else None
 
-    @cached_property
+    @property
     def step(self) -> Bound:
         """A synchronous step."""
-        lowered = lower_step(self.graph, self.layouts(), self.lists, self.optimizer, self.batching)
-        return self.bound(lowered)
+        if self._step is None:
+            layouts, lists, batching = self.layouts(), self.lists, self.batching
+            lowered = lower_step(self.graph, layouts, lists, self.optimizer, batching)
+            self._step = self.bound(lowered)
+        return self._step
 
     @cached_property
     def placing(self) -> Placing:
@@ -313,10 +320,12 @@ class CompiledPlan:
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)
 
-    @cached_property
+    @property
     def peaks(self) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, in any step."""
-        return self.peaks_of(*self.bounds)
+        if self._peaks is None:
+            self._peaks = self.peaks_of(*self.bounds)
+        return self._peaks
 
     @property
     def bounds(self) -> list[Bound]:
