@@ -1,22 +1,18 @@
 """Parses JSON into objects that know the line where they start, so that errors can name the line.
 
 Python's parser does not report lines, but it makes the objects in the order in which they close. A
-search for opening braces outside of strings finds the lines in the order in which objects open. In
-a file of nodes and edges, objects are nested only in the outermost object. This object opens first
-and closes last, and the others close in the order in which they open. So the line of each object is
-known once the first line that was found is put behind all others:
-
-    {"a": [{..}, {..}], "b": [{..}]}        objects open in order 1 2 3 4, close as 2 3 4 1
+search for braces outside of strings finds that order, too, with the line where each object opens.
 """
 
 import bisect
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from jvpipe.profiles.graph_parts import flaw, wrong
 
-_STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
+_STRING_OR_BRACE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}]')
 
 
 class Located(dict[str, Any]):
@@ -85,7 +81,7 @@ class Located(dict[str, Any]):
 
 
 def parse_located(text: str, file: str) -> Located:
-    """Parses a text that holds a JSON object; objects inside it must not contain further objects.
+    """Parses a text that holds a JSON object.
 
     Args:
         text: the text of the file.
@@ -94,12 +90,7 @@ def parse_located(text: str, file: str) -> Located:
     Raises:
         ValueError: the text is not JSON, or an object has the same field twice.
     """
-    newlines = [i for i, letter in enumerate(text) if letter == "\n"]
-    tokens = _STRING_OR_OPENING.finditer(text)
-    openings = [token.start() for token in tokens if token[0] == "{"]
-    # The parser makes each object when it closes. The outermost object opens first and closes last.
-    closing = (*openings[1:], *openings[:1])
-    lines = iter([bisect.bisect(newlines, at) + 1 for at in closing])
+    lines = _lines_as_closed(text)
 
     def locate(pairs: list[tuple[str, Any]]) -> Located:
         located = Located(pairs)
@@ -120,3 +111,14 @@ def parse_located(text: str, file: str) -> Located:
     if not isinstance(whole, Located):
         raise wrong(file, 1, "the file must hold a JSON object")
     return whole
+
+
+def _lines_as_closed(text: str) -> Iterator[int]:
+    """Yields the lines where objects open, in the order in which the objects close."""
+    newlines = [i for i, letter in enumerate(text) if letter == "\n"]
+    opened = list[int]()
+    for token in _STRING_OR_BRACE.finditer(text):
+        if token[0] == "{":
+            opened.append(bisect.bisect(newlines, token.start()) + 1)
+        elif token[0] == "}" and opened:
+            yield opened.pop()
