@@ -132,7 +132,7 @@ class Choices:
 
     @cached_property
     def left_bytes(self) -> PerChoice:
-        """The bytes that choices leave of one micro-batch, and that are held while later layers run."""
+        """The bytes of one micro-batch that choices leave, to be held while later layers run."""
         return self.kept_bytes + self.swapped_bytes
 
     @cached_property

@@ -124,7 +124,7 @@ class Climb:
     ) -> Decision | None:
         """Finds the fastest untried neighbor with moved bounds; None if there is none.
 
-        Only as many as `PLAN.neighbors` are simulated, those with the least lower bounds of seconds.
+        Only `PLAN.neighbors` of them are simulated, those with the least lower bounds of seconds.
         """
         moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
         fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
@@ -182,7 +182,7 @@ class Climb:
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
-        """Returns a plan's rank without simulating: 0 stands for the seconds of a plan that fits."""
+        """Returns a plan's rank without simulating it: a plan that fits counts as 0 seconds."""
         problem = self.problem
         stages = self._stages(decision)
         peak = max(needed_bytes(problem, device_bytes(problem, stages)))
@@ -259,7 +259,7 @@ class Climb:
             yield from self.refitted(bounds)
 
     def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
-        """Yields plans with these bounds: one for each search in `ways`, with the fates that it finds.
+        """Yields plans with these bounds: for each search in `ways`, one with the fates it finds.
 
         Without a limit it yields only the plan that keeps everything, because other fates are not
         faster.

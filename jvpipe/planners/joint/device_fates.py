@@ -2,9 +2,9 @@
 
 The emptiest fates are those with which the device holds the fewest bytes at its fullest moment.
 Devices are searched one by one, because each has a memory limit of its own. A device may run
-several stages, and backwards in halves, in any order. Its stages share its memory limit: at
-each moment of the order, the bytes that all of its stages have in flight are added up. Fates must
-fit at every moment that matters (`Schedule.held` lists these moments).
+several stages, and backwards in halves, in any order. Its stages share its memory limit: at each
+moment of the order, the bytes that all of its stages have in flight are added up. Fates must fit at
+every moment that matters (`Schedule.held` lists these moments).
 
 The searches are those of `stage_fates.py` (fastest) and `min_bytes.py` (emptiest). This file poses
 their questions for a whole device, and remembers the answers.
@@ -136,8 +136,8 @@ class DeviceFates:
         fates = search.least_seconds(FATE.states).choices
         if fates:
             return fates
-        # A search that keeps few states (`dominance.py`) may have dropped all that fit. The emptiest
-        # fates are then tried, because no others are as likely to fit.
+        # A search that keeps few states (`dominance.py`) may have dropped all that fit. Then the
+        # emptiest fates are tried, because no others are as likely to fit.
         taken, fates = fewest_bytes(self.pricing, lot, exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()

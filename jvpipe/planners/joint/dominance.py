@@ -178,8 +178,8 @@ class Growth:
             spare_to_come   the same while an earlier layer of the same stage runs
             most_to_come    the most that these layers hold and work with while one of them runs
             fall_to_come    by how much the bytes that these layers hand over exceed those that they
-                            leave, up to the end of the stage; by layer alone, and only if backwards
-                            are split
+                            leave, up to the end of the stage; an array by layer alone, made only if
+                            backwards are split
         """
         table = self.table
         allowed = table.allowed[self.at]

@@ -119,8 +119,9 @@ class OrderEffort:
         all_cuts: if a placement has at most this many choices of cuts, all are tried.
         in_flight: before list scheduling, fates are asked to leave room for each of these numbers
             of micro-batches in flight on a device's first stage.
-        caps: list scheduling is given room for this many micro-batches per device, times the number
-            of devices. Under a limit, only rooms below the real one are tried, and the real one.
+        caps: list scheduling is given room on each device for this many micro-batches, times the
+            number of devices. Under a limit, only rooms below the real one are tried, and then the
+            real one.
         patiences: of list scheduling (`order_list.py`).
         simulated: how many refined orders are simulated.
         crowded: how many further candidates are simulated if transfers share links, because the

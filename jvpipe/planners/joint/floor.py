@@ -1,4 +1,4 @@
-"""Finds the floor: the plan whose fullest device holds the least. It decides if a limit can be kept.
+"""Finds the floor: the plan whose fullest device holds the least. Lower limits are refused.
 
 One plan is emptier than another if its fullest device holds less. If both hold the same there, the
 second fullest devices decide, and so on.
@@ -144,7 +144,7 @@ def _untimed(problem: Problem) -> Problem:
     cache = dict[int, Costs]()
 
     def untimed(costs: Costs) -> Costs:
-        """Replaces the seconds of costs; groups with the same costs object share the new one too."""
+        """Replaces the seconds of costs; groups that share costs share the new ones too."""
         if id(costs) not in cache:
             layers = tuple(map(_untimed_layer, costs.layers))
             cache[id(costs)] = replace(costs, layers=layers)

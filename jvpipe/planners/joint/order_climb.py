@@ -228,8 +228,8 @@ class _Neighbors:
         step = course.cells + cell
         weight = 2 * course.cells + cell
         if not any(self._bound(weight, other) for other in passed):
-            # Judging the move needs the seconds and bytes of halves. So the backward is split in the
-            # course for a moment.
+            # Judging the move needs the seconds and bytes of halves. So the course has the backward
+            # split for a moment.
             course.cut(cell, half=True)
             every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
             course.cut(cell, half=False)

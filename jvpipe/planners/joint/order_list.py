@@ -10,12 +10,12 @@ ready once its input has arrived. A free device takes the first of these that it
 3. The W of an earlier backward, if that W ends before the next task is ready, or if the device
    does not know yet when another task will be ready.
 
-A backward of the first stage runs whole, and so does a backward that cannot be split. Any other runs
-whole only if what its I hands to its W would not fit, and no earlier W is left that makes room.
+A backward of the first stage runs whole, and so does a backward that cannot be split. Any other
+runs whole only if what its I hands to its W would not fit, and no earlier W is left to make room.
 
 Tasks are listed as they run, so devices that follow the lists never wait for each other in a
-circle. The caller may vary the rules: `eager` puts forwards first, and with `patience` a W may delay
-the next task.
+circle. The caller may vary the rules: `eager` puts forwards first, and with `patience` a W may
+delay the next task.
 
 Times are counted as tasks are taken. `order_course.py` counts those of a complete order; a test
 compares both (tests/planners/joint/test_order_list.py).

@@ -123,8 +123,8 @@ class Rounds:
             kept = loads.kept_bytes[s]
             end_s = device.end_s
             held_bytes = device.held_bytes
-            # Devices are visited from the last to the first, so `ready_s` is when the first backward
-            # of the next device ends. Until its cotangents arrive, there is time for forwards.
+            # Devices are visited from the last to the first, so `ready_s` is when the next device
+            # ends its first backward. Until its cotangents arrive, there is time for forwards.
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
                 needed_s = end_s if self._rule.late else end_s + taking_s
                 if needed_s >= arrives_s:

@@ -92,8 +92,8 @@ def _kept_best(
     if problem.memory_limit_bytes is None:
         return None
     are_many = len(problem.costs.layers) > PLAN.hasty_layers
-    # For many layers the surrogate, too, takes long. It is asked only if the plan with even cuts fits
-    # when everything is kept.
+    # For many layers the surrogate, too, takes long. It is asked only if the plan with even cuts
+    # fits when everything is kept.
     if are_many and not _fits(problem, even(problem)):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)

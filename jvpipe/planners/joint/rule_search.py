@@ -40,8 +40,9 @@ from jvpipe.planners.model.unfolded import on_devices
 class RuledPlan:
     """A plan with an order of tasks, and the seconds of a step in that order.
 
-    `family` names the rule or the search that made the order.
-    `step_s` is counted by `order_course.py`, which leaves out swaps and waits for shared links.
+    `family` names the rule or the search that made the order. `step_s` is counted by
+    `order_course.py`, which leaves out swaps and waits for shared links.
+
     `fates` chooses fates for other cuts of the same placement (the device of each stage). Without
     it, other cuts are tried only if there is no memory limit, because then everything is kept.
     """

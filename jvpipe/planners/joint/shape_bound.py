@@ -65,7 +65,7 @@ def least_step_s(shapes: Shapes) -> float:
 
 
 def _fastest(shapes: Shapes) -> Float[np.ndarray, " layers"]:
-    """Returns the slowness of each layer on its fastest device, as a factor of the costs' seconds."""
+    """Returns the slowness of each layer on its fastest device, as a multiple of the costs."""
     alike = np.ones(shapes.layers)
     every = [np.array(group.slowness or alike) for group in shapes.apart]
     return np.min(every, axis=0) if every else alike

@@ -1,8 +1,8 @@
 """Finds shapes and their cuts together, for one micro-batch size and one order of devices.
 
 This is a dynamic program. A way H_e(i, m) divides the layers after cut i into e stages, which have
-the last m devices of the order. If its first stage has the layers between cuts i and j on r devices,
-the rest of the way is H_(e-1)(j, m - r).
+the last m devices of the order. If its first stage has the layers between cuts i and j on r
+devices, the rest of the way is H_(e-1)(j, m - r).
 
     cuts      0 ....... i ------- j ----------------- end
     devices   ......... [   r    ][      m - r      ]

@@ -47,9 +47,9 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         assert plan is not None, "without a limit there is a plan"
         return plan
     least = _least_reached_bytes(pricing)
-    # Each bound gets a window: the cuts that stages can reach under a limit. `least` is only a bound,
-    # so perhaps no plan keeps it, and larger limits are tried. All plans that keep a limit lie in
-    # its windows. So once the plan that is found keeps the limit, wider windows are not needed.
+    # Each bound gets a window: the cuts that stages can reach under a limit. `least` is only a
+    # lower bound, so perhaps no plan keeps it, and larger limits are tried. All plans that keep a
+    # limit lie in its windows. So once the plan found keeps the limit, no wider windows are needed.
     plan = None
     for slack in (1.02, 1.2, 3.0):
         limit = least * slack
