@@ -14,12 +14,15 @@ in one of these ways:
 Simulating takes long, so all neighbors first get a lower bound: the seconds of a step in which no
 transfer waits for another (`least_steps_s`). They are simulated in the order of these bounds, until
 no neighbor that is left can be faster. A climb ends because each round but the last finds a plan
-of a lower rank, and there are finitely many plans. It ends earlier if no tasks are left to
-simulate.
+of a lower rank (`Rank`), and there are finitely many plans. It ends earlier if it has simulated as
+many tasks as it may.
 
 If links keep devices waiting, the seconds of neighbors differ a lot, and a climb soon ends at a
 local optimum. So the neighbors of the best plan are climbed from too, even if they are slower
-(`around`). After that, tasks are spent on the starting plans that are far behind.
+(`around`). After that, the remaining tasks are spent on the starting plans that are far slower.
+
+Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be changed: a climb goes
+only to plans of a lower rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -94,8 +97,8 @@ class Climb:
         if not starts:
             return None
         near_s = PLAN.near_start * self.rank(starts[0])[0]
-        # Plans near the best are climbed from first, then the neighbors of the best, and then, if
-        # tasks are left, the plans that are far behind.
+        # Plans nearly as fast as the best are climbed from first, then the neighbors of the best,
+        # and then, if tasks are left, the plans that are far slower.
         near = [one for one in starts if self.rank(one)[0] <= near_s]
         best = min(map(self.climbed, near), key=self.rank)
         best = self._climbed_around(best)
@@ -121,7 +124,7 @@ class Climb:
     ) -> Decision | None:
         """Finds the fastest untried neighbor with moved bounds; None if there is none.
 
-        Only the `PLAN.neighbors` with the lowest bounds are simulated.
+        Only `PLAN.neighbors` of them are simulated, those with the least lower bounds of seconds.
         """
         moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
         fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
@@ -179,7 +182,7 @@ class Climb:
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
-        """Returns a plan's rank without simulating the plan: its seconds are 0 if it fits."""
+        """Returns a plan's rank without simulating it: a plan that fits counts as 0 seconds."""
         problem = self.problem
         stages = self._stages(decision)
         peak = max(needed_bytes(problem, device_bytes(problem, stages)))
@@ -240,8 +243,8 @@ class Climb:
     def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
         """Yields plans with bound s moved, alone or with the next bound.
 
-        Under a limit a bound moves by at most `places` cuts. Without one it may move to any cut,
-        because no fates are searched for, so that a neighbor costs little.
+        Under a memory limit, a bound moves by at most `places` cuts. Without a limit it may move to
+        any cut: no fates are searched for, so a neighbor costs little.
         """
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
@@ -256,9 +259,10 @@ class Climb:
             yield from self.refitted(bounds)
 
     def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
-        """Yields a plan with these bounds for each of `ways` to choose fates.
+        """Yields plans with these bounds: for each search in `ways`, one with the fates it finds.
 
-        Without a limit it yields only the plan that keeps everything, because no other is faster.
+        Without a limit it yields only the plan that keeps everything, because other fates are not
+        faster.
         """
         if self.problem.memory_limit_bytes is None:
             yield Decision.keeping_all(bounds)

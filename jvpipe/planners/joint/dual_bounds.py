@@ -221,14 +221,15 @@ class Pricing:
 
 
 class _Point(NamedTuple):
-    """The dual function of each relaxation at one mu: the bound that the prices prove.
+    """The dual function of each relaxation at one mu and one alpha: the bound that they prove.
 
     Attributes:
         mu: the price of a byte.
         dual: the bound in seconds.
-        over: its slope in mu: by how much the held bytes of the cheapest choices exceed the room.
-        compute_over_link: its slope in alpha: by how much their compute seconds exceed their link
-            seconds.
+        over: the dual's slope in mu: by how much the held bytes of the cheapest choices exceed the
+            room.
+        compute_over_link: the dual's slope in alpha: by how much compute, with these choices, takes
+            longer than the link.
     """
 
     mu: np.ndarray

@@ -106,7 +106,8 @@ class _Search:
     """A search in progress.
 
     Attributes:
-        seen: the rough plan of each path seen so far; None if a pin or a limit forbids it.
+        seen: the rough plan of each path seen so far; None if a limit forbids it, or a pin, which
+            is a part of the shape that the user has fixed.
         simulated: the plans that were simulated.
         climbed: the paths that were climbed from.
     """
@@ -220,10 +221,7 @@ class _Search:
             yield Ground(self.segments, size, few, (1,), cuts)
 
     def counted(self, path: Path) -> RoughPlan | None:
-        """Makes the rough plan of a path; None if the path does not fit or breaks a pin.
-
-        A pin is a part of the shape that the user has fixed.
-        """
+        """Makes the rough plan of a path; None if the path does not fit or breaks a pin."""
         if path in self.seen:
             return self.seen[path]
         shape, bounds = path
