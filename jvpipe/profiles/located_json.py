@@ -4,7 +4,7 @@ Python's parser does not report lines, but it makes the objects in the order in 
 search for opening braces outside of strings finds the lines in the order in which objects open. In
 a file of nodes and edges, objects are nested only in the outermost object. This object opens first
 and closes last, and the others close in the order in which they open. So the line of each object is
-known once the first line that was found is put behind all others:
+known once the first line that was found is moved to the end of the list:
 
     {"a": [{..}, {..}], "b": [{..}]}        objects open in order 1 2 3 4, close as 2 3 4 1
 """

@@ -301,7 +301,7 @@ def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
 
 
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
-    """Words the message for fewer micro-batches than devices.
+    """Writes the message about fewer micro-batches than devices.
 
     The idle share in it assumes that stages are equal and backwards are whole.
     """
