@@ -182,7 +182,7 @@ class _Plans:
 
 
 class _Search:
-    """The dynamic program: T_PL(j, g) for all j and all g that occur, those of few devices first.
+    """The dynamic program: T_PL(j, g) for all j and all g that occur, the smallest g first.
 
     Attributes:
         known: the plans for each g, by the devices that g leaves free.

@@ -108,7 +108,7 @@ def refine(
     total: OverJ,
     crossing: OverJ,
 ) -> tuple[int, ...]:
-    """Moves each bound to the cut of the fewest bytes between its neighbors among coarse bounds.
+    """Moves each bound, between its coarse neighbors, to where it cuts the fewest bytes.
 
     The slower of the two stages beside a bound may take longer than at the best balance, at most by
     the factor 1 + `PAPER.imbalance`.

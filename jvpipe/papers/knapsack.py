@@ -50,7 +50,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments without swaps, except those that another one is as good as."""
+    """Lists each layer's treatments without swaps; those no better than another are left out."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)

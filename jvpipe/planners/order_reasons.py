@@ -89,7 +89,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Explains an order that a search found, beside its lower bound and the rules of schedules."""
+    """Explains an order that a search found; compares it with the bound and usual schedules."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (

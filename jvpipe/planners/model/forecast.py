@@ -166,7 +166,8 @@ def _lists(
 ) -> TaskLists:
     """Lists the tasks of `count` micro-batches, with the updates.
 
-    A synchronous step ends with its updates. In a stream, each period has an update.
+    A synchronous step ends with its updates. In a stream, a stage has one in each
+    `Schedule.period`.
 
     Args:
         schedule: the schedule that makes the tasks.

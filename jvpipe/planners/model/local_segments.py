@@ -167,11 +167,11 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # One stage of three stands for this one; `near` is its position from the end. The second
-        # stands for stages with fewer micro-batches in flight than the stage before: values arrive
-        # early there. The first, where no value arrives early, stands for stages that have all
-        # micro-batches in flight, as the stages before them have. `more` counts the micro-batches
-        # that this stage has in flight and the one of the three has not.
+        # One stage of three stands in for this stage; `near` is its position from the end. The
+        # second stage stands in for stages with fewer micro-batches in flight than the stage before
+        # them has: values arrive early there. The first stage, where no value arrives early, stands
+        # in for stages that have all micro-batches in flight, as the stages before them have. This
+        # stage has `more` micro-batches in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes
@@ -192,7 +192,7 @@ class LocalSegments:
         return KeepAll(problem, cuts=self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
-        """Counts for how long each segment's all-reduce of gradients outlasts its backward.
+        """Counts the seconds that each segment's all-reduce of gradients adds to a step.
 
         Args:
             b: how many examples the local batch has.
@@ -205,16 +205,16 @@ class LocalSegments:
             return whole_s
         _, backward_s = self.layer_s(b)
         hidden_s = between(sums(backward_s), self.coarse, self.coarse)
-        # The latency counts even if the backward is longer than the all-reduce.
+        # The backwards hide the all-reduce, except for its latency and what is longer than they.
         shown_s = np.maximum(whole_s - hidden_s, link.latency_s)
         return np.where(whole_s > 0, shown_s, 0.0)
 
     def counts(self, size: int) -> tuple[int, ...]:
         """Lists the numbers of replicas worth comparing, for micro-batches of `size` examples.
 
-        The replica with the largest share sets the time, so only the fewest replicas with the same
-        largest share are listed. For 16 examples the largest share of 4 or 5 replicas is 4, and
-        that of 8 to 15 replicas is 2. So 4 and 8 are listed, and the other numbers are not.
+        The replica with the largest share sets the time. So if several numbers of replicas have the
+        same largest share, only the smallest of them is listed. For 16 examples the largest share
+        of 4 or 5 replicas is 4, and that of 8 to 15 replicas is 2. So of these, 4 and 8 are listed.
         """
         devices = min(self.shapes.devices, size)
         # Later entries replace earlier ones, so that the fewest replicas stay for each share.

@@ -284,7 +284,7 @@ class Segments:
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Returns each layer's bytes of shared values that no layer from i up to it has read."""
+        """Returns each layer's bytes of shared values of which it is the first reader from i on."""
         return self._tensors.at(i, self.n)
 
     def at_work(
@@ -434,7 +434,9 @@ def surely_spared_bytes(
     ends: Cuts,
     replicas: int,
 ) -> Grid:
-    """Returns lower bounds of the bytes of optimizer state that sharing spares each replica.
+    """Returns, for each segment, a lower bound of the optimizer state that a replica is spared.
+
+    A replica is spared state because the replicas of a stage divide the state among them.
 
     Layers are packed by the size of their state, the largest first, each onto the replica that
     holds least (`shared_state.py`). Let x be the last size packed onto the replica that ends up

@@ -33,7 +33,7 @@ largest `beyond` of its stages (`joint_bytes` in `stage_cost.py`).
 
 On a stage of several devices the legend holds for each device. A device works on its share of a
 micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Gradients are added
-up after the stage's backwards, when nothing is in flight. So `peak` takes the maximum of both.
+up after the stage's backwards, when nothing is in flight. So `peak` takes a maximum, not a sum.
 """
 
 from collections.abc import Iterator, Sequence
