@@ -1,4 +1,4 @@
-"""Cuts a model evenly: each stage gets the same number of layers, or devices get equal seconds."""
+"""Cuts a model evenly: stages get equally many layers, or devices get nearly equal seconds."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,9 +1,9 @@
-"""Rough costs of segments at each local batch, by which shapes are compared before planning.
+"""Rough costs of segments (possible stages) at each local batch, by which shapes are compared.
 
 Legend: a shape says how many devices (replicas) each stage has. A micro-batch of mu examples on r
 replicas gives each replica a local batch of at most b = ceil(mu / r) examples. The coarse cuts are
-a few of the allowed cuts. A grid's entry (i, j) is for the segment, or possible stage, from the
-i-th to the j-th coarse cut.
+a few of the allowed cuts. A grid's entry (i, j) is for the segment from the i-th to the j-th coarse
+cut.
 
 The costs are rough in two ways. A stage keeps everything if that fits the limit, and otherwise
 recomputes everything. The number of micro-batches in flight is that of 1F1B, which depends only on

@@ -185,8 +185,8 @@ class Segments:
         stages before this one, because a stage has at least one layer.
 
         Args:
-            more: for d = 1, 2, ...: how many micro-batches more are in flight d stages before this
-                one than d - 1 stages before it.
+            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, minus
+                those in flight d - 1 stages before this one.
             starts: where segments begin.
             ends: where they end.
         """
