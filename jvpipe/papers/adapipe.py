@@ -77,7 +77,7 @@ class Suffix:
 
     @staticmethod
     def empty(layers: int) -> "Suffix":
-        """Returns the suffix without stages, which begins behind the last layer."""
+        """Returns the suffix without stages, which begins after the last layer."""
         nothing = np.full(layers + 1, np.inf)
         nothing[layers] = 0.0
         return Suffix(
@@ -94,7 +94,7 @@ def try_adapipe(problem: Problem) -> Decision | None:
     n = len(problem.costs.layers)
     suffixes = [Suffix.empty(n)]
     for s in reversed(range(problem.stages)):
-        # Only the suffix behind stage s is needed, so one pass from the last stage is enough.
+        # Only the suffix after stage s is needed, so one pass from the last stage is enough.
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
@@ -115,7 +115,7 @@ def _before(
     segments: Segments,
     recomputation: Recomputation,
 ) -> Suffix:
-    """Finds the best stages from s on, given those behind s: one step of the dynamic program."""
+    """Finds the best stages from s on, given those after s: one step of the dynamic program."""
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1
     steady_steps = max(0, problem.microbatches - problem.stages)

@@ -33,7 +33,7 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
     """Returns the MSPS of a change, whose overhead is its recomputation and all of its copies.
 
-    No copy counts as hidden, because `optimize` takes swaps that can be hidden before.
+    No copy counts as hidden: `optimize` has already taken the swaps that can be hidden.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s

@@ -7,8 +7,8 @@ Legend, in the paper's symbols where it has them:
                 machine the number of its other devices
     T_PL(j, g)  the least L found with the first j layers on the devices g, and the other layers as
                 one stage on all free devices
-    F_s, B_s    forward and backward seconds of stage s for the slice of a micro-batch that one of
-                its devices computes
+    F_s, B_s    forward and backward seconds of stage s for the share of a micro-batch that one of
+                its devices works on
     AR_s        seconds of the all-reduce of stage s's gradients over its devices
 
 Each plan for (j, g) is extended by one more stage that ends at layer j' and takes m' devices g'.
@@ -37,7 +37,9 @@ from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
 Free = tuple[int, ...]
+"""For each machine, a number of its devices: those that are free, or those that are taken."""
 Places = tuple[int, ...]
+"""Devices, by their numbers."""
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
@@ -134,7 +136,7 @@ POLICIES = fresh_first, append_first, scatter_first
 
 @dataclass(eq=False)
 class _Plans:
-    """The plans behind T_PL(j, g) for one g; each attribute has one item for each j.
+    """The plans whose L is T_PL(j, g), for one g; each attribute has one item for each j.
 
     Attributes:
         latency_s: L of the plan; infinite if there is no plan.
@@ -171,7 +173,7 @@ class _Plans:
         return [Phases(*every[:, s]) for s in range(longest)]
 
     def stages(self, j: int) -> list[tuple[int, Places]]:
-        """Lists the stages of the plan for j, each as the place where it ends and its devices."""
+        """Lists the stages of the plan for j, each as the index of its last cut and its devices."""
         before = self.before[j]
         if before is None:
             return []
@@ -180,14 +182,14 @@ class _Plans:
 
 
 class _Search:
-    """The dynamic program: T_PL(j, g) for all j and all g that occur, in order of devices in g.
+    """The dynamic program: T_PL(j, g) for all j and all g that occur, the smallest g first.
 
     Attributes:
         known: the plans for each g, by the devices that g leaves free.
         best: the best plan so far that keeps the limits, as its shape and bounds.
         best_s: L of that plan, counted with its real number of micro-batches in flight.
         left_s: for each cut, a lower bound on the sum of all devices' seconds for the layers
-            behind the cut.
+            after the cut.
     """
 
     def __init__(self, segments: LocalSegments, size: int) -> None:
@@ -211,7 +213,7 @@ class _Search:
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
-        """Returns for each cut a lower bound on all devices' seconds for the layers behind it."""
+        """Returns for each cut a lower bound on all devices' seconds for the layers after it."""
         # If r devices share a layer, they take r times the seconds of a share in all. The least of
         # this over all r bounds the layer's seconds from below, whichever r a plan has.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
@@ -244,7 +246,7 @@ class _Search:
         return self.best
 
     def _extend_by(self, free: Free, m: int) -> None:
-        """Adds one more stage on m devices, which each policy chooses; equal choices count once."""
+        """Adds one more stage on m devices; each choice that a policy makes is tried once."""
         for taken in dict.fromkeys(policy(free, self.whole, m) for policy in POLICIES):
             self.extend(free, taken)
 
@@ -307,7 +309,7 @@ class _Search:
             self.judge(after, int(better[fastest]))
 
     def judge(self, free: Free, j: int) -> None:
-        """Evaluates the plan behind T_PL(j, g) with its real number of micro-batches in flight.
+        """Evaluates the plan of T_PL(j, g) with its real number of micro-batches in flight.
 
         The plan becomes the best one if it keeps the limits and its L is less than the best one's.
         """
@@ -396,7 +398,7 @@ class _Search:
         Args:
             before: the plans.
             places: the devices of the new stage.
-            rows: for each plan, the place among the cuts where it ends.
+            rows: for each plan, the index of the cut at its end.
         """
         senders = (before.places[j] for j in rows)
         ways = [self.way(sender, places) if sender else (0.0, 0.0) for sender in senders]

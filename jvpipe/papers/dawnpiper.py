@@ -2,7 +2,7 @@
 
 Paper: Peng et al., "DawnPiper", 2025, theorem 4.1, algorithms 1 and 2.
 
-Legend, in the paper's symbols; a bound is the place between two groups of consecutive stages:
+Legend, in the paper's symbols; a bound is a cut between two groups of consecutive stages:
     cb          the compute-balanced bound: both groups have equal seconds per stage
     mb          the memory-balanced bound: both groups fill their devices equally
     phi         the number of bounds from cb to mb
@@ -60,7 +60,7 @@ class StageGroup:
 class BinaryPartition:
     """The search for the best stages of each segment.
 
-    A segment is the layers between two bounds. Arguments p, q and b are places of bounds in the
+    A segment is the layers between two bounds. Arguments p, q and b are indices of bounds in the
     list `bounds`: p begins the segment, q ends it, and b is between them.
 
     Args:
@@ -98,10 +98,10 @@ class BinaryPartition:
         """Finds cb: the bound from p to q whose sides have the most nearly equal seconds per stage.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             left: the number of stages before cb.
-            right: the number of stages behind it.
+            right: the number of stages after cb.
         """
         # The running seconds at which the left side has its share.
         inside_s = self.seconds[q] - self.seconds[p]
@@ -121,11 +121,11 @@ class BinaryPartition:
         """Returns a lower bound on the slowest stage's seconds: the larger mean of the two sides.
 
         Args:
-            p: the place of the segment's first bound.
-            b: the place of the bound between the two sides.
-            q: the place of the segment's last bound.
+            p: the index of the segment's first bound.
+            b: the index of the bound between the two sides.
+            q: the index of the segment's last bound.
             left: the number of stages before b.
-            right: the number of stages behind b.
+            right: the number of stages after b.
         """
         before_s = self.seconds[b] - self.seconds[p]
         behind_s = self.seconds[q] - self.seconds[b]
@@ -145,8 +145,8 @@ class BinaryPartition:
         finds the smallest level at which the stages hold all layers from p to q.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             first: the first stage.
             middle: the stage that begins at mb.
             last: one more than the last stage.
@@ -191,7 +191,7 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> int:
-        """Moves a bound so far inside that each stage on either side can have a layer."""
+        """Moves a bound inward until each stage on either side can have a layer."""
         return max(p + left, min(q - right, b))
 
     def between(
@@ -205,8 +205,8 @@ class BinaryPartition:
         """Lists the bounds that theorem 4.1 leaves, from cb to mb, at most `PAPER.bounds`.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             first: the first stage.
             middle: the stage that begins at the listed bounds.
             last: one more than the last stage.
@@ -231,8 +231,8 @@ class BinaryPartition:
 
         Args:
             s: the number of the stage.
-            p: the place of the bound at which it begins.
-            q: the place of the bound at which it ends.
+            p: the index of the bound at which it begins.
+            q: the index of the bound at which it ends.
         """
         changes = self.changes[self.segments.in_flight[s]]
         begin = self.bounds[p]
@@ -258,8 +258,8 @@ class BinaryPartition:
         """Plans stages with the layers between bounds p and q; None if nothing fits.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             first: the first stage.
             last: one more than the last stage.
         """

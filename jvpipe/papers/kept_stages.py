@@ -1,7 +1,7 @@
 """The seconds and bytes of all segments with every residual kept, for planners without fates.
 
 A grid has a row for each cut at which a segment may begin and a column for each cut at which it may
-end, like the grids of `KeepAll`. An entry is infinite if its end is not behind its begin.
+end, like the grids of `KeepAll`. An entry is infinite if the segment would have no layer.
 """
 
 from collections.abc import Sequence
@@ -64,5 +64,5 @@ class KeptStages(KeepAll):
         )
 
     def decision(self, places: Sequence[int]) -> Decision:
-        """Returns the decision with the cuts at some places of the grid."""
+        """Returns the decision with some of the cuts, given by their rows in the grids."""
         return Decision.keeping_all([int(self.cuts[place]) for place in places])

@@ -4,10 +4,11 @@ Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Effi
 Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
 
 A pass of Kernighan-Lin exchanges vertices between the two sides of a graph until each vertex has
-been moved once, and keeps the best state on its way. Here each side is a run of consecutive layers,
-as stages are. So only the vertices next to the bound between the sides can change sides, and a pass
-walks that bound over all places. Its result is therefore the best bound of all: among the bounds
-that balance the sides' seconds within a tolerance, the one that cuts the fewest bytes.
+been moved once, and keeps the best division that it meets. Here the layers of each side are
+consecutive, as those of a stage are. So only the vertices next to the bound between the sides can
+change sides, and a pass moves that bound to all its possible positions. Its result is therefore the
+best bound of all: among the bounds that balance the sides' seconds within a tolerance, the one that
+cuts the fewest bytes.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,8 @@ def coarse_bounds(
         problem: the problem to plan.
         fine: the bounds at which the model may be cut.
         total: the running seconds up to each layer.
-        heaviest_s: the most seconds of a vertex, unless it is a single piece between fine bounds.
+        heaviest_s: the most seconds of a vertex. Layers between two neighboring fine bounds are
+            never divided, even if they take more.
     """
     layers = len(problem.costs.layers)
     # Entry i: how many edges begin to pass by at layer i, minus how many have ended there.
@@ -106,7 +108,7 @@ def refine(
     total: OverJ,
     crossing: OverJ,
 ) -> tuple[int, ...]:
-    """Moves each bound to where it cuts the fewest bytes, between the coarse bounds beside it.
+    """Moves each bound, between its coarse neighbors, to where it cuts the fewest bytes.
 
     The slower of the two stages beside a bound may take longer than at the best balance, at most by
     the factor 1 + `PAPER.imbalance`.

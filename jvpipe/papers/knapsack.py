@@ -50,7 +50,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments without swaps that no other one matches in every number."""
+    """Lists each layer's treatments without swaps; those no better than another are left out."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
@@ -131,8 +131,8 @@ class Knapsack:
         """Yields i and table[j, q], for i from the last layer down to 0; the table is reused.
 
         Args:
-            ends: for each i the last j that is needed; rows behind it are not brought up to date.
-                It must not rise as i falls.
+            ends: for each i the last j that is needed; later rows are not brought up to date. This
+                last j must not rise as i falls.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
@@ -196,8 +196,8 @@ class Knapsack:
             rest = options[0].min(0)
         choices, left = [], quanta
         for layer, option in zip(range(i, j), options, strict=True):
-            # The minimum of `option` over items gave the table of least seconds. So the item with
-            # the smallest entry is the one behind that minimum.
+            # The least seconds are the minimum of `option` over items. So the item with the
+            # smallest entry is the one that gives them.
             best = int(option[:, left].argmin())
             choices.append(self.layers[layer][best].choice)
             left -= self.weights[layer][best]

@@ -67,7 +67,7 @@ def one_each(
         shapes: the model, its costs and the cluster.
         size: the examples of a micro-batch.
         stages: the number of stages.
-        cuts: the places at which a stage may begin or end.
+        cuts: the bounds at which a stage may begin or end.
     """
     # Layers between two neighboring cuts stay together.
     spans = [range(a, b) for a, b in pairwise(map(int, cuts))]

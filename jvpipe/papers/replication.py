@@ -117,7 +117,7 @@ class _Pipelines:
 
     Attributes:
         cost: A^k(., ., m).
-        begins: the place c at which the last stage begins.
+        begins: c, the cut at which the last stage begins, as an index.
         parts: m', the number of parts that the last stage is on.
     """
 

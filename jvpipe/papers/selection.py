@@ -95,7 +95,7 @@ class FateChanges:
         self._found: dict[tuple[int, int], list[FateChange]] = {}
 
     def after(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer that is at a choice."""
+        """Lists the changes of a layer's choice from this one to others that hold fewer bytes."""
         if (layer, choice) not in self._found:
             *options, again = self.layers[layer]
             now = self.layers[layer][choice]
@@ -121,14 +121,14 @@ class FateChanges:
         return self._found[layer, choice]
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer at a choice that swap more and recompute no more."""
+        """Lists those changes from a layer's choice that swap more and recompute no more."""
         swapping = (x for x in self.after(layer, choice) if x.swapped_bytes > 0)
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the best change that swaps no more: the one that saves most bytes per second.
+        """Lists one change from a layer's choice: of those that swap no more, the best.
 
-        If every change swaps more, the list is empty.
+        It saves the most bytes per second. If every change swaps more, the list is empty.
         """
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         if not changes:
@@ -176,7 +176,7 @@ class Selection:
         return range(self.first, self.first + len(self.choices))
 
     def later_s(self, layer: int) -> float:
-        """Returns the forward and backward seconds of the stage's layers behind one of them."""
+        """Returns the forward and backward seconds of the stage's layers after one of them."""
         total = self._through_s
         return float(total[self.layers.stop] - total[layer + 1])
 
@@ -276,8 +276,9 @@ class Selection:
         change that is refused is dropped.
 
         Args:
-            changes: lists the changes of a layer that is at a choice.
-            score: returns how good a change is, at the time when its layer gets to the choice.
+            changes: lists the changes of a layer from its present choice.
+            score: returns how good a change is. It is asked once, when the layer gets the choice
+                that the change starts from.
             allowed: tells whether a change may be taken now.
         """
 

@@ -106,7 +106,7 @@ def _migrate(
     allowed: Sequence[int],
     stages_of: Callable[[Sequence[int]], list[Selection]],
 ) -> tuple[int, ...] | None:
-    """Takes a layer from the slowest stage, for the nearest target with which the plan gets better.
+    """Moves a layer out of the slowest stage, towards the nearest target that improves the plan.
 
         bounds before    0   3   5   7        the slowest stage is 0, the target is stage 2: every
         bounds after     0   2   4   7        bound between the two moves by one towards stage 0
@@ -133,8 +133,8 @@ def _migrate(
         step = -1 if target > slowest else 1
         moved = list(bounds)
         for s in between[1:]:
-            # Every bound between the two stages moves by one place, so that each stage between them
-            # gets one layer and gives one away.
+            # Every bound between the two stages moves to the allowed bound next to it, so that each
+            # stage between them gets a layer and passes a layer on.
             moved[s] = allowed[place[bounds[s]] + step]
         if target == slowest or any(a >= b for a, b in pairwise(moved)):
             continue

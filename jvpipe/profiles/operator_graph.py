@@ -74,34 +74,34 @@ def operator_costs(
     (Edge(producer=0, readers=(1,), bytes=50, name='node1', differentiable=False),)
     """
     node = {operator.id: operator for operator in operators}
-    home = _homes(operators)
+    layer_of = _layers_of(operators)
     colors: dict[object, list[int]] = {}
     backward: dict[int, list[Operator]] = {}
     for operator in operators:
-        if home[operator.id] == operator.id:
+        if layer_of[operator.id] == operator.id:
             colors.setdefault(operator.color, []).append(operator.id)
         if operator.is_backward:
-            backward.setdefault(home[operator.id], []).append(operator)
+            backward.setdefault(layer_of[operator.id], []).append(operator)
     sent = []
     for (source, target), seconds in edges.items():
         # An edge from a forward operator to a backward one needs no transfer of its own if the
         # target's layer has a forward operator: its forward leaves the value on the device.
-        at_home = node[target].is_backward == node[home[target]].is_backward
-        if node[source].is_backward or at_home:
+        needs_transfer = node[target].is_backward == node[layer_of[target]].is_backward
+        if node[source].is_backward or needs_transfer:
             sent.append(
                 _Sent(
                     node[source],
-                    home[source],
-                    home[target],
+                    layer_of[source],
+                    layer_of[target],
                     seconds,
                 )
             )
-    layers = [operator.id for operator in operators if home[operator.id] == operator.id]
-    groups = pieces_of(layers, _order(sent, node), colors.values())
+    layers = [operator.id for operator in operators if layer_of[operator.id] == operator.id]
+    pieces = pieces_of(layers, _order(sent, node), colors.values())
     # In this order, layers that must share a stage are neighbors.
-    in_order = chain.from_iterable(groups)
+    in_order = chain.from_iterable(pieces)
     place = {layer: i for i, layer in enumerate(in_order)}
-    together = [tuple(place[x] for x in group) for group in groups if len(group) > 1]
+    together = [tuple(place[x] for x in piece) for piece in pieces if len(piece) > 1]
     costs = [_layer(node[layer], backward.get(layer, ())) for layer in place]
     return Costs(
         tuple(costs),
@@ -111,13 +111,13 @@ def operator_costs(
     )
 
 
-def _homes(operators: Sequence[Operator]) -> dict[int, int]:
+def _layers_of(operators: Sequence[Operator]) -> dict[int, int]:
     """Returns, for the id of each operator, the id of the layer that it belongs to."""
     first = {operator.color: operator.id for operator in reversed(operators)}
     last = {operator.color: operator.id for operator in operators if not operator.is_backward}
     # A color without a forward operator is a layer of its own, with the id of its first operator.
-    layer_of = first | last
-    return {x.id: layer_of[x.color] if x.is_backward else x.id for x in operators}
+    of_color = first | last
+    return {x.id: of_color[x.color] if x.is_backward else x.id for x in operators}
 
 
 def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:

@@ -33,7 +33,7 @@ LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7
 
 
 def check_format(path: str | Path) -> None:
-    """Raises ValueError unless a picture can have the suffix of a path.
+    """Raises ValueError unless a path's suffix is a format that pictures can be written in.
 
     >>> check_format("plan.json")
     Traceback (most recent call last):

@@ -19,7 +19,7 @@ from jvpipe.util.sizes import MOST_S
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one step. What the names of some do not say:
+    """The metrics of one step, and what some of the names mean:
 
         step               counts from 1
         peak_bytes         the most bytes on each device
@@ -32,10 +32,10 @@ class StepMetrics:
         elapsed_s          seconds of training so far, with evaluations and checkpoints, over all
                            starts of the run
 
-    A metric that a run does not have is left out of the line:
+    A metric that a run does not have is left out of the step's line:
 
         tokens_per_s       if the batch has no leaf of tokens
-        mfu                (`jvpipe.cost.utilization`) if the peak of a device is unknown
+        mfu                (`jvpipe.cost.utilization`) if the peak rate of a device is unknown
         held_out_loss      if there was no evaluation after the step
         aux                (scalars by name) if the loss returns none
         architecture       (the names of the model's blocks) outside of a search

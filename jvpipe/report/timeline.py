@@ -83,7 +83,9 @@ def joined(pictures: Sequence[Picture]) -> Picture:
 
 
 def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
-    """Yields both ends of each copy, first the one where it leaves; skips copies with one end.
+    """Yields both ends (hops) of each copy, the end where it leaves first.
+
+    A copy of which only one end is known is skipped.
 
     Different threads measure the two ends, and one may wake late. A copy that would arrive before
     it leaves is made to leave when it arrives.

@@ -31,7 +31,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what is not written yet; no call follows."""
+        """Writes what is not written yet. This is the last call."""
         ...
 
 

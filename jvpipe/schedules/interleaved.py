@@ -14,9 +14,9 @@ zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that no device has
-to wait until its first one is back from the last device. There are as many rounds as possible, and
-their sizes differ by at most one. So for every M >= S a step with whole backwards takes
+Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that no device
+waits for the first of them to come back from the last device. There are as many rounds as possible,
+and their sizes differ by at most one. So for every M >= S a step with whole backwards takes
 (M + (S - 1) / v) (F + B), where F and B are the seconds of all chunks of a device for one
 micro-batch. On each stage backwards run in ascending order, as under every other schedule.
 """
@@ -77,12 +77,12 @@ class InterleavedLists:
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
 
     def _warm(self, hops: int, first_round: int) -> int:
-        """Counts the forwards before a device's first backward.
+        """Counts the forwards before a device begins to run forwards and backwards in turn.
 
         The first backward is one of the last chunk, so the whole first round passes all earlier
         chunks before it. In the last chunk, micro-batch 0 goes through the `hops` later devices and
-        comes back. Other forwards fill the time until it has arrived there. With several chunks and
-        whole backwards, they fill the time until it is back, too.
+        comes back. Other forwards fill the time of its way there. With several chunks and whole
+        backwards, they fill the time of its way back, too.
 
         Args:
             hops: the number of devices after this one.
@@ -106,8 +106,8 @@ class Interleaved(Schedule):
     """The schedule of 1F1B over several chunks per device.
 
     Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a backward runs
-    in two halves, and the second half comes some backwards later than the first. `late` has their
-    number for each device: with 0 the device runs whole backwards. By default device d has d.
+    in two halves, and the second half comes some backwards later than the first. `late` says how
+    many, for each device; a device that is given 0 runs whole backwards. By default device d has d.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')

@@ -8,8 +8,8 @@ of time, and each task takes one unit. With S = 3 stages and M = 4 micro-batches
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
 On stage s, at most min(S - s, M) micro-batches are in flight: their forward has run there, and
-their backward has not. With more of them, up to 2 (S - s) - 1 ("eager", DAPPLE's policy B), sends
-are hidden if one takes at most half as long as a forward and a backward.
+their backward has not. With 2 (S - s) - 1 in flight ("eager", DAPPLE's policy B), sends cost no
+time in the long run if a send takes at most half as long as a forward plus a backward.
 
 Let K[s] be the most micro-batches in flight on stage s, and let F, B and c be the seconds of a
 forward, of a backward and of a send. A round trip from stage a to stage b and back lets K[a] - K[b]
@@ -76,7 +76,7 @@ class OneFOneB(Schedule):
     """The schedule of 1F1B with a choice of how many micro-batches are in flight.
 
     More micro-batches in flight hide sends, and take more memory. With `eager`, device d of S has
-    2 (S - d) - 1. `most` gives a number for each device. Without both, it is plain 1F1B.
+    at most 2 (S - d) - 1. `most` has a number for each device. Without either, it is plain 1F1B.
 
     >>> OneFOneB(eager=True).name, OneFOneB(most=[3, 2, 1]).name
     ('1f1b-eager', '1f1b-most-3-2-1')

@@ -2,6 +2,10 @@
 
 The counts that planners need follow from the lists of tasks, such as the micro-batches in flight
 (`Schedule.in_flight`). So a new schedule gives its lists, and no formulas for such counts.
+
+Gradients are added up in the order of a stage's backwards. All schedules here run them in ascending
+order of micro-batches, so that the results of synchronous ones are bitwise identical. A schedule
+with another order is allowed, and rounds differently.
 """
 
 import logging
@@ -301,7 +305,7 @@ def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
 
 
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
-    """Words the message for fewer micro-batches than devices.
+    """Writes the message about fewer micro-batches than devices.
 
     The idle share in it assumes that stages are equal and backwards are whole.
     """

@@ -67,7 +67,7 @@ class VeeLists:
     def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
         match self.memory:
             case "full":
-                # The phases need 2 S - 1 micro-batches. If a step has fewer, the rest is left out.
+                # The phases need 2 S - 1 micro-batches. If a step has fewer, the others are dropped.
                 work = _full(d, devices, max(microbatches, 2 * devices - 1))
             case "half" | "least":
                 work = _repeated(_slots(self.memory, d, devices), microbatches)

@@ -157,7 +157,7 @@ class TaskGraph:
 
     @cached_property
     def _levels(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Levels of tasks: for each, the numbers of its tasks, and the tasks that each waits for.
+        """For each level of tasks, their numbers, and the numbers of those that each waits for.
 
         The level of a task is the number of tasks on the longest path to it. So a task waits only
         for tasks on lower levels, and all starts of a level are computed at once. The second array

@@ -8,8 +8,8 @@ rules keep a device from ever holding more than the ledger counts:
 
     FREE    holds back all later rows of its device, and all later copies to its device
     IN      waits for the last program that was dispatched to its device before
-    FEED    waits as IN does, if it takes no time. A FEED that takes time waits for the last program
-            but one, so that it can run beside the last one
+    FEED    waits as IN does, if it takes no time. A FEED that takes time waits for the program
+            before that one, so that it can run beside the last program
 
 On some devices (CUDA) a buffer can be used only after all work that was enqueued there before the
 buffer was made (`buffers_wait`). There a copy from another device also waits for the last program

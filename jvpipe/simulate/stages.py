@@ -14,9 +14,9 @@ the lists this module makes these tasks, for each stage and micro-batch:
 
 A device holds the swapped values of at most two micro-batches at a time. Two rules keep this bound:
 
-    F     waits for all OUTs of earlier forwards on the device but the last. In the drawing F2 waits
-          for OUT0, so that only the values of F1 are left when F2 makes its own.
-    IN    waits until the B before its own begins, and for the last OUT before that B. In the
+    F     waits for the OUTs of all earlier forwards on the device, except the last OUT. In the
+          drawing F2 waits for OUT0, so that only the values of F1 are left when F2 makes its own.
+    IN    waits until the B before its own begins, and until the last OUT before that B ends. In the
           drawing IN2 waits for B1 to begin, because then the values that B0 has read are gone.
 
     device    F0 F1 F2 F3 ...  B0 B1 B2
@@ -39,7 +39,7 @@ the same. With swaps, two rules differ:
 
     task                    waits in rows for              waits here for
     F before the first B    all OUTs that are not done     all OUTs but the last one (GPipe)
-    IN                      the end of the task before     the begin of the B before its own (1F1B)
+    IN                      the end of the task before     the start of the B before its own (1F1B)
 
 For random loads with swaps, rows took between 0.8 and 1.25 times as long. Both times lie between a
 step whose copies take no time and that step plus the seconds of all its copies.
@@ -194,8 +194,8 @@ class StageWork:
         what = "stage" if self.stages == len(devices) else "device"
         names = [f"{what} {d}" for d in devices]
         names += [f"{what} {d} host" for d in devices]
-        # Two devices have only one link in each direction. Modulo 4, the names of the other two
-        # links, which are not used, name no device.
+        # Two devices have only one link in each direction. The other two names are not used: modulo
+        # 4 they name devices that do not exist.
         loop = len(devices) if len(devices) > 2 else 4
         for step in (1, -1):
             names += [f"{what} {d} to {(d + step) % loop}" for d in devices]
@@ -433,7 +433,7 @@ def _device(
                 after = half_answer if (s + 1, m) in halves else answer
                 needs: tuple[int, ...] = (F + m,)
                 if on.swaps and last != (F + m,):
-                    # Before its first B the device has room once the last OUT but one has ended.
+                    # Before its first B the device has room when the second-to-last OUT has ended.
                     room = outs[-2:-1] if begun is None else begun
                     yield IN + m, (OUT + m, *room)
                     needs = (*needs, IN + m)

@@ -82,11 +82,11 @@ def least_max(matrices: Iterable[Matrix]) -> float:
 
 
 def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
-    """Returns, for each bound between stages, the least sum of a path through each of its places.
+    """Returns the least sum of a path through each place, as one array for each bound.
 
-    The outer bounds, before the first stage and after the last, are included.
+    The bounds are those between stages, the one before the first stage, and the one after the last.
     """
-    # For each bound, the least sums of the paths up to its places, and of those from there on.
+    # For each bound, the least sums of the paths up to each place (`ahead`), and from it on.
     ahead = [np.zeros(1)]
     behind = [np.zeros(1)]
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""Cuts a model evenly: each stage gets the same number of layers, or devices get equal seconds."""
+"""Cuts a model evenly: stages get equally many layers, or devices get nearly equal seconds."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -33,8 +33,8 @@ def even(problem: Problem) -> Decision:
     for s, cut in enumerate(targets):
         first = places[-1] + 1
         last = len(cuts) - stages + s  # one allowed cut must be left for each later bound
-        away = np.abs(cuts[first : last + 1] - cut)
-        places.append(first + int(away.argmin()))
+        distances = np.abs(cuts[first : last + 1] - cut)
+        places.append(first + int(distances.argmin()))
     bounds = [int(cuts[place]) for place in places]
     return Decision.keeping_all([*bounds, layers])
 
@@ -54,14 +54,15 @@ def balanced(
 ) -> tuple[int, ...]:
     """Finds bounds that give devices nearly equal work.
 
-    The search begins with the bounds whose longest stage takes the least. It then moves one bound
-    by one cut at a time, as long as that is better: the busiest device has less to do, or it has as
-    much to do and the work is spread more evenly (the squares of seconds have a smaller sum).
+    The search begins with the bounds whose longest stage takes the least time. It then moves one
+    bound by one cut at a time, as long as a move is better. A move is better if the busiest device
+    has less to do afterwards. It is also better if that device has as much to do as before and the
+    work is spread more evenly (the squares of seconds have a smaller sum).
 
     Args:
         problem: gives the stages, the devices and their slowness.
         cuts: where a stage may begin or end; at least one more than there are stages.
-        layer_s: seconds of each layer's forward plus backward on a device without slowness.
+        layer_s: seconds of each layer's forward plus backward on a device whose slowness is 1.
     """
     totals = np.empty((problem.devices, len(cuts)))
     for s in range(problem.devices):
@@ -92,12 +93,12 @@ def balanced(
 
 
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
-    """Finds the bounds whose longest stage takes the least; later stages are as full as possible.
+    """Finds the bounds whose longest stage takes the least time; later stages are filled first.
 
     The least time is found by halving an interval. To try a time, the stages are filled up to it
-    from the last stage to the first; the time suffices if all layers are placed. Filling finds an
-    answer whenever one exists, because a stage that leaves a layer which it could take only makes
-    an earlier stage longer.
+    from the last stage to the first; the time suffices if all layers are placed. Filling finds such
+    bounds whenever there are any: a layer that a stage could take, but leaves, only makes an
+    earlier stage longer.
 
     Args:
         totals: for each stage, the seconds of all layers before each cut on the stage's device.

@@ -59,12 +59,13 @@ def least_steps_s(
     Args:
         problem: gives the schedule and the micro-batches.
         parts_s: the seconds of each plan's stages, in the order of `PARTS`; infinite for a stage
-            that is impossible. Seconds of sends are not read, because returns take as long.
+            that is impossible. The seconds of sends are not read: a send takes as long as the
+            return of the stage after it.
         link_s: for how long each stage's own link to the host is busy per micro-batch.
     """
     stages, _, runs = parts_s.shape
     loads_s = parts_s.copy()
-    # A stage sends values for as long as the stage after it returns their cotangents.
+    # Sending values takes a stage as long as returning their cotangents takes the stage after it.
     sends = PARTS.index(Kind.SEND)
     returns = PARTS.index(Kind.RETURN)
     loads_s[:-1, sends] = parts_s[1:, returns]
@@ -112,8 +113,8 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     """Simulates a decision's timeline, with bytes, over one synchronous step or two of a stream.
 
     The bytes that micro-batches hold count while they are in flight. All other bytes of a stage
-    count all the time: parameters, what layers need while they run, early values and waiting
-    cotangents.
+    count all the time: parameters, what layers need while they run, and the early values and
+    waiting cotangents of `stage_bytes.py`.
     """
     loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
@@ -127,7 +128,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
 
 
 def _machines(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Lists the machines of the devices at each place; empty if a place does not have them."""
+    """Lists the machines of the devices at each place; empty if any group does not name them."""
     machines = tuple(group.machines for group in problem.groups)
     return machines if all(machines) else ()
 
@@ -148,7 +149,7 @@ def _stream(
     microbatches: int,
     features: Features,
 ) -> StageWork:
-    """Makes the work of a step, or of as much of a stream as `_steps_s` looks at."""
+    """Makes the tasks of a step, or of as much of a stream as `_steps_s` looks at."""
     count = microbatches
     if not schedule.synchronous:
         # The micro-batches after the timed ones keep all stages busy until the timing ends.
@@ -163,7 +164,10 @@ def _lists(
     microbatches: int,
     count: int,
 ) -> TaskLists:
-    """Lists the tasks of `count` micro-batches; a synchronous step ends with its updates.
+    """Lists the tasks of `count` micro-batches, with the updates.
+
+    A synchronous step ends with its updates. In a stream, a stage has one in each
+    `Schedule.period`.
 
     Args:
         schedule: the schedule that makes the tasks.
@@ -186,16 +190,16 @@ def _lists(
 def trips_counted(stages: int, microbatches: int) -> float:
     """Returns the least share of the timed micro-batches that lies in whole cycles.
 
-    Stages wait for each other in cycles (see `stream_window`). A plan may have cycles of any length
-    from 1 to `stages` micro-batches, and only those that end while the stream is timed are surely
-    counted in full. The result is the least share over all lengths.
+    Stages wait for each other in cycles (see `stream_window`), whose length is any number of
+    micro-batches from 1 to `stages`. The cycle in which the timing ends may be counted in part. The
+    result is the least share over all lengths.
     """
     _, timed = stream_window(stages, microbatches)
     return min(timed // length * length for length in range(1, stages + 1)) / timed
 
 
 def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
-    """Counts the micro-batches of a stream before its steady state is timed, and the timed ones.
+    """Returns how many micro-batches of a stream pass before it is timed, and how many are timed.
 
     In a steady stream the waits of stages for each other repeat in cycles. A cycle takes at most as
     many micro-batches as there are stages. The number of timed micro-batches is a multiple of the
@@ -223,6 +227,6 @@ def _steps_s(
 
 
 def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
-    """Returns the loads of stages; a stage sends for as long as the next stage returns."""
+    """Returns the loads of stages; a send takes as long as the next stage's return."""
     send_s = [*(after.comm_s / 2 for after in stages[1:]), 0.0]
     return [stage.load(sent_s) for stage, sent_s in zip(stages, send_s, strict=True)]

@@ -1,7 +1,8 @@
 """The bytes of every possible stage if each residual is kept, for many segments at once.
 
-The numbers are those that `stage_cost.py` counts for one stage at a time. Property tests compare
-both (tests/papers/test_kept_stages.py, tests/planners/model/test_groups.py).
+A segment is some consecutive layers, looked at as a possible stage. `stage_cost.py` counts the same
+numbers for one stage at a time. Property tests compare both (tests/papers/test_kept_stages.py,
+tests/planners/model/test_groups.py).
 
 Legend: `cuts` are the layers before which the model may be cut. A grid's entry (a, b) is for the
 segment from the a-th to the b-th cut. The entry is infinite if b <= a, because such a segment has
@@ -95,7 +96,7 @@ class KeepAll:
         self.cuts = self.segments.cuts if cuts is None else cuts
 
     def peak_bytes(self, s: int) -> Grid:
-        """Counts the peaks on a device of stage s; bytes of its `less_bytes` count as if held."""
+        """Counts each segment's peak on a device of stage s, plus the device's `less_bytes`."""
         # If the devices of stage s work on other shares of micro-batches, layers have other bytes.
         if self.segments.of(s) is not self.segments:
             return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
@@ -128,7 +129,7 @@ class KeepAll:
 
 
 def least_kept_bytes(problem: Problem) -> float:
-    """Counts the bytes of the fullest device if all is kept, under the cuts that make it least.
+    """Counts the bytes of the fullest device if all is kept; the cuts make this number least.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

@@ -151,7 +151,7 @@ class Problem:
 
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of layers that must share a stage."""
+        """The sets of layers that must share a stage."""
         # With several chunks, layers that pass model state on to the next micro-batch (`carried`)
         # must stay in one stage.
         carried = self.costs.carried if self.schedule.chunks > 1 else ()

@@ -6,8 +6,9 @@ property test compares both (tests/planners/model/test_segments.py). A sum over 
 segment is the difference of two prefix sums. Values that cross cuts are counted by `spans.py`.
 
 A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of `ends`
-(columns), where they end. Entries with j <= i mean nothing. A layer counts as on one device of the
-stage, for the device's share of a micro-batch. Traffic is that of whole micro-batches.
+(columns), where they end. Entries with j <= i mean nothing. The numbers of a layer are those of one
+device of the stage, which works on its share of a micro-batch. Traffic is that of whole
+micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -151,10 +152,10 @@ class Segments:
     def share_s(self) -> float:
         """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
-        Measure work by the costs' seconds. Let r be the smallest ratio, over all layers, between a
-        stage's seconds and the costs' seconds. Then the stage does at most 1 / r of work per
-        second. The slowest stage is fastest if all stages end together: then the whole work is done
-        at the sum of their rates 1 / r.
+        Measure work by the costs' seconds. A stage takes some multiple of these for each layer. Let
+        r be its smallest multiple. Then the stage does at most 1 / r of work per second. The
+        slowest stage is fastest if all stages end together: then the whole work is done at the sum
+        of their rates 1 / r.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
@@ -184,8 +185,8 @@ class Segments:
         stages before this one, because a stage has at least one layer.
 
         Args:
-            more: for d = 1, 2, ...: how many micro-batches more are in flight d stages before this
-                one than d - 1 stages before it.
+            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, minus
+                those in flight d - 1 stages before this one.
             starts: where segments begin.
             ends: where they end.
         """
@@ -201,11 +202,14 @@ class Segments:
         return self._early_known[more].over(starts, ends)
 
     def late_bytes(self, count: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes of cotangents that wait, once for each stage up to the next reader's.
+        """Counts the bytes of waiting cotangents, each once per stage that its sender is away.
+
+        The sender is the stage with the value's next reader after the segment. Each layer from the
+        segment's end to this reader, itself included, may be a stage of its own.
 
         Args:
-            count: the most stages that a reader may be away: the number of stages after this one,
-                or the layers of the longest hop, if fewer.
+            count: the most stages that a sender may be away: the number of stages after this one,
+                or the layers of the longest hop (`Hops.longest`), if fewer.
             starts: where segments begin.
             ends: where they end.
         """
@@ -221,7 +225,7 @@ class Segments:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """The bounds that stages may have; bound b is before layer b, the last one after all.
+        """The bounds that stages may have; bound b is before layer b, the last after all layers.
 
         Raises:
             ValueError: layers that must share a stage (`together`) leave too few cuts.
@@ -280,7 +284,7 @@ class Segments:
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Returns, for each layer, the shared bytes that a segment from i first holds there."""
+        """Returns each layer's bytes of shared values of which it is the first reader from i on."""
         return self._tensors.at(i, self.n)
 
     def at_work(
@@ -366,9 +370,9 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Bounds from below the seconds of each segment's all-reduce that no backward hides.
+        """Returns lower bounds of the seconds that each segment's all-reduce adds to a step.
 
-        The bound hides as much as if the all-reduce began together with the backwards.
+        If it overlaps with the backwards, the bound assumes that both begin together.
         """
         whole_s = link_seconds(link, between(self._reduced_bytes, starts, ends))
         if not self.problem.overlaps:
@@ -378,7 +382,7 @@ class Segments:
         return np.where(whole_s > 0, shown_s, 0.0)
 
     def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the seconds of a step's updates, whose layers the replicas share out."""
+        """Counts the seconds of a step's updates; replicas divide the layers among them."""
         slowness = self.problem.slowness(s)
         each_s = self.problem.updates * self._update_s
         if slowness:
@@ -430,13 +434,15 @@ def surely_spared_bytes(
     ends: Cuts,
     replicas: int,
 ) -> Grid:
-    """Bounds from below the optimizer state that sharing spares each replica, for all segments.
+    """Returns, for each segment, a lower bound of the optimizer state that a replica is spared.
+
+    A replica is spared state because the replicas of a stage divide the state among them.
 
     Layers are packed by the size of their state, the largest first, each onto the replica that
     holds least (`shared_state.py`). Let x be the last size packed onto the replica that ends up
-    fullest. Before x, this replica held least, so at most an even share of what had been packed:
-    the other sizes of at least x. So it ends up with at most that share plus x. Which size is x is
-    not known here, so the bound takes the largest of these sums. It is rarely far off.
+    fullest. Just before, this replica held least: at most an even share of the sizes packed so far,
+    which are all at least x. So it ends up with at most that share plus x. The bound does not know
+    x, so it takes the largest such sum over all sizes. It is rarely far off.
 
     Args:
         layers: the layers of the whole model.
@@ -446,7 +452,7 @@ def surely_spared_bytes(
     """
     sizes = [layer.state_bytes for layer in layers]
     total = between(sums(layer.state_bytes for layer in layers), starts, ends)
-    # `largest` is the bound of the fullest replica's bytes, raised by one size after another.
+    # `largest` bounds the fullest replica's bytes. Each size is tried as x, and may raise it.
     largest = np.zeros_like(total)
     for size in sorted(set(sizes) - {0}):
         equals = sums(x == size for x in sizes)

@@ -140,7 +140,7 @@ class Shapes:
         """The orders of devices along which places are laid out: DAPPLE's placements.
 
         Append first takes the devices machine by machine. Scatter first takes one device of each
-        machine in turn, either over all machines or within one group of machines after another.
+        machine in turn, either over all machines or within one block of machines after another.
         Here two machines (|) have two devices each:
 
             0 1 | 2 3       append first   0 1 2 3
@@ -156,11 +156,11 @@ class Shapes:
         # Another order makes a difference only if there are several machines of several devices,
         # so that devices of one machine are nearer to each other than to those of other machines.
         if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
-            groups = [q for q in range(2, machines + 1) if machines % q == 0]
-            # Groups of all machines are tried, and those of the next smaller size.
-            for q in groups[-2:]:
-                by_group = devices.reshape(machines // q, q, per_machine)
-                turned = by_group.transpose(0, 2, 1)
+            sizes = [q for q in range(2, machines + 1) if machines % q == 0]
+            # One block of all machines is tried, and blocks of the next smaller size.
+            for q in sizes[-2:]:
+                by_block = devices.reshape(machines // q, q, per_machine)
+                turned = by_block.transpose(0, 2, 1)
                 orders.append(tuple(turned.ravel().tolist()))
         return tuple(orders)
 
@@ -180,7 +180,7 @@ class Shapes:
             )
             groups.append(group)
         costs = self.local.at(shape.size)
-        # Fixed bounds are expressed by groups: all layers between two bounds must share a stage.
+        # Fixed bounds are expressed by `together`: layers between two bounds must share a stage.
         if self.pins.bounds:
             together = tuple(tuple(range(i, j)) for i, j in pairwise(self.pins.bounds))
             costs = replace(costs, together=together)

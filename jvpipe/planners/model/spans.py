@@ -65,7 +65,7 @@ class Spans:
         return total - passed[:, None]
 
     def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
-        """Returns, for each of n layers b, the weights of its pairs (a, b) with a < i <= b."""
+        """Returns, for each of n layers b, the sum of weights of pairs (a, b) with a < i <= b."""
         there = (self.a < i) & (i <= self.b)
         return np.bincount(
             self.b[there],

@@ -33,7 +33,7 @@ largest `beyond` of its stages (`joint_bytes` in `stage_cost.py`).
 
 On a stage of several devices the legend holds for each device. A device works on its share of a
 micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Gradients are added
-up after the stage's backwards, when nothing is in flight. So `peak` takes a maximum, and no sum.
+up after the stage's backwards, when nothing is in flight. So `peak` takes a maximum, not a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,8 +114,8 @@ def recompute_peak_bytes(layer: LayerCost) -> int:
 def recompute_s(layer: LayerCost) -> float:
     """Counts the extra seconds of a backward that recomputes all residuals of its layer.
 
-    If the last option leaves nothing, it already recomputes everything, in its `extra_s`. If even
-    the last option leaves something, the whole forward runs again.
+    If the last option leaves nothing, it already recomputes everything, and its `extra_s` has these
+    seconds. If even the last option leaves something, the whole forward runs again.
     """
     last = layer.options[-1]
     leaves = last.kept_bytes + last.swapped_bytes

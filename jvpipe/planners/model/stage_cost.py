@@ -245,7 +245,7 @@ def halves_s(
     """Counts the seconds of the halves I and W of a layer's backward.
 
     I gives the cotangents of the layer's inputs, and W adds up its gradients. If no earlier layer
-    waits for a cotangent, the whole backward runs in W. Otherwise, an unsplit one runs in I.
+    waits for a cotangent, the whole backward runs in W. Otherwise, an unsplit backward runs in I.
 
     Args:
         costs: the costs of the model.
