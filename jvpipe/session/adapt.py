@@ -232,7 +232,7 @@ class _Judge:
         self.ready: Migration | str | None = None  # for `preparing`, or why it cannot be made
         self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # a proposal is to replace it: its steps do not count
+        self._replaced: Plan | None = None  # a proposal leaves this plan: its steps do not count
         self._answer: Planned | None = None  # the last plan that the planner gave
         self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
 
@@ -269,7 +269,7 @@ class _Judge:
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
-        """Prepares a migration for which this process has memory; `ready` has it, or the error.
+        """Prepares a migration within the limits; sets `ready` to it, or to the error's text.
 
         Args:
             proposal: has the plan to move to.

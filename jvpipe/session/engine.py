@@ -183,7 +183,9 @@ class Engine:
         }
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """Returns the newest version of each array that outlives a step, without those in flight.
+        """Returns the newest version of each array that a state at rest has.
+
+        Arrays of micro-batches in flight and older versions are left out.
 
         Raises:
             ValueError: the state is not whole, or belongs to another model.
@@ -462,7 +464,8 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
 
     Args:
         hosts: the processes.
-        here: the peaks as this process knows them; those of other processes' devices are too small.
+        here: the peaks as this process knows them. Its numbers for other processes' devices are too
+            small, so the largest report of each device counts.
     """
     sizes_by_process = [
         json.loads(word)
