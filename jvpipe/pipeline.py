@@ -77,8 +77,8 @@ class Pipeline:
             "except_last" or "never", as in torchgpipe.
         devices: one per stage, by default the first ones of `jax.devices()`. Stages share a device
             that is named more than once. If the schedule runs several stages per device, `stages`
-            is the number of devices, and `devices` names one for each. If devices differ in speed
-            or memory, planner "jvpipe" chooses the stage of each device.
+            is the number of devices, and `devices` names them. If devices differ in speed or
+            memory, planner "jvpipe" chooses the stage of each device.
         speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given, layers are
             measured on one device of each kind.
         replicas: how many devices each stage has, such as (2, 1); by default one each, so that
@@ -443,9 +443,9 @@ class Pipeline:
         Micro-batches in flight are finished first. A parameter keeps its value and its optimizer
         state if the present model has one with the same path, shape and type; a leaf of the model
         state keeps its value in the same way. Leaves that the new model lacks wait on the host
-        until a later model has them again. New parameters and leaves begin with the given values and fresh
-        optimizer state. A layer that an earlier model had is not compiled again. A loss object that
-        was used before is neither traced nor planned again.
+        until a later model has them again. New parameters and leaves begin with the given values
+        and fresh optimizer state. A layer that an earlier model had is not compiled again. A loss
+        object that was used before is neither traced nor planned again.
 
         Args:
             state: the newest state, which is consumed.

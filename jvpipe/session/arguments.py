@@ -392,7 +392,7 @@ def check_deferred(options: Mapping[str, Any]) -> None:
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of a micro-batch; ValueError if a batch cannot be split into equal ones."""
+    """Returns the shapes of a micro-batch; ValueError if the batch cannot be split evenly."""
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)

@@ -452,7 +452,7 @@ class KnownModels:
             path = _missing(loss_fn, params, *rest) or error.args[0]
             raise ValueError(
                 f"the new loss reads parameter '{path}', which params lack: give a value for every parameter that it "
-                "reads (a parameter that is kept ignores the value)"
+                "reads (the values of kept parameters are ignored)"
             ) from error
         return compiled_plans
 

@@ -106,7 +106,7 @@ def plan_for(
         stages: how many stages; 2, unless it is given or the planner decides.
         devices: how many devices all stages have together; unless given, as many as `replicas`
             take, or else all of the hardware.
-        replicas: how many devices each stage has, such as (3, 1) or "3:1"; "auto": not given.
+        replicas: how many devices each stage has, such as (3, 1) or "3:1"; "auto" leaves it open.
         cuts: how many layers each stage has.
         hardware: a cluster: a name such as "h100", a TOML file, or a `Cluster`. Its first devices
             are used. "a100-40gb" unless given.

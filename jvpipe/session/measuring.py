@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
-    """Returns how many times longer a device takes per layer than the first; empty if as fast.
+    """Returns how many times longer a device takes per layer than the first; empty if equally fast.
 
     Args:
         speeds: the relative speeds of all devices; empty: all are equally fast.

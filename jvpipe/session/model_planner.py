@@ -443,9 +443,10 @@ def _check_carried(compiled: CompiledPlan) -> None:
 
     Model state is carried from one micro-batch to the next: the first layer that reads a leaf waits
     until the last layer that writes it has run on the previous micro-batch. A device with several
-    stages runs one of them for several micro-batches before it runs the next. If the reader's stage
-    is the one and the writer's stage comes later, the reader's second micro-batch waits for the
-    writer, and the writer for the device: both would wait forever.
+    stages runs one of them for several micro-batches before it runs the next. Suppose that the
+    reader is in the first of these two, and the writer in a later stage. The reader's second
+    micro-batch then waits for the writer, which may wait for the device's next stage, which waits
+    for the reader.
     """
     plan = compiled.plan
     for first, *_, last in carried(compiled.traced.graph):

@@ -146,7 +146,7 @@ class Question(Training):
         def make() -> tuple[Costs, Any]:
             split = may_split(self.schedule, self.stages, self.microbatches)
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-            # The key has the ids of these objects. While they are kept, no other object gets an id.
+            # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
         key = "costs", id(traced), id(said), id(device), optimizer is None

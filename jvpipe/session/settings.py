@@ -327,7 +327,8 @@ class OptimizerCutter:
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
         """Returns how many gradients are added up for each parameter, and what divides the sums.
 
-        The divisor is the number of micro-batches; None if the loss has weights, which divide.
+        The divisor is the number of micro-batches per update. It is None if the loss is a
+        `Weighted`, because the sum of the weights is then the divisor.
         """
         readers = tuple(len(p.readers) for p in graph.parameters)
         return readers, None if graph.weighted else schedule.period(self.microbatches)

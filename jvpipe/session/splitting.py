@@ -4,8 +4,8 @@ vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpi
 layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
 inside layers and between them are considered together. Among all cuts whose slowest stage is nearly
 as fast as possible, those that cut the fewest layers are preferred, and among these the cuts that
-send the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what a
-run computes: a layer is cut only if its halves give bitwise identical results
+send the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what
+a run computes: a layer is cut only if its halves give bitwise identical results
 (`programs.bit_equality`).
 
 A stage of finer layers may hold fewer bytes. But whether a limit can be kept must not depend on
@@ -216,7 +216,7 @@ class Splitter:
         return None
 
     def halved(self, traced: Traced, stages: int) -> Traced | None:
-        """Cuts in two all layers that can be; None if none can, or there are many layers already."""
+        """Cuts in two all layers that can be; None if none can, or there are many already."""
         layers = range(len(traced.graph.layers))
         return (
             self.finer(traced, layers)

@@ -247,7 +247,7 @@ class Trigger:
         if now_s - self._least_step_s(float(seconds.sum()), slowness) <= now_s * (
             rule.gain if at_home else rule.gain_home
         ):
-            return None  # not even a step that takes the lower bound gains enough
+            return None  # even a step as short as the lower bound would gain too little
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
         goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         if goes_home:
