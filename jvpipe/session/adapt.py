@@ -70,7 +70,7 @@ class Adapter:
     Args:
         compiled_plans: the compiled plans of the model.
         queue: the pipeline's migrations that are still to be made.
-        limits: the limits of memory in bytes, which a migration keeps also while layers move.
+        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
         hosts: the processes of the run, if there are several.
     """
 
@@ -219,7 +219,7 @@ class _Judge:
     Args:
         rule: how much evidence is enough for another plan.
         compiled_plans: the compiled plans of the model.
-        limits: the limits of memory in bytes, which a migration keeps also while layers move.
+        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
     """
 
     def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:

@@ -166,8 +166,8 @@ class Engine:
             if hosts is None:
                 return list(map(to_host, arrays))
             spots = names_of(self.compiled, state.stream_steps)
-            home = next(place for place, device in enumerate(devices) if _jax.is_own(device))
-            shapes = [self.compiled.lying(Value(kind, index), home) for _, index in names]
+            own_place = next(place for place, device in enumerate(devices) if _jax.is_own(device))
+            shapes = [self.compiled.lying(Value(kind, index), own_place) for _, index in names]
             processes = [devices[spots[newest[name]].place].process_index for name in names]
             return hosts.gather(processes, shapes, arrays)
         except Exception as error:

@@ -48,7 +48,7 @@ class Migrations:
     Args:
         compiled_plans: the compiled plans of the model; each migration changes their plan.
         controller: runs the copies of a migration.
-        limits: the limits of memory in bytes, which a migration keeps also while layers move.
+        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
         warmup_updates: how many of the first updates of an asynchronous run are made in synchronous
             steps.
     """

@@ -173,6 +173,7 @@ def option_parts(settings: Settings) -> Parts:
 # The optimizer is cut into pieces, one for each layer, because layers are updated on their devices.
 
 _Readers = tuple[int, ...]
+"""A number for each parameter: how many layers read it, or which layer owns it."""
 
 
 @dataclass(frozen=True)
