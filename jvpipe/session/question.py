@@ -48,7 +48,7 @@ class Question(Training):
     Args:
         params: arrays, or shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or shapes.
-        stages: how many devices a micro-batch passes.
+        stages: how many devices a micro-batch passes; a schedule may run several stages on each.
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
         remembered: the traces and costs of this question; None if it is asked only once, so
@@ -146,7 +146,7 @@ class Question(Training):
         def make() -> tuple[Costs, Any]:
             split = may_split(self.schedule, self.stages, self.microbatches)
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-            # Objects that are kept with the costs keep their ids, which are in the key.
+            # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
         key = "costs", id(traced), id(said), id(device), optimizer is None
@@ -392,8 +392,9 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the numbers of examples at which layers are traced, besides a whole micro-batch.
 
-    The first is the share of each device if all devices are replicas of one stage. The others are
-    the smallest possible shares: 1, or 2 if the loss is another program for a single example.
+    The first is how many examples each device gets if all devices are replicas of one stage, but at
+    least 2. The others are the fewest that a device can get: 1, or 2 if the loss is another program
+    for a single example.
 
     Args:
         examples: how many a micro-batch has.
