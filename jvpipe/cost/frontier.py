@@ -41,6 +41,8 @@ def recomputes(
 ) -> list[Recompute]:
     """Finds what dropping candidates costs each layer, with seconds by the roofline.
 
+    A candidate that is dropped is not kept, and the backward recomputes it.
+
     Layers with equal programs share one `Recompute`.
 
     Args:
