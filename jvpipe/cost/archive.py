@@ -2,8 +2,9 @@
 
 A description is a tuple of texts that says what was measured and where. The numbers of each
 description have a file of their own. Its name is a digest of the description: if any text changes,
-the numbers are measured again. A damaged file counts as missing. Processes that share the folder
-need no locks, because files appear whole.
+the numbers are measured again. So a description must contain all that its numbers depend on. A
+damaged file counts as missing. Processes that share the folder need no locks, because files appear
+whole.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns the archive in JAX's compilation cache; it keeps nothing if the cache is remote."""
+        """Returns the archive in JAX's local compilation cache; without one, it keeps nothing."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, again, busy)
