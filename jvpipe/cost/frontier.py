@@ -41,7 +41,7 @@ def recomputes(
 ) -> list[Recompute]:
     """Finds what dropping candidates costs each layer, with seconds by the roofline.
 
-    A candidate that is dropped is not kept, and the backward recomputes it.
+    A candidate that is neither kept nor swapped is dropped, and recomputed if the backward needs it.
 
     Layers with equal programs share one `Recompute`.
 
