@@ -41,7 +41,7 @@ def recomputes(
 ) -> list[Recompute]:
     """Finds what dropping candidates costs each layer, with seconds by the roofline.
 
-    A candidate that is neither kept nor swapped is dropped, and recomputed if the backward needs it.
+    A candidate that is neither kept nor swapped is dropped. The backward recomputes it if needed.
 
     Layers with equal programs share one `Recompute`.
 
