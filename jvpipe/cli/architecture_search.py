@@ -39,7 +39,7 @@ class ArchitectureSearch:
         supernet: the space of architectures, with their losses and parameters.
         seed: the seed of the sequence and of the parameters.
         steps: the number of steps for which an architecture is trained before the next one follows.
-        evolution: draws the architectures, and is told their losses; None makes one of this seed.
+        evolution: draws the architectures, and is told their losses; None to make one by the seed.
     """
 
     def __init__(

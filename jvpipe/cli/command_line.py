@@ -99,7 +99,7 @@ def add_options(
         The argparse action of each option, in the same order.
     """
     version = f"jvpipe {jvpipe.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="Says which it is.")
+    parser.add_argument("--version", action="version", version=version, help="Prints the version.")
     groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
     actions = []
     for name, option in options.items():
@@ -149,7 +149,7 @@ def present(holder: type[PipelineOptions], name: str) -> str:
     name = name.replace("-", "_")
     for option in options_of(holder).values():
         if name in option.was:
-            warning = f"warning: {name} is called {option.name} now, and that name alone from the next release on"
+            warning = f"warning: {name} is called {option.name} now: the next release knows only the new name"
             print(warning, file=sys.stderr)
             return option.name
     return name
@@ -314,8 +314,8 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values in the file of --config, which is TOML, YAML or JSON, by option name.
 
     Names may have hyphens as on the command line. The file may also be the config.json of a run.
-    Some of its entries are not options, and some options held for one start of that run only. Both
-    are ignored.
+    Some entries of a config.json are not options, and some options applied only to one start of
+    that run. Both are ignored.
 
     Raises:
         ValueError: the file cannot be read, has an unknown option, or a value of another type.

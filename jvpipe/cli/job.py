@@ -280,7 +280,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
             "data", lambda: _open_data(options, workload, run, files, hosts)
         )
     hosts.agree("the data of the processes", [("their digest", data.digest)])
-    # A held-out batch that micro-batches do not divide must fail here, not after many steps.
+    # A held-out batch that cannot be cut into micro-batches must fail here, not after many steps.
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)
     rates = workload.learning_rates(updates)
@@ -366,7 +366,7 @@ def _held_folder(
 
 
 def _write(job: Job, files: Mapping[str, str]) -> None:
-    """Writes what a resumed run reads; `files` has the digests of the run's further files."""
+    """Writes what a resumed run reads; `files` has the digests of files such as the tokenizer."""
     options, run = job.options, job.run
     # A run that is resumed with the options in config.json uses plan.json. So the plan is written
     # first: it must never be older than the options.
@@ -436,7 +436,7 @@ def _open_data(
 
 
 def _state(job: Job) -> jvpipe.State:
-    """Makes the first state of the run, or restores the last state and its place in the data."""
+    """Makes the first state of the run, or restores the last state and its position in the data."""
     params = (
         job.search.first.params
         if job.search
@@ -453,7 +453,7 @@ def _state(job: Job) -> jvpipe.State:
 
 
 def _go_back(data: models.Data, last: Path) -> None:
-    """Sets the data to the place in a checkpoint; raises DamageError if this is not possible."""
+    """Sets the data to the position in a checkpoint; raises DamageError if that is impossible."""
     extra = jvpipe.checkpoint_extra(last)
     if "data" not in extra:
         raise DamageError(f"{last} tells no place in the data")
@@ -461,7 +461,7 @@ def _go_back(data: models.Data, last: Path) -> None:
         data.train.set_state(extra["data"])
     except Exception as problem:  # the data may be of a class of the user's, with any kind of error
         reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        raise DamageError(f"{last}: its place in the data is none, {reason}") from problem
+        raise DamageError(f"{last} has no usable place in the data: {reason}") from problem
 
 
 def keep_compiled() -> None:
@@ -476,7 +476,7 @@ def keep_compiled() -> None:
 
 
 def stay_on_cpus() -> None:
-    """Keeps JAX on CPUs, as planning needs no accelerator; a platform that the user sets stays."""
+    """Keeps JAX on CPUs, which is enough for planning; a platform that the user has set wins."""
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
 

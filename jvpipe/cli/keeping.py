@@ -123,7 +123,7 @@ class Keeper:
         self._job.hosts.together("the checkpoint", self._writer.wait)
 
     def save(self, state: Any, step: int, architecture: Sequence[str], seen: Evaluations) -> None:
-        """Begins a checkpoint of the state and of the place in the data.
+        """Begins a checkpoint of the state and of the position in the data.
 
         Once the checkpoint is complete, older ones that the run need not keep are deleted.
 
@@ -139,7 +139,7 @@ class Keeper:
         """
         self.finish()  # so that the host never holds two copies of a state
         job = self._job
-        # The place in the data is a part of the checkpoint, so that place and state always fit.
+        # The position in the data is part of the checkpoint, so that it always fits the state.
         extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
         extra |= {"architecture": list(architecture)} if job.search else {}
         extra |= {"evaluations": kept} if (kept := seen.to_json()) else {}

@@ -78,15 +78,15 @@ End = Literal["server", "client"]
 
 
 class AnotherSecretError(Exception):
-    """The error for a line that was not signed with the secret of the end that reads it."""
+    """The error for a line that was not signed with the secret of the process that reads it."""
 
 
 class SignedLines:
     """One end of a connection: lines of JSON, each signed by an HMAC that is keyed with the secret.
 
     At the start, both ends send a new nonce. The HMAC covers a line's text and number, so that the
-    line cannot be sent again; the end that sends, so that the line cannot be sent back to it; and
-    both nonces, so that the line cannot be used in another connection.
+    line cannot be sent again. It covers which end sends, so that the line cannot be sent back. And
+    it covers both nonces, so that the line cannot be used in another connection.
 
     Args:
         reader: reads from the connection.
@@ -178,9 +178,9 @@ class Patience:
             in which a process sends its farewells.
         crowd: the largest number of connections, so that strangers cannot use up all open files.
         look_s: the time between two checks, during training, whether the run makes progress.
-        grace_s: the time that the training thread has to report a lost process. It knows the task
-            that failed. After this time another thread reports the process.
-        ending_s: the time that a process that ends gives the others to say why they end.
+        grace_s: the time that the training thread, which knows the failed task, has to report a
+            lost process. After this time another thread reports the process.
+        ending_s: how long an ending process waits at most for the others or for JAX's shutdown.
     """
 
     handshake_s: float = 5.0
@@ -200,7 +200,7 @@ Parts = Mapping[str, Sequence[str]]
 
 
 class Given(NamedTuple):
-    """The named values that must be equal in all processes, and the secret; empty for none."""
+    """The named values that must be equal in all processes, and the secret, which may be empty."""
 
     values: Sequence[tuple[str, str]]
     secret: bytes

@@ -2,8 +2,8 @@
 
 The options of a `Pipeline` are defined in session/options.py, as is `option`, whose arguments are
 the default, the check, the help, the group, the unit, and what a resumed run does with the option.
-`TrainOptions.check` compares options with each other. To add an option, add a field; the help and
-the page docs/options.md are made of the fields.
+`TrainOptions.check` compares options with each other. To add an option, add a field. The help and
+the page docs/options.md are generated from the fields.
 """
 
 import os
@@ -44,7 +44,7 @@ def file_option(flag: str, value: Any) -> Path:
 
 
 def name_option(flag: str, value: Any) -> str:
-    """Returns a value that can be a name; raises ValueError for others. It is looked up later."""
+    """Returns a value if it can be a name, or raises ValueError. The name is looked up later."""
     return checked_name(flag, value, "tiny")
 
 
@@ -115,7 +115,7 @@ class ModelOptions(PipelineOptions):
     figure: str | None = option(
         None,
         file_option,
-        "Draws the timeline to this file (png, svg or pdf); below the timeline of a plan, also its memory.",
+        "Draws the timeline to this file (png, svg or pdf); the figure of a plan also shows its memory.",
         "run",
         "file",
         resumed="start",
@@ -297,7 +297,7 @@ class TrainOptions(ModelOptions):
         (),
         _texts,
         "Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, or the tracker of an installed "
-        "package; may be given again.",
+        "package; may be given several times.",
         "run",
         "tracker",
     )
@@ -370,7 +370,8 @@ class TrainOptions(ModelOptions):
     distributed: bool = option(
         False,
         checked_flag,
-        "Finds the other processes through Slurm, Open MPI, Kubernetes or a TPU pod, in place of the three above.",
+        "Finds the other processes through Slurm, Open MPI, Kubernetes or a TPU pod, in place of --coordinator, "
+        "--process-id and --num-processes.",
         "processes",
         "",
         resumed="processes",
@@ -395,7 +396,8 @@ class TrainOptions(ModelOptions):
     host_timeout: float = option(
         300.0,
         partial(positive, largest=threading.TIMEOUT_MAX),
-        "Seconds without a sign of another process, or without a step, after which a run of several is given up.",
+        "Seconds without a sign of another process, or without a step, after which a run of several processes is "
+        "given up.",
         "processes",
         "seconds",
         resumed="processes",

@@ -174,7 +174,7 @@ class Speech:
 
     stderr is a terminal         it gets the log, and a display of the training
     stderr is not a terminal     it gets the warnings of the log
-    both are terminals           stdout gets no lines, because the display shows the same
+    stderr and stdout both are   stdout gets no lines, because the display shows the same
     otherwise                    stdout gets lines
     """
 

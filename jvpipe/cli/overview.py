@@ -32,7 +32,7 @@ _COMMANDS = {"train": train.main, "plan": plan.main, "completion": _print_comple
 _TOLD = """\
 python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
 python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs
-jvpipe completion bash                                   prints what completes jvpipe there, or in zsh or tcsh
+jvpipe completion bash                                   prints a script for completion in bash, zsh or tcsh
 python -m jvpipe train --help, python -m jvpipe plan --help
 """
 

@@ -70,7 +70,7 @@ def shapes(where: str, model: Any, batch_size: int) -> Tree:
 
 
 def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches", Tree]:
-    """Begins a model's stream of batches; returns the stream, and its first batch, not yet taken.
+    """Begins a model's stream of batches; returns the stream, and the batch that it yields first.
 
     Raises:
         ValueError: the first batch does not have `batch_size` examples.
@@ -88,11 +88,11 @@ def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches
 
 
 class Batches:
-    """A user's stream of batches, whose place can be saved and restored.
+    """A user's stream of batches, whose position can be saved and restored.
 
-    A stream with the methods `get_state` and `set_state`, such as Grain's, keeps its place itself.
-    For any other stream, the place is the number of batches taken so far. To restore such a place,
-    the new stream must yield the same batches from the start, and that many of them are skipped.
+    A stream with the methods `get_state` and `set_state`, such as Grain's, has its own notion of a
+    position. For any other stream, the position is the number of batches taken so far. A new stream
+    goes to that position by skipping as many batches, so it must yield the same batches again.
 
     Args:
         called: the call that returned the stream, for messages.
@@ -130,8 +130,8 @@ class Batches:
 
     def peek(self) -> Tree:
         """Returns the next batch without taking it: `next` will return the same batch."""
-        # A stream that keeps its place is set back. In any other stream, the batch is put back in
-        # front.
+        # A stream with a position of its own is set back. In any other stream, the batch is put
+        # back in front.
         before = self.get_state()
         batch = next(self)
         if self._keeps_place:
@@ -142,7 +142,7 @@ class Batches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place in the stream, in values that JSON can hold; bytes become a text."""
+        """Returns the position in the stream, in values that JSON can hold; bytes become a text."""
         if not self._keeps_place:
             return {"batches": self._taken}
         place = self._iterator.get_state()
@@ -151,10 +151,11 @@ class Batches:
         return {"place": place}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` returned.
+        """Goes to a position that `get_state` returned.
 
         Raises:
-            ValueError: only one of the two streams, this one and the saved one, keeps its place.
+            ValueError: this stream has a position of its own and the saved one had none, or the
+                other way around.
         """
         saved = "without" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:

@@ -73,7 +73,7 @@ class PlanOptions(ModelOptions):
     lossy: bool = option(
         False,
         checked_flag,
-        "With --export: writes the nearest plan that the format can express, and what is lost in a comment.",
+        "With --export: writes the nearest plan that the format can express; a comment says what is lost.",
         "run",
     )
     import_: str | None = option(
@@ -235,7 +235,7 @@ def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners about a graph file, whose limit and link count unless options give others."""
+    """Asks planners about a graph file; options replace the memory limit and link in the file."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
     stages, microbatches = (

@@ -1,6 +1,7 @@
 """Connects the processes of a run, exchanges their metrics after each step, watches and ends them.
 
-`meeting.py` has the protocol by which the processes meet.
+`meeting.py` has the protocol by which the processes meet. An exchange waits for all processes, so
+all of them must make the same exchanges in the same order.
 """
 
 import json
@@ -80,7 +81,7 @@ slowest process. Bytes are summed, and so are the seconds of copying and recompu
 
 
 def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """Joins what all processes measured of a step; what is equal in all is in `ours`."""
+    """Joins what all processes measured of a step; what is equal in all is taken from `ours`."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
     numbers: dict[str, Any] = {}
     for name, join_numbers in _JOINED.items():
@@ -184,7 +185,7 @@ def join(options: TrainOptions) -> Hosts:
 def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
     """Prepares `--distributed`, with which JAX itself finds the processes, without a meeting.
 
-    Returns what `_meeting` returns: arguments, here none, and connections, here none either.
+    Its result is like that of `_meeting`, but has no arguments and no connections.
     """
     if secret:
         raise ValueError(
@@ -282,8 +283,8 @@ def _opened(
 def _model_file(model: str) -> tuple[str, str]:
     """Returns a name for messages, and the digest of the user's file that has the model.
 
-    The digest is empty unless `--model` names such a file. Processes compare the digests, because
-    two hosts may have different versions of the file.
+    If `--model` names no such file, the digest is empty. Processes compare the digests, because two
+    hosts may have different versions of the file.
     """
     file = Path(model.rpartition(":")[0])
     is_own = file.suffix == ".py" and file.is_file()

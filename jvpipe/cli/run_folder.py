@@ -252,7 +252,7 @@ class RunDir:
             holder, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
             replace_bytes(self.holder, f"{holder}, on {gethostname()}".encode())
             # Writing this file has changed the folder's time of change, which `identity` contains.
-            # Other hosts may see the old time for a while, and would take it for another folder.
+            # Other hosts may see the old time for a while, and would take this for another folder.
             # Therefore the old time is set again.
             with suppress(OSError):
                 os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
@@ -276,7 +276,7 @@ class RunDir:
         return ""
 
     def place(self) -> tuple[int, int] | None:
-        """Returns the numbers by which the system knows the folder at this path; None without one.
+        """Returns the system's numbers for the folder at this path; None if there is no folder.
 
         They change if the folder is moved away and another one takes its path.
         """
@@ -288,7 +288,7 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Extends the message of a DamageError inside the context, about the last checkpoint.
+        """Adds advice to a DamageError about the last checkpoint that is raised in the context.
 
         The message then names the newest whole checkpoint before it, or says that there is none.
         """
@@ -324,8 +324,8 @@ class RunDir:
                 field, because an older jvpipe has written it, the field has its default.
 
         Raises:
-            ValueError: entries differ. The message names each of them, and of an entry that is a
-                mapping also the first field that differs.
+            ValueError: entries differ. The message names each of them; if an entry is a mapping, it
+                also names the first field that differs.
         """
         # JSON turns tuples into lists, so the expected values are passed through JSON as well.
         there, here = dict(self.read_config()), json.loads(json.dumps(expected))
@@ -396,7 +396,8 @@ def _differences(
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan that --plan names, or None.
 
-    It is None without --plan, and if the resumed run had the same file: its folder has that plan.
+    It is None without --plan. It is also None if the resumed run had the same --plan, because that
+    plan is in its folder.
 
     Args:
         options: the options of this run.
@@ -428,8 +429,8 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
 def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan in the folder of a resumed run; None if a new plan must be made.
 
-    A new plan must be made if there is none, if an option in `DECIDES` has changed, or if
-    --remeasure asks to measure the layers again.
+    A new plan must be made if there is none, if it has another schedule or other stages than the
+    options, if an option in `DECIDES` has changed, or if --remeasure is given.
 
     Args:
         path: the plan.json of the run.

@@ -2,8 +2,9 @@
 
 A description is a tuple of texts that says what was measured and where. The numbers of each
 description have a file of their own. Its name is a digest of the description: if any text changes,
-the numbers are measured again. A damaged file counts as missing. Processes that share the folder
-need no locks, because files appear whole.
+the numbers are measured again. So a description must contain all that its numbers depend on. A
+damaged file counts as missing. Processes that share the folder need no locks, because files appear
+whole.
 """
 
 import hashlib
@@ -29,8 +30,8 @@ class Archive:
 
     Attributes:
         folder: the folder of the files; None if nothing is kept.
-        again: whether to measure everything again: only files in `since` are read.
-        busy: whether the machine is doing other work: measurements are not kept.
+        again: whether to measure everything again; then only the files in `since` are read.
+        busy: whether the machine is doing other work; then measurements are not kept.
         since: the files that this object has written.
     """
 
@@ -41,7 +42,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns the archive in JAX's compilation cache; without a local one it keeps nothing."""
+        """Returns the archive in JAX's local compilation cache; without one, it keeps nothing."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, again, busy)
@@ -62,7 +63,7 @@ class Archive:
         count: int,
         measure: Callable[[list[int]], Sequence[list[float]]],
     ) -> list[list[float]]:
-        """Returns the numbers of several things; measures and keeps numbers that are not kept yet.
+        """Returns the numbers of several things; measures those that the archive lacks.
 
         Args:
             what: returns the description of thing i; without a folder it is not called.

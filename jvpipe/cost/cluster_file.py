@@ -16,7 +16,7 @@ devices = ["a100-40gb", "2080ti", { like = "2080ti", name = "old card", memory_b
                              # devices_per_machine may be left out
 
 [device]                     # or several tables [[devices]], as entries of the list
-like = "2080ti"              # a preset, from which all figures are taken that are left out here
+like = "2080ti"              # a preset; figures that are left out here are those of the preset
 name = "our GPU"
 memory_bytes = "24GiB"       # without `like`, this figure and the next two are needed
 memory_bytes_per_s = 0.7e12
@@ -240,7 +240,7 @@ class _Table:
         return ValueError(f"{self.path}{f':{line}' if line else ''}: {self.prefix}{key} {what}")
 
     def know(self, names: str) -> None:
-        """Raises an error for a key that is not in `names`, a text of names between spaces."""
+        """Raises an error for a key that is not in `names`, which are separated by spaces."""
         for key in self.entries:
             if key not in names.split():
                 raise self.wrong(key, f"is unknown: {did_you_mean('field', key, names.split())}")

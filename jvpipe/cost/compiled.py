@@ -32,7 +32,7 @@ def with_compiled_bytes(
         alike: by layer, a key that is equal for layers with the same programs, which are compiled
             once.
         store: the store that compiles the programs.
-        device: the device that they are compiled for.
+        device: the device that the programs are compiled for.
     """
     program_of: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []

@@ -196,15 +196,15 @@ class Compiler:
         """Yields each program with its numbers, in the order of the child's answers."""
         waiting = iter(enumerate(texts))
         told_s = time.monotonic()
-        # Answers come in any order; the id of each is the place of its program in `texts`.
+        # Answers come in any order; the id of each is the index of its program in `texts`.
         with _child(self.target) as child:
             # The child gets one program per thread at first, and another one for each answer.
             for number, text in islice(waiting, os.cpu_count()):
                 child.give(number, text)
             for done in range(1, len(texts) + 1):
                 answer = child.answer()
-                place: int = answer["id"]
-                text = texts[place]
+                index: int = answer["id"]
+                text = texts[index]
                 if "refused" in answer:
                     raise Refusal(self.target, text, answer["refused"])
                 for number, another in islice(waiting, 1):

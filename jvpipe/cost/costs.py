@@ -41,7 +41,7 @@ class Option:
     swaps_input: bool = False
 
     def __post_init__(self) -> None:
-        assert FATES.keys() >= set(self.fates.values()), "what planners know stands in the table"
+        assert FATES.keys() >= set(self.fates.values()), "every fate is a key of the table FATES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class LayerCost:
         parameter_bytes: bytes of one version of its parameters. A stage may hold several versions.
         gradient_bytes: bytes of its gradients. The layer of the loss also counts the losses and aux
             values that a step collects.
-        optimizer_bytes: bytes of all that exists between steps in a single version: the state of
-            the optimizer, model state, captured arrays, and frozen parameters.
+        optimizer_bytes: bytes of all that lasts between steps and has only one version: the state
+            of the optimizer, model state, captured arrays, and frozen parameters.
         input_bytes: bytes of the inputs that no other layer's backward reads, per micro-batch in
             flight.
         temporary_bytes: bytes that the layer's programs need while they run, cotangents of inputs
@@ -162,12 +162,12 @@ class Shared:
 
 
 def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
-    """Returns the bounds at which no stage may end, because they lie inside a group of layers.
+    """Returns the bounds at which no stage may end, because they would cut a group of layers.
 
-    Bound i is the place before layer i.
+    Bound i is between layers i - 1 and i.
 
     Args:
-        groups: groups of layers, each of which must be in one stage.
+        groups: sets of layers; all layers of a set must be in the same stage.
 
     >>> sorted(bounds_inside([(1, 3), (5,)]))
     [2, 3]
@@ -186,11 +186,11 @@ class Costs:
         layers: the cost of each layer, in the order of the forward.
         edges: the values between layers.
         shared: the bytes that several layers hold together.
-        together: groups of layers, each of which must be in one stage.
-        ids: for each layer, its number where the costs come from: the node of a graph file, or the
+        together: sets of layers; all layers of a set must be in the same stage.
+        ids: for each layer, its number in the source of the costs: the node of a graph file, or the
             id in a layer graph.
-        carried: groups of layers through which model state goes to the next micro-batch. A device
-            that runs several stages must have the layers of a group in only one of them.
+        carried: sets of layers through which model state goes to the next micro-batch. A device
+            that runs several stages must have the layers of a set in only one of them.
         outline: the model as exports need it.
     """
 

@@ -41,6 +41,8 @@ def recomputes(
 ) -> list[Recompute]:
     """Finds what dropping candidates costs each layer, with seconds by the roofline.
 
+    A candidate that is neither kept nor swapped is dropped. The backward recomputes it if needed.
+
     Layers with equal programs share one `Recompute`.
 
     Args:

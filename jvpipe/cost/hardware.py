@@ -5,7 +5,7 @@ seconds deals with one type. What the `size` of `Link.seconds(size)` counts depe
 
     a copy                                  the bytes that are copied
     an all-reduce (`reducing`)              the bytes of one summand
-    a transfer between groups (`way`)       the bytes of the whole value, in all slices together
+    a transfer of a cut value (`way`)       the bytes of the whole value, in all slices together
 """
 
 import math
@@ -108,7 +108,7 @@ class Accelerator:
         )
 
     def products_per_s(self, dtype: str) -> float:
-        """Returns the rate of products of a dtype, or of a similar dtype if that is not listed.
+        """Returns the rate of products of a dtype; if it is not listed, that of a similar dtype.
 
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
@@ -123,9 +123,9 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines with devices; all devices are alike unless `unlike` has one entry for each.
+    """Machines with devices, which are numbered machine by machine.
 
-    Devices are numbered machine by machine.
+    Either all devices are alike, or `unlike` has an entry for each.
 
     Attributes:
         name: the name of the cluster.
@@ -138,7 +138,7 @@ class Cluster:
         peer_uses_host: whether transfers between devices of a machine go through the links to the
             host (PCIe), which they then share with swapped tensors.
         host_memory_bytes: the host memory of each machine; None if there is no limit.
-        unlike: every device in the order of their numbers; empty if all devices are alike.
+        unlike: all devices in the order of their numbers; empty if they are alike.
         networks: the number of network links of each machine, which its devices share.
     """
 
@@ -174,7 +174,7 @@ class Cluster:
         return tuple(device // self.devices_per_machine for device in devices)
 
     def reducing(self, devices: Sequence[int]) -> Link:
-        """Returns an all-reduce over devices as a link for the bytes of one summand.
+        """Returns a link that takes as long as an all-reduce, given the bytes of one summand.
 
         Each device has a summand. The all-reduce has three phases, one after another:
 
@@ -235,11 +235,11 @@ class Cluster:
         return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """Returns the transfer of a value from senders, each of which holds a slice, as a link.
+        """Returns a link that takes as long as the transfer of a value, given the value's bytes.
 
-        The `seconds` of the link take the bytes of the whole value. Slices are of equal size and
-        pass at the same time. Between machines, each slice that passes at a time needs a network
-        link of its own, both on the senders' side and on the readers' side.
+        Each sender holds a slice of the value. Slices are of equal size and pass at the same time.
+        Between machines, each slice that passes at a time needs a network link of its own, both on
+        the senders' side and on the readers' side.
 
         Args:
             senders: the numbers of the devices that hold the slices.
@@ -262,7 +262,7 @@ class Cluster:
 
 
 def _ring(link: Link, members: int, at_once: int = 1) -> Link:
-    """Returns an all-reduce in a ring as a link for the bytes of one summand.
+    """Returns a link that takes as long as an all-reduce in a ring, given one summand's bytes.
 
     The bytes are cut into one part per member. Each part goes around the ring twice: first to be
     summed up, then to be handed out. Each time it passes all links but one. So there are

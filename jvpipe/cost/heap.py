@@ -1,4 +1,4 @@
-"""Counts the bytes of a program's buffers, without those that lie in the memory of a result.
+"""Counts the bytes of a program's buffers; a buffer in the memory of a result takes no bytes.
 
 A step is one kernel of the program. A buffer holds a value from the step that writes it to the last
 step that reads it. The memory of a result is set aside during the whole program. Until the result

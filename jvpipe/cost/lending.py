@@ -42,8 +42,7 @@ def devices_per_core(devices: Sequence[Device]) -> float:
     """Returns the number of CPU devices of this process per core; 0 without CPU devices.
 
     Args:
-        devices: the devices of the pipeline; all others than CPU devices of this process are
-            ignored.
+        devices: the devices of the pipeline, of which only the CPU devices of this process count.
     """
     sharing = sum(device.platform == "cpu" and is_own(device) for device in devices)
     # Only Linux tells which cores a process may use. Elsewhere all cores of the machine count.

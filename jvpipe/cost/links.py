@@ -146,7 +146,7 @@ def _host_memory(device: Device) -> str:
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
     """Makes an array for each run, and one to warm up.
 
-    Every run copies another array, because JAX may answer a second copy of an array with the first.
+    Each run copies its own array, because JAX may answer a second copy of an array with the first.
     """
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     runs = range(MEASURING.copies + 1)

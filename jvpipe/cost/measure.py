@@ -1,8 +1,9 @@
 """Measures the costs of a model's layers on a device at hand: each distinct program is timed once.
 
 A program that does not fit on the device is not run. Its seconds are estimated: those of the
-roofline (`roofline.py`), times the median factor by which the programs that ran were slower than
-their rooflines. Seconds that an earlier process has measured come from the archive.
+roofline (`roofline.py`), times a pace. For each program that ran, the measured seconds are divided
+by the roofline's, and the pace is the median of these ratios. Seconds that an earlier process has
+measured come from the archive.
 """
 
 import statistics
@@ -109,7 +110,8 @@ def measure_programs(
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
-    # Programs that an earlier process has timed are not run. They were compiled for their bytes.
+    # Programs that an earlier process has timed are not run. They were compiled above because only
+    # the compiler knows their temporary bytes.
     seconds = (archive or Archive()).each(
         description,
         len(fitting),
@@ -145,10 +147,10 @@ def measured_costs(
     Args:
         traced: the model.
         device: the device that runs the layers.
-        store: the store of the layers' programs. Training later uses its programs that keep
-            everything.
-        optimizer: the optimizer whose state counts and whose updates are measured; None if neither
-            counts.
+        store: the store of the layers' programs. Training later takes the programs that keep
+            everything from this store.
+        optimizer: the optimizer, whose state is counted and whose updates are measured; None to
+            leave both out.
         microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
         split: whether to measure the halves of backwards, too.
@@ -269,7 +271,7 @@ def _measured_options(
     recomputed = recomputes(traced, nothing, accelerator_of(device))
     calibrations = list(map(_calibration, recomputed, measured))
     options = layer_options(traced, inputs, recomputed, calibrations)
-    # Equal layers share an object of programs, by whose id they are compiled once.
+    # Equal layers share an object of programs. Its id is their key, so they are compiled once.
     alike = [id(programs) for programs in nothing]
     return with_compiled_bytes(traced, options, alike, store, device)
 

@@ -28,7 +28,10 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
-"""The slots that pieces of an update exchange; gradients, parameters and state count elsewhere."""
+"""The kinds of the slots, or arrays, that pieces of an update exchange with each other.
+
+Gradients, parameters and state are in slots of other kinds, and count elsewhere.
+"""
 _LASTING = (ValueKind.STATE, ValueKind.CONSTANT)
 """The kinds of values that a stage has between steps, too."""
 _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
@@ -278,7 +281,7 @@ class _Model:
             self.bytes[Ref(kind, i)] = size
 
     def own_inputs(self, layer: Layer) -> list[int]:
-        """Returns the tensors that a layer's forward reads and that only its backward reads."""
+        """Returns the inputs of a layer that its own backward reads, and no other backward does."""
         alone = []
         for tensor in layer.reading(ValueKind.TENSOR):
             ref = Ref(ValueKind.TENSOR, tensor)
@@ -289,7 +292,7 @@ class _Model:
     def shared(self) -> Iterator[Shared]:
         """Yields the values that a stage holds once, however many of its layers read them."""
         for ref, size in self.bytes.items():
-            # A value that no layer reads or makes lies with the first layer.
+            # A value that no layer reads or makes counts for the first layer.
             touching = self.touching.get(ref, (0,))
             if ref.kind in _LASTING and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
@@ -311,7 +314,7 @@ class _Model:
         frozen = [p for p in self.graph.parameters if p.frozen and p.readers == (layer,)]
         total = sum(p.array.bytes for p in frozen)
         for ref, size in self.bytes.items():
-            # A value that no layer reads or makes lies with the first layer.
+            # A value that no layer reads or makes counts for the first layer.
             if ref.kind in _LASTING and self.touching.get(ref, (0,)) == (layer,):
                 total += size
         return total
@@ -372,15 +375,16 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 
 
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
-    """Returns the holders whose pieces and state of the optimizer lie with a layer.
+    """Returns the keys by which `OptimizerCut` has a layer's pieces and state of the optimizer.
 
-    A holder is a layer, or None for the optimizer's global program, which lies with the loss.
+    One key is the layer itself. The layer of the loss has another key, None, which stands for the
+    optimizer's global program. These holders are not the holders of values that `_Model` has.
     """
     return (layer, None) if layer == graph.loss_layer else (layer,)
 
 
 def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
-    """Counts the bytes of the optimizer's state that lies with a layer."""
+    """Counts the bytes of the optimizer's state that belongs to a layer."""
     if optimizer is None:
         return 0
     return sum(_bytes_held(optimizer, holder) for holder in holders_of(graph, layer))
@@ -404,7 +408,7 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
             # The owner's own gradient of the parameter counts among the layer's gradients.
             others = len(parameter.readers) - 1
             total += others * parameter.array.bytes
-    # A slot is an array that pieces read or write. Pieces share slots, and each slot counts once.
+    # Pieces share slots, and each slot counts once.
     sizes: dict[Slot, int] = {}
     for piece in optimizer.update:
         if piece.layer not in holders_of(graph, layer):

@@ -211,8 +211,8 @@ _CPUS = _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0)
 
 PRESETS = {cluster.name: cluster for cluster in (*_OF_PAPERS, *_OTHER_GPUS, *_TPUS, _CPUS)}
 
-# The first of these names that a device's reported kind contains gives the accelerator. So a name
-# must stand before every shorter name that is a part of it.
+# A device is found by the kind that it reports: the first of these names in that text counts. So a
+# name must stand before every shorter name that is a part of it.
 _KINDS = {
     "H200": H200,
     "H100": H100,

@@ -20,8 +20,8 @@ class Product:
     """A batch of b products of m x k by k x n.
 
     `itemsizes` has the bytes of an element of the left operand, the right operand and the result.
-    `three` is set for dense convolutions with a kernel of 3 x 3 pixels. It says which array that
-    kernel is: usually the operand ("kernel"), but the result if its gradient is computed.
+    `three` is set for dense convolutions with a kernel of 3 x 3 pixels. It says which array has
+    these pixels: the operand ("kernel"), or the result if that is the gradient of the kernel.
     """
 
     b: int
@@ -43,8 +43,8 @@ class Product:
         The algorithm computes four pixels of a result with 16 multiplications in place of 36 (Lavin
         and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016). So there are 16
         products. Each has a quarter of the rows, and sums of a ninth of the length. For the
-        gradient of a kernel, it is sums of a quarter of the length, and a ninth of the rows. None
-        if the algorithm does not apply.
+        gradient of a kernel, each has a ninth of the rows, and sums of a quarter of the length. It
+        is None if the algorithm does not apply.
         """
         if self.three is None:
             return None

@@ -79,7 +79,7 @@ class Recompute:
         return frozenset(used), frozenset(recomputed)
 
     def extra_s(self, recomputed: Collection[int]) -> float:
-        """Returns the seconds of recomputing candidates; an equation behind several runs once."""
+        """Returns the seconds of recomputing candidates together; each equation counts once."""
         if not recomputed:
             return 0.0
         repeated = self.behind[sorted(recomputed)].any(0)
@@ -95,7 +95,7 @@ class Recompute:
         return frozenset(range(len(self.names))) - self.free
 
     def subsets(self) -> list[frozenset[int]]:
-        """Returns the sets of candidates worth keeping, by rising bytes, of needed candidates only.
+        """Returns the sets of needed candidates that are worth keeping, by rising bytes.
 
         A set is worth keeping if no other tried set of as few bytes saves as many seconds. With few
         candidates all sets are tried. With more, minimum cuts at several prices of a byte are tried
@@ -127,7 +127,7 @@ class Recompute:
         return best
 
     def _prices(self) -> np.ndarray:
-        """Returns prices of a byte in seconds, from low ones that keep much to ones that keep none.
+        """Returns rising prices of a byte in seconds, at which less and less is worth keeping.
 
         At the highest price even the smallest candidate costs more than recomputing the layer.
         """
@@ -138,7 +138,7 @@ class Recompute:
         return np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices)
 
     def cut(self, price: float) -> frozenset[int]:
-        """Finds the candidates to keep for the least seconds + price * bytes, by a minimum cut.
+        """Finds the candidates to keep if seconds + price * bytes is to be least, by a minimum cut.
 
         Each candidate c has two nodes, needed[c] and recomputed[c], and each equation has one. A
         node on the source's side of the cut is true. An edge u -> v costs its capacity if u is true
@@ -272,7 +272,7 @@ def recompute_of(
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
-    """Finds the equations that repeat the forward, and which of their values the others read.
+    """Finds the equations that repeat the forward, and which of their results the rest reads.
 
     Args:
         backward: the backward that keeps nothing.

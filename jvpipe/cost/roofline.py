@@ -16,8 +16,8 @@ A kernel takes (Williams et al., "Roofline", CACM 2009)
                  bytes read and written / rate of memory)
 
 On a device with a tiling, `tiling.py` gives the first of the three terms. In a framework that does
-not fuse, each equation has a kernel, unless its result is only another name of its operand. A
-program takes at least the time in which its host launches all kernels.
+not fuse, each equation has a kernel, except aliases and what is made on reading, such as a
+broadcast. A program takes at least the time in which its host launches all kernels.
 """
 
 import math
@@ -141,10 +141,10 @@ class Kernels:
         root: by variable, its first name: the variable of the same value before any alias.
         written: the first names of the values that reach memory.
         of: by the index of an equation, its kernel; equations without a kernel are not in it.
-        fused: by variable, what a kernel that uses the variable has to do for it. First the bytes
-            to read, by value in memory; a variable in memory is itself that value. Then the
-            elementwise operations, by the index of their equation: so an equation that a kernel
-            uses twice counts once.
+        fused: by variable, what a kernel must do to use the variable, as two dicts. The first has
+            the bytes to read, by value in memory; for a variable in memory, its own bytes. The
+            second has the elementwise operations, by the index of their equation, so that an
+            equation that a kernel uses twice counts once.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Kernels:
 
 
 def _written_bytes(eqn: JaxprEqn) -> int:
-    """Counts the bytes that an equation writes; a scatter or update in place writes its update."""
+    """Counts the bytes that an equation writes; a scatter or dynamic update writes only updates."""
     if eqn.primitive.name in SCATTERS:
         return nbytes(eqn.invars[-1])
     if eqn.primitive.name == "dynamic_update_slice":

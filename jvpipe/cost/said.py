@@ -34,7 +34,7 @@ Said = Mapping[Hashable, Sizes]
 
 
 def with_said_work(work: Work, programs: LayerPrograms, said: Said) -> Work:
-    """Returns a layer's work, with temporary bytes raised to the compiler's if it reports more.
+    """Returns a layer's work, with temporary bytes increased to the compiler's if it reports more.
 
     Args:
         work: the modeled work, with all candidates kept.
@@ -57,7 +57,9 @@ def with_said_updates(
     optimizer: OptimizerCut,
     said: Said,
 ) -> Work:
-    """Returns a layer's work, with the update's temporary bytes raised to the compiler's if more.
+    """Returns a layer's work, with its update's temporary bytes increased to the compiler's.
+
+    They stay as they are if the compiler reports fewer, or was not asked.
 
     Args:
         work: the modeled work.
@@ -81,7 +83,9 @@ def with_said_options(
     store: ProgramStore,
     said: Said,
 ) -> list[tuple[Option, ...]]:
-    """Returns the options of all layers, with `extra_bytes` raised to the compiler's if more.
+    """Returns the options of all layers, with `extra_bytes` increased to the compiler's.
+
+    Options that the compiler was not asked about get interpolated bytes (`_with_extra`).
 
     Args:
         traced: the model.
@@ -156,6 +160,6 @@ def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int])
 
 
 def _largest(said: Said, *programs: Program) -> int | None:
-    """Returns the most temporary bytes of some programs; None without an answer for any of them."""
+    """Returns the most temporary bytes of several programs; None if none of them has an answer."""
     answers = [said[program.key].temporary for program in programs if program.key in said]
     return max(answers, default=None)

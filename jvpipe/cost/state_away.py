@@ -11,11 +11,11 @@ from jvpipe.programs.optimizer import OptimizerCut
 def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]) -> Costs:
     """Returns the costs of a model without the state that is away, and with room for fetching it.
 
-    State that is away lies on the host between updates. A device holds the fetched state of at most
-    `UPDATES_HELD` updates at a time (`lowering/prefetch.py`). How large that is depends on which
-    layers the device has, and so on the cuts. Therefore the largest state of any layer of the model
-    is assumed for each layer. This room counts among temporary bytes, because state is fetched
-    early, while the last backward may still run.
+    State that is away is on the host between updates. A device holds the fetched state of at most
+    `UPDATES_HELD` updates at a time (`lowering/prefetch.py`). The size of this state depends on
+    which layers the device has, that is, on the cuts. The cuts are not known here, so each update
+    is assumed to have the largest state of any layer. This room counts among temporary bytes,
+    because state is fetched early, while the last backward may still run.
 
     Args:
         costs: the costs of the layers, each with all of its state.

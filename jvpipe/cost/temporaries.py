@@ -22,8 +22,8 @@ On a GPU:
     across     if two reductions of a value go over different axes, two kernels read the value; it
                is written to memory for them if making it takes an exponential or the like
     filters    a convolution of images with channels last copies a filter with channels elsewhere
-    pools      the backward of a maximum over windows finds the maxima and, as one whole number per
-               dimension, their places
+    pools      the backward of a maximum over windows computes the maxima again, and the position of
+               each as one whole number per dimension
 
 On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
 
@@ -262,7 +262,7 @@ def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
 
 
 def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds values in the memory of a result that one elementwise kernel makes from them.
+    """Finds values that lie in a result's memory, because one elementwise kernel makes it of them.
 
     If the kernel adds a value to an input, the result overwrites that input. Then only products and
     scattered sums need no buffer, because they are summed up in place.
@@ -435,7 +435,7 @@ def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_St
 
 
 def _with_turned(steps: Sequence[_Step], images: set[Var], size: Size) -> list[_Step]:
-    """Returns steps in which a convolution also holds a copy of its result, examples along rows."""
+    """Returns steps in which a convolution also holds a copy of its result, examples as rows."""
     turned = [step.writes & images if step.loop is None else () for step in steps]
     result = []
     for step, twice in zip(steps, turned, strict=True):
@@ -495,7 +495,7 @@ def _share(a: _Step, b: _Step) -> bool:
 
 
 def _join(behind: list[int], group: int) -> None:
-    """Joins steps: each then waits for what any needs, and what waits for one waits for all.
+    """Joins steps: each then waits for all that any of them needs, and what needs one needs all.
 
     Args:
         behind: for each step the steps that it waits for, as binary digits; changed in place.

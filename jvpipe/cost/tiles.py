@@ -122,7 +122,7 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
 
 
 def _closed(results: str) -> str:
-    """Returns the text before the first brace that closes what was opened before the text."""
+    """Returns the text before its first closing brace that has no opening brace in the text."""
     depth = 0
     for at, letter in enumerate(results):
         depth += (letter == "{") - (letter == "}")

@@ -1,4 +1,4 @@
-"""Model flops utilization (MFU): the share of its devices' peak rates that a step puts to use.
+"""Model flops utilization (MFU): the share of the devices' peak rates that a step puts to use.
 
 Peak rates are those of products. Only products that the model needs count as put to use; products
 that are computed again do not.

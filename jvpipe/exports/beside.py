@@ -28,8 +28,8 @@ def judged(problem: Problem, plan: Plan) -> Judged:
     """Simulates a step of a plan, which any system may have made.
 
     Args:
-        problem: the costs of layers and links, and the number of micro-batches. The stages and the
-            schedule are the plan's.
+        problem: the costs of layers and links, and the number of micro-batches. Its own number of
+            stages and its schedule do not count; those of the plan are used.
         plan: the stages, with a schedule or with a list of tasks for each device.
 
     Raises:
@@ -67,12 +67,14 @@ def _choice(
     layer: int,
     dropped: dict[str, Fate],
 ) -> int:
-    """Returns what a layer chooses: the number of an option, or one of two ways to recompute.
+    """Returns the choice for a layer: the number of an option, or one of two ways to recompute it.
+
+    An option of a layer gives each of its values a fate.
 
     Args:
         costs: the costs of all layers.
         layer: the number of the layer.
-        dropped: the fate of each value of the layer's stage that is not kept.
+        dropped: the values of the layer's stage that are not kept, each with its fate.
     """
     edges = costs.edges
     before = [edge for edge in edges if edge.producer == layer - 1]

@@ -32,7 +32,7 @@ It must be raised whenever the meaning of a file changes.
 
 
 class PlanPart(StrEnum):
-    """The parts of a plan that a format may leave out, as the other system has them elsewhere."""
+    """The parts of a plan that a format may lack, because the other system keeps them elsewhere."""
 
     CUTS = "cuts"  # how many layers each stage has
     PLACES = "places"  # the devices of the stages
@@ -124,7 +124,7 @@ def outline_for(plan: Plan) -> Outline:
 
 
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
-    """Returns the task lists that an export of a plan has, for one step.
+    """Returns the task lists of one step that an export of a plan writes.
 
     Other systems update once per step. So a plan whose schedule is asynchronous (it updates within
     a step) is exported as 1F1B, and `losses` reports this. A plan without a schedule is exported as
@@ -174,7 +174,7 @@ def ranks_of(lists: TaskLists) -> dict[int, int]:
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
         for task in tasks:
-            # All tasks of a stage must be in one list, because its parameters lie there.
+            # All tasks of a stage must be in one list, because one device holds its parameters.
             if rank.setdefault(task.stage, r) != r:
                 raise ValueError(
                     f"stage {task.stage} is on rank {rank[task.stage]} and on rank {r}"
@@ -221,7 +221,7 @@ def losses(
     back: Plan,
     silent: frozenset[PlanPart],
 ) -> Iterator[str]:
-    """Yields a description of each difference between a plan and what its export is read as.
+    """Yields a description of each difference between a plan and the plan in its export.
 
     Args:
         plan: the plan that was exported.
@@ -230,7 +230,7 @@ def losses(
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
-        # Replicas of a stage run the same tasks. What follows compares the first replica of each.
+        # Replicas of a stage run the same tasks, so only the first one is compared from here on.
         yield f"devices of replicated stages: {list(plan.replicas)}"
         plan = plan.turn(0)
     if plan.keep_last:

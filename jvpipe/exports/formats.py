@@ -1,7 +1,7 @@
 """Lists all formats by name; a new format is added here.
 
-`Plan.export` needs the formats, too, but jvpipe/ir must not import this folder. So the import of
-this file enters them into the table `EXPORTS` of jvpipe/ir/plan.py.
+`Plan.export` needs the formats, too, but jvpipe/ir must not import this folder. So this file, when
+it is imported, adds them to the table `EXPORTS` of jvpipe/ir/plan.py.
 """
 
 from jvpipe.exports.format import Format
@@ -18,7 +18,7 @@ EXPORTS.update({name: fmt.export for name, fmt in FORMATS.items()})
 
 
 def find_format(name: str) -> Format:
-    """Returns the format with a name; raises ValueError, which lists all names, if none has it."""
+    """Returns the format with a name; if there is none, raises ValueError with all names."""
     if name not in FORMATS:
         raise ValueError(did_you_mean("format", name, list(FORMATS)))
     return FORMATS[name]

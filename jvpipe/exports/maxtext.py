@@ -4,9 +4,10 @@ The file is a complete configuration, because it names MaxText's `base.yml` as t
 fields that it does not set. MaxText runs the embedding and the head outside of its pipeline. In the
 plan, the embedding belongs to the first stage and the head to the last one.
 
-MaxText recomputes blocks from their inputs in two cases: if
-`set_remat_policy_on_pipeline_iterations` is true, which is its default, whatever `remat_policy` is;
-and if `set_remat_policy_on_layers_per_stage` is true and `remat_policy` is full.
+MaxText recomputes blocks from their inputs in two cases:
+
+- `set_remat_policy_on_pipeline_iterations` is true, as by default. `remat_policy` does not matter.
+- `set_remat_policy_on_layers_per_stage` is true, and `remat_policy` is full.
 """
 
 import re
@@ -49,7 +50,8 @@ def _read(text: str, outline: Outline) -> Plan:
     for line in text.splitlines():
         if match := _LINE.fullmatch(line.strip()):
             fields[match[1]] = match[2]
-    # A pipeline may run within a slice of devices (ici), across several slices (dcn), or both.
+    # A slice is a set of devices that fast links join. A pipeline may run within a slice (ici),
+    # across several slices (dcn), or both.
     within = _number(fields, "ici_pipeline_parallelism", 1)
     across = _number(fields, "dcn_pipeline_parallelism", 1)
     stages = within * across

@@ -40,7 +40,7 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads a plan from options, or from a layout alone, whose stages then have a rank each."""
+    """Reads a plan from options or a layout alone; by default, each stage has a rank of its own."""
     options = _options(shlex.split(text, comments=True))
     if "--pipeline-model-parallel-layout" not in options:
         flags = brief(", ".join(options))

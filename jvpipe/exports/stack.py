@@ -170,8 +170,8 @@ def plan_of(
         strict: whether the blocks must be alike, as for `stack_of`.
 
     Raises:
-        ValueError: the layout has more or fewer blocks than the model, or its micro-batches cannot
-            be in the order of the other system.
+        ValueError: the layout has more or fewer blocks than the model, or jvpipe would run its
+            tasks in another order than the other system.
     """
     stack = stack_of(outline, strict)
     stages = len(layout.counts)

@@ -113,7 +113,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Lists the tasks that a task waits for; it can run once one of them is done."""
+    """Lists the tasks that a task waits for; as soon as any one of them is done, it can run."""
     s, _, m = task
     match task.kind:
         case Kind.F:
