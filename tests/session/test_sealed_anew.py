@@ -197,7 +197,7 @@ AT_REST: dict[str, tuple[Change, str]] = {
         put("raw", value=[["parameter", "0", "int4", [3]]]),
         "and no int4",
     ),
-    "a part elsewhere": (put("parts", value={"../x": []}), "names a file that is none of it"),
+    "a part elsewhere": (put("parts", value={"../x": []}), "is not a file in its folder"),
     "a part that is gone": (put("parts", value={"x": []}), "x is gone"),
     "a part without its arrays": (
         put("parts", value={"arrays.safetensors": ["parameter/9"]}),
