@@ -83,7 +83,7 @@ def check_state(meta: Mapping[str, Any]) -> None:
     # The words are the integers of the run's random key. The shape of the key says how many they
     # are. A run without a key has neither.
     if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
-        raise ValueError(f"{_WHERE}: the words {words} do not fit the shape of the key, {key}")
+        raise ValueError(f"{_WHERE}: the words {words} do not fit the key {key}")
     flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())
     if (flight is not None) != has_arrays:
         raise ValueError(f"{_WHERE}: flight {'is missing' if has_arrays else 'has no arrays'}")
