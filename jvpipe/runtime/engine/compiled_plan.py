@@ -99,7 +99,7 @@ class CompiledPlan:
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
             raise ValueError(
-                f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
+                f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last micro-batch"
             )
         self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
         # The programs of all rows that were bound, by their keys and devices.

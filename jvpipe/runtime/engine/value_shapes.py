@@ -1,7 +1,7 @@
 """Finds the shape, type and layout of a value of a run before the value is made.
 
 Here the layout says how a value is cut over the devices of a mesh. The model's graph, the optimizer
-and the loss have all three. Some values are exceptions, for example residuals: only the programs
+and the loss have these. Some values are exceptions, for example residuals: only the programs
 that make them know their shapes.
 """
 

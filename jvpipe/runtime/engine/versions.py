@@ -197,7 +197,7 @@ class VersionLedger:
 
 
 def _numbered(run: _Run | None) -> Iterator[Use]:
-    """Returns the uses of a step, numbered from the start of the run; no uses for a drain."""
+    """Returns the uses of an entry of `_runs`, numbered from the start of the run."""
     uses, microbatch, version = run or ((), 0, 0)
     return (use.moved(microbatch, version) for use in uses)
 
