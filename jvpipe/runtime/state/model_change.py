@@ -286,7 +286,7 @@ class ModelSwitch:
         sent: list[tuple[int, jax.Array]],
         ledger: Ledger,
     ) -> list["_Crossing"]:
-        """Puts those arrays in place that need not cross from one process to another.
+        """Puts arrays in their places, except those that come from another process.
 
         Args:
             before: the old model's arrays, by buffer.
