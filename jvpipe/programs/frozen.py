@@ -120,7 +120,7 @@ class _Update:
         return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """Returns the leaves that a parameter's gradient is needed for, if they are its own state.
+        """Returns the leaves of a parameter's own state for which alone its gradient is needed.
 
         The gradient is followed forward through all values that are made of it. If such a value is
         a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next

@@ -84,8 +84,8 @@ class Alike:
 
         Args:
             eqn: the next equation.
-            same: a value that the result stands for, such as count for max(count, 1); the result
-                gets its number. None: the equation itself determines the number.
+            same: a value that the result counts as, such as count for max(count, 1); the result
+                gets that value's number. None: the equation itself determines the number.
         """
         name = eqn.primitive.name
         is_followed = name in _COMPARED or name in _SAME

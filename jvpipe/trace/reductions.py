@@ -11,7 +11,7 @@ is a sum over examples, and `size` is the number of examples:
     sum(x) / count * count               a sum, though sum(x) / count alone is neither sum nor mean
     mean(x) * size                       a sum
 
-A count may be zero in a slice, though not in the whole micro-batch:
+A count of items, such as tokens, may be zero in a slice, though not in the whole micro-batch:
 
 - In sum(x) / count, a slice without items would divide zero by zero, so its divisor becomes one. If
   only the count is zero, because it adds up weights of both signs, the result is NaN.

@@ -179,7 +179,7 @@ class Spreading:
         for key, value in eqn.params.items():
             is_fixed = isinstance(value, int | float) or key in _POSITIONS
             if is_fixed and repr(small.params[key]) != repr(value):  # as text, because NaN != NaN
-                raise self._refused(eqn, "does as the number of examples says")
+                raise self._refused(eqn, "has an argument that depends on the number of examples")
         if name in _CALLS:
             outs = self._call(eqn, small, ins)
             if name in _RULES:
@@ -399,7 +399,7 @@ class Spreading:
             _outer=self._outer or eqn,
         )
         if comparable(whole.consts) != comparable(fewer.consts):
-            raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
+            raise inner._refused(eqn, "reads arrays that depend on the number of examples")
         cotangents = []
         for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True):
             if _is_inexact(v):
@@ -461,7 +461,7 @@ class Spreading:
 
     def _check_same_for_all(self, eqn: JaxprEqn, chosen: Lies) -> None:
         if chosen.over is not Over.NONE:
-            raise self._refused(eqn, "runs as its examples say")
+            raise self._refused(eqn, "chooses what runs by a value of the examples")
 
     def _settled(
         self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
@@ -498,7 +498,7 @@ class Spreading:
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
-            raise self._refused(eqn, "makes of single examples what else is not made of them")
+            raise self._refused(eqn, "keeps examples apart in one branch or iteration, not in all")
         same = (a.over, a.power, a.excess) == (b.over, b.power, b.excess)
         if not same and a.over is Over.ALONG:
             raise self._refused(eqn, "uses the number of examples in values of single ones")
