@@ -9,6 +9,9 @@ examples, with a parameter p, its gradient g and its moment mu:
     g -> norm -> other parameters, p + 0      yes        yes                     no
 
 (p + 0 equals p except for the sign of a zero, which a frozen parameter keeps.)
+
+A primitive that is missing from the lists below costs only time and memory: a parameter is then
+updated to the value that it already has.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -415,8 +415,8 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # These results have no home yet, so they count as needed everywhere. With them among `others`,
-    # all values that they are made of would count so, too, and no leaf could be claimed.
+    # These results have no home yet, so they count as needed everywhere. If they were among
+    # `others`, so would all values that they are made of, the leaves' old values included.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}
@@ -434,7 +434,7 @@ def _check(flow: Flow, homes: Mapping[Slot, Input]) -> None:
 
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:
-    """Returns the state that the global program reads, of the state with a copy in every layer."""
+    """Returns the state of which each layer has a copy and which the global program reads, too."""
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"

@@ -19,6 +19,9 @@ A count of items, such as tokens, may be zero in a slice, though not in the whol
   slice uses its count as it is.
 - If the count adds up fractional weights, it may lie between zero and one, where max(count, 1) is
   another value. Slices cannot make that value, so it counts as mixed.
+
+A value that no rule recognizes counts as mixed, too. So a rule may be missing, but none may call a
+value a sum or a mean that is neither.
 """
 
 from collections.abc import Iterable, Sequence

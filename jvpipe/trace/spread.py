@@ -179,7 +179,7 @@ class Spreading:
         for key, value in eqn.params.items():
             is_fixed = isinstance(value, int | float) or key in _POSITIONS
             if is_fixed and repr(small.params[key]) != repr(value):  # as text, because NaN != NaN
-                raise self._refused(eqn, "has an argument that depends on the number of examples")
+                raise self._refused(eqn, "does as the number of examples says")
         if name in _CALLS:
             outs = self._call(eqn, small, ins)
             if name in _RULES:
@@ -461,7 +461,7 @@ class Spreading:
 
     def _check_same_for_all(self, eqn: JaxprEqn, chosen: Lies) -> None:
         if chosen.over is not Over.NONE:
-            raise self._refused(eqn, "chooses what runs by a value of the examples")
+            raise self._refused(eqn, "runs as its examples say")
 
     def _settled(
         self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
