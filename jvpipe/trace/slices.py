@@ -396,7 +396,7 @@ def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
         if lies.over is Over.ALONG and lies.power:
             raise CoupledError(
                 f"tensor '{tensor.array.name}' has a part for each example, scaled by the number of examples, so a "
-                "slice would make other values: scale by that number in the loss, after a sum over examples"
+                "slice makes other values: multiply or divide by that number in the loss, after a sum over examples"
             )
         all_lies.append(lies)
     return all_lies
