@@ -79,7 +79,7 @@ class Said:
         lies = self.traced[ref]
         if lies.over is Over.ALONG:
             raise CoupledError(
-                f"model state '{name}' has a part per example, so replicas cannot share it: use one device for each stage"
+                f"model state '{name}' has a part per example: replicas cannot share it; use one device for each stage"
             )
         if lies.over is Over.NONE:
             return None
