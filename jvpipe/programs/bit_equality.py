@@ -57,7 +57,7 @@ def same_bits(
     for v, ref in zip(body.inputs, body.reads, strict=True):
         is_parameter = ref.kind == ValueKind.PARAMETER
         values[v] = _drawn(rng, v, is_parameter=is_parameter)
-    # Cotangents from later layers, and gradients of earlier micro-batches. They are not zeros,
+    # The cotangents from later layers and the gradients of earlier micro-batches are not zeros,
     # because a sum that begins with zero hides whether its first product was rounded.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
     sums = {v: _drawn(rng, v) for v in variables}
@@ -166,7 +166,10 @@ class _Pass:
     results: list[np.ndarray]
 
     def arguments(self, values: _Arrays, cotangents: Mapping[Any, np.ndarray]) -> list[np.ndarray]:
-        """Returns the arguments of the backward: sources, cotangents of outputs, and sums."""
+        """Returns the arguments of the backward: sources, cotangents of outputs, and sums.
+
+        The sources are the inputs, outputs and residuals that the backward reads.
+        """
         body, signature = self.body, self.signature
         count = len(body.outputs)
         sources = {
@@ -217,7 +220,7 @@ def _outcome(
             [values[v] for v in body.inputs],
             device,
         )
-        # After the outputs a forward yields residuals, and a mark.
+        # After the outputs a forward yields residuals, and the mark by which others wait for it.
         for v, x in zip(body.outputs, results, strict=False):
             if isinstance(v, Var):
                 values[v] = x

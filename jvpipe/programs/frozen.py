@@ -9,6 +9,9 @@ examples, with a parameter p, its gradient g and its moment mu:
     g -> norm -> other parameters, p + 0      yes        yes                     no
 
 (p + 0 equals p except for the sign of a zero, which a frozen parameter keeps.)
+
+A primitive that is missing from the lists below costs only time and memory: a parameter is then
+updated to the value that it already has.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -120,7 +123,7 @@ class _Update:
         return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """Returns the leaves that a parameter's gradient is needed for, if they are its own state.
+        """Returns the leaves of a parameter's own state for which alone its gradient is needed.
 
         The gradient is followed forward through all values that are made of it. If such a value is
         a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next

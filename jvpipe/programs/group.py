@@ -29,7 +29,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
     Args:
         programs: the programs of the parts.
         wires: for each part, the numbers of the arrays that it takes, and of those that it yields.
-            The last pair has those of the whole group. Equal numbers mean the same array.
+            The last pair is that of the whole group. Equal numbers mean the same array.
     """
     *parts, (reads, writes) = wires
     inputs: dict[int, Any] = {}
@@ -47,7 +47,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
                 closed = jax.make_jaxpr(program.fn)(*program.inputs)
                 traced[program.key] = in_order(closed)
             out = _jax.apart(traced[program.key], [values[i] for i in taken])
-            values |= zip(yielded, out, strict=False)  # the mark, which comes last, is left out
+            values |= zip(yielded, out, strict=False)  # without the part's mark, its last result
         results = [values[i] for i in writes]
         return (*results, jax.numpy.int32(0))
 

@@ -3,13 +3,17 @@
 `optimizer.update` and `optimizer.init` are traced over the whole tree of parameters. Every
 parameter has an owner, which is a layer; the layer also owns the optimizer's state that belongs to
 the parameter. Each traced equation runs with the layer that owns its operands. An equation that
-mixes layers, such as the one of a global norm, runs in a global program. The pieces of layers and
-the global program take turns, in phases. With clipping by the global norm:
+mixes layers, such as the one of a global norm, runs in a global program. The home of a value or an
+equation is that layer, the global program, or everywhere; a value that is everywhere has a copy in
+each layer. The pieces of layers and the global program take turns, in phases. With clipping by the
+global norm:
 
     phase    who          computes
     0        each layer   its sum of squares
     0        global       the norm
     1        each layer   clipped gradients, Adam's moments, new parameters
+
+The cut decides where an equation runs, and must never change what the equation computes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -47,7 +51,8 @@ from jvpipe.trace.stacks import Stacks
 from jvpipe.util.paths import path_name
 
 PER_LAYER = (
-    'With Pipeline(stacked="per_layer") it sees each layer of those that the loss scans over alone'
+    'With Pipeline(stacked="per_layer") the optimizer sees an array for each layer of a scan, not '
+    "the stack of these arrays"
 )
 
 
@@ -70,11 +75,11 @@ class StateLeaf:
 class OptimizerCut:
     """An optimizer in pieces.
 
-    A piece reads and writes slots, which are names of arrays. State that belongs to no layer has a
-    copy in each layer, and one in the global program if that program reads it. So a slot of state
-    or of a parameter means the array of the layer whose piece reads or writes the slot. Any other
-    slot means the same array for every piece. A leaf that no piece of `update` writes stays as it
-    is.
+    A piece reads and writes slots, which are names of arrays. Most slots name one array, whichever
+    piece uses them. The exception is state that belongs to no layer. Each layer has a copy of it,
+    and so has the global program if it reads that state. The slot of such state names the copy of
+    the layer, or of the global program, that runs the piece. A leaf that no piece of `update`
+    writes stays as it is.
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
@@ -135,8 +140,8 @@ def cut_optimizer(
         grad_norm: whether the update also yields the norm of all gradients. The norm is a
             diagnostic, and does not count as a dependence between layers.
         traced: the optimizer, if it was traced before with the same arguments except `owners`.
-        stacks: the arrays that the optimizer sees, of which `params` has the slices; None if it
-            sees the leaves of `params`.
+        stacks: which leaves of `params` are slices of a stack, if the optimizer sees the stacks;
+            None if it sees the leaves of `params`.
         frozen: leaves that the optimizer does not see. Parameters that the optimizer itself leaves
             unchanged are found and frozen as well.
 
@@ -237,9 +242,10 @@ def laid_state(
     parameters: Sequence[Parameter],
     sharding: Sharding,
 ) -> OptimizerCut:
-    """Returns the same optimizer, with its state cut over the devices of a place like parameters.
+    """Returns the same optimizer, with its state cut over the devices of a mesh.
 
-    Only state that belongs to a parameter and has the parameter's shape is cut.
+    State that belongs to a parameter and has the parameter's shape is cut as the parameter is.
+    Other state stays whole.
 
     Args:
         cut: the optimizer.
@@ -275,12 +281,12 @@ class _Program:
         return [slot for slot in self.results if slot.kind is kind]
 
     def outputs(self, homes: Mapping[Slot, Input]) -> list[Output]:
-        """Returns the results, each with the home that needs it: everywhere unless it has one."""
+        """Returns the results, each with its home; a slot that `homes` lacks is everywhere."""
         named = zip(self.closed.jaxpr.outvars, self.results, strict=True)
         return [Output(atom, homes.get(slot, _EVERYWHERE).home, slot) for atom, slot in named]
 
     def origins(self, homes: Mapping[Slot, Input]) -> dict[Var, Input]:
-        """Returns the home of each input; constants are everywhere."""
+        """Returns the home of each input; constants and slots that `homes` lacks are everywhere."""
         named = zip(self.closed.jaxpr.invars, self.inputs, strict=True)
         constants = dict.fromkeys(self.closed.jaxpr.constvars, _EVERYWHERE)
         inputs = {var: homes.get(slot, _EVERYWHERE) for var, slot in named}
@@ -409,8 +415,8 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # The results in question are left out: they count as needed everywhere, which is exactly what
-    # is to be checked.
+    # These results have no home yet, so they count as needed everywhere. If they were among
+    # `others`, so would all values that they are made of, the leaves' old values included.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}
@@ -428,7 +434,7 @@ def _check(flow: Flow, homes: Mapping[Slot, Input]) -> None:
 
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:
-    """Returns the state with a copy for every layer that the global program reads, too."""
+    """Returns the state of which each layer has a copy and which the global program reads, too."""
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"
@@ -442,7 +448,8 @@ def _read_globally(flow: Flow) -> frozenset[Slot]:
 def _cross_layer(flow: Flow) -> tuple[str, ...]:
     """Returns the transformations that use the values of one layer for results of another."""
     results = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
-    # Results that one layer makes for another: the equations that make them cross layers, too.
+    # If one layer makes a result that another one needs, the result crosses layers, even if its
+    # equation reads values of one layer only.
     relayed: set[Atom] = set()
     for out in results:
         maker = flow.placement.of(out.atom).home

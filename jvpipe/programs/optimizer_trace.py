@@ -104,7 +104,7 @@ def trace_optimizer(
         )
         updates, state = _checked_answer(answer, tree)
         changed = jax.tree.leaves(optax.apply_updates(params, updates))
-        return _placed(values, seen, changed), state, norm(grads) if grad_norm else None
+        return _replaced(values, seen, changed), state, norm(grads) if grad_norm else None
 
     def traced_at(state: Tree) -> ClosedJaxpr:
         closed = straight_line(update, sums, weight, leaves, state)
@@ -287,10 +287,10 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
         ) from error
 
 
-def _placed(values: Sequence[Any], places: Sequence[int], changed: Sequence[Any]) -> list[Any]:
-    """Returns values of which those at some positions are replaced."""
+def _replaced(values: Sequence[Any], at: Sequence[int], changed: Sequence[Any]) -> list[Any]:
+    """Returns values, with those at some positions replaced."""
     new = list(values)
-    for i, x in zip(places, changed, strict=True):
+    for i, x in zip(at, changed, strict=True):
         new[i] = x
     return new
 

@@ -1,4 +1,4 @@
-"""The places of an optimizer's equations: one layer, everywhere, or the global program.
+"""The homes of an optimizer's equations: one layer, everywhere, or the global program.
 
 An equation runs at one of three homes. If its operands belong to one layer, it runs with that
 layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
@@ -68,7 +68,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of every variable; `splits` are scans to be split first, by their positions."""
+    """The place of every variable, and the scans that have to be split first, by position."""
 
     places: Mapping[Var, Place]
     splits: Mapping[int, SplitScan]
@@ -106,7 +106,7 @@ def check_owned(
     outputs: Sequence[Output],
     at: Placement,
 ) -> None:
-    """Checks that no large result is made by one layer and needed by another.
+    """Checks that no large result is made by one layer and needed elsewhere.
 
     Args:
         eqns: the equations that were placed.
@@ -130,7 +130,7 @@ def check_owned(
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
     """Returns, for each value, the only layer whose results depend on the value.
 
-    If results of several layers depend on the value, "everywhere" takes the layer's place.
+    If results of several layers depend on the value, "everywhere" stands for the layer.
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"

@@ -1,7 +1,7 @@
 """Splits a scan over values of several layers into one scan per layer, if its body allows that.
 
-The layers that each result depends on are found by following them through the body, and through the
-carries from one iteration to the next, until nothing is added. If no result depends on several
+The layers that each operand depends on are followed through the body, and through the carries from
+one iteration to the next, until no value gains a layer. If no result then depends on several
 layers, the scan can be split. Each part keeps the equations of the body and the carries that its
 results need.
 """

@@ -12,6 +12,9 @@ the layers:
 Whether values of different layers may meet in an equation is decided in
 `jvpipe.programs.ownership`. An array that is the same all along an axis is passed on as `Even`, so
 that its slices are known without making the whole array.
+
+An equation without a rule here runs on the whole array. This is right, but then values of different
+layers meet, and the optimizer may be refused.
 """
 
 import math

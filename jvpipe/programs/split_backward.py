@@ -57,7 +57,7 @@ class _Cut:
 
     @staticmethod
     def of(backward: ClosedJaxpr, gradients: int) -> "_Cut":
-        """Finds the equations that the cotangents need, and those that the sums need besides.
+        """Finds the equations that make the cotangents, and those that then make the sums.
 
         Args:
             backward: the backward of a layer.

@@ -40,8 +40,8 @@ class Program:
         inputs: the shapes and types that it takes.
         donated: positions of inputs that it may overwrite.
         calls_host: whether it calls functions on the host, so that it can fail after its dispatch.
-        takes: how the first inputs lie over a group of devices; other inputs are whole on each.
-        gives: the same for results; None lets the compiler choose how a result lies.
+        takes: how the first inputs are cut over a group of devices; others are whole on each.
+        gives: the same for results; None lets the compiler choose how a result is cut.
     """
 
     key: Hashable
@@ -56,8 +56,8 @@ class Program:
         """Returns the same program, with inputs or results cut along the axes of a device group.
 
         Args:
-            takes: how each input lies over the group.
-            gives: how each result, or each of the first ones, lies over the group.
+            takes: how each input is cut over the group.
+            gives: how each result, or each of the first ones, is cut over the group.
         """
         if all(spec == () for spec in (*takes, *gives)):
             return self
@@ -186,7 +186,7 @@ class ProgramStore:
         # By key: a program that several layers share is compiled once.
         missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}
         if missing:
-            # The setting may hold for this thread alone, so the pool's threads are told.
+            # `jax_enable_x64` may be set for this thread alone, so the pool's threads get it, too.
             wide = jax.config.read("jax_enable_x64")
             done = in_parallel(lambda item: self._compiled_for(*item, wide=wide), missing.values())
             self._compiled.update(zip(missing, done, strict=True))
@@ -272,10 +272,10 @@ class ProgramStore:
 
 
 def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
-    """Calls a function of each item, on as many threads as there are processors.
+    """Calls a function on each item, in as many threads as there are processors.
 
-    An item is handed over only once a thread is free. A program that ends waits for what threads
-    have been given, and would otherwise wait for all items.
+    An item is handed over only once a thread is free. If the process is to exit, it waits for the
+    items that its threads have been given, and would otherwise wait for all items.
     """
     count = os.cpu_count() or 1
     free = Semaphore(count)
@@ -306,12 +306,12 @@ def _layer_key(
 ) -> Hashable:
     """Returns a value that is equal for layers that are alike and keep the same candidates."""
     # The kinds of the values that a layer reads and writes count, but not their numbers.
-    places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
+    are_partial = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
     reads = tuple(ref.kind for ref in body.reads)
     writes = tuple(ref.kind for ref in body.writes)
     return (
         body.structure,
-        places,
+        are_partial,
         reads,
         writes,
         body.differentiable,

@@ -60,7 +60,7 @@ def settled(
     decay: float,
     anneal_updates: int,
 ) -> Program:
-    """Returns PipeMare's T1 and T2 as a program, which overwrites all but the weights before.
+    """Returns PipeMare's T1 and T2 as a program; only the weights before are not overwritten.
 
     The program is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1
     scales the t-th update u by max(1, tau) ** -(1 - min(t / K, 1)). T2 is

@@ -4,6 +4,9 @@ Each variable gets a number, and variables with the same number are equal. The r
 equations get the same number if the equations have the same primitive, the same parameters, and
 operands with the same numbers. The type of a whole number does not matter:
 sum(mask).astype(float) and sum(mask, dtype=float) are the same count.
+
+Equal values may get different numbers: then fewer losses are recognized. Different values must not
+get the same number, unless slices replace one by the other (`same` in `Alike.tell`).
 """
 
 from collections.abc import Hashable
@@ -84,8 +87,8 @@ class Alike:
 
         Args:
             eqn: the next equation.
-            same: a value that the result stands for, such as count for max(count, 1); the result
-                gets its number. None: the equation itself determines the number.
+            same: a value that the result counts as, such as count for max(count, 1); the result
+                gets that value's number. None: the equation itself determines the number.
         """
         name = eqn.primitive.name
         is_followed = name in _COMPARED or name in _SAME

@@ -1,14 +1,15 @@
-"""Finds the narrow places of a model, where its list of equations is cut into layers.
+"""Finds the narrow positions in a model's list of equations, at which it is cut into layers.
 
-A place is good to cut if few values are alive there, because a live value must be sent between the
-two layers. How many are "few" depends on the model, so places are compared with their neighbors:
+A position is between two equations. It is good to cut if few values are alive there, because a live
+value must be sent between the two layers. How many are "few" depends on the model, so positions are
+compared with their neighbors:
 
 - A position is narrow if no position nearby has fewer live values. Distance is counted in weighted
   operations (products, convolutions, lookups that read a parameter).
 - Values that live long (skip connections) do not count.
 - A layer has at least one weighted operation.
-- A run between two cuts that is still large, such as a level of a U-Net, is cut again by itself.
-  Then the values that enter the run do not count.
+- If the run of equations between two cuts is still large, as a level of a U-Net may be, the run is
+  cut again by itself. Then the values that enter the run do not count.
 
 Whether a position is cut depends only on the equations nearby. So a change to one part of a model
 leaves distant layers as they were, and their compiled programs can be used again. If a model gets
@@ -34,7 +35,7 @@ class LayerEffort:
     A plan says how many layers each stage has. So a plan may not fit once these numbers change.
 
     Attributes:
-        scales: pairs (window, skip), from the usual scale to the finest. A narrow place is compared
+        scales: pairs (window, skip), from the usual scale to the finest. A position is compared
             with `window` weighted operations to either side; a value that lives across more than
             `skip` weighted operations is a skip connection.
         few_layers: a model with fewer layers is cut again at the next scale.
@@ -92,12 +93,12 @@ def _narrow(
     window: int,
     skip: int,
 ) -> list[int]:
-    """Returns the narrow places, at most one between any two neighboring weighted operations.
+    """Returns the narrow positions, at most one between two neighboring weighted operations.
 
     Args:
         eqns: the equations, in order.
         weighted: marks the weighted operations.
-        window: how many groups to either side a place is compared with.
+        window: how many groups (see below) to either side a group is compared with.
         skip: a value that lives across more weighted operations is a skip connection.
     """
     # A group is the positions between one weighted operation and the next. Each digit below stands

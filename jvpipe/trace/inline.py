@@ -179,7 +179,7 @@ class _Line:
         return [Literal(x, _jax.aval(v)) for x, v in pairs]
 
     def _read(self, atom: Atom) -> Atom:
-        """Returns an operand; a literal key becomes a constant, because JAX allows none."""
+        """Returns an operand; a literal key becomes a constant: JAX allows no literal keys."""
         if not isinstance(atom, Literal):
             return atom
         if isinstance(_jax.aval(atom).dtype, np.dtype):

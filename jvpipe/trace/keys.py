@@ -2,7 +2,9 @@
 
 A model derives a key for each layer from the key that it is given: `fold_in(key, 7)` or
 `split(key, 12)[7]`. A literal 7 would make each layer a program of its own, so the number becomes
-an input that the layer reads.
+an input that the layer reads. This takes two steps. While a loss is flattened, `index_key` rewrites
+the slice `keys[7]` as a dynamic slice, which takes 7 as an operand. Then `lift_key_constants` makes
+a variable of that operand.
 """
 
 from collections.abc import Sequence
@@ -102,7 +104,8 @@ def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
     """
     lifted: dict[Var, Any] = {}
 
-    # The integer is the second operand, both of `fold_in(key, i)` and of `keys[i]`.
+    # The integer is the second operand of `fold_in(key, i)`, and also of `dynamic_slice(keys, i)`,
+    # which `index_key` has made of `keys[i]` before.
     def lift(eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
         if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):

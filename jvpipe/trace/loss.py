@@ -49,7 +49,7 @@ class LossJaxpr:
         aux_weighted: marks the leaves of aux that are `Weighted`.
         seed_words: the length of the seed vector (`KeyKind.seed`); 0 if the loss reads none.
         of_size: traces the same loss on another number of examples.
-        sharding: how parameters lie over the devices of a place, if a place has several devices.
+        sharding: how parameters are cut over the devices of a place; None if a place is one device.
         specs: for each parameter, the axes of a place along which its dimensions are cut.
         aux_chosen: for each leaf of aux, the reduction that the user chose, if any.
         state_chosen: for each leaf of the model state, the reduction that the user chose, if any.
@@ -131,8 +131,8 @@ def trace_loss(
     arguments = (params, *([state] if has_state else []), batch, seed)
     closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
-    # A number that a key is derived with, such as a layer's index, becomes an input. A constant
-    # would make a program of its own of each layer.
+    # A number that a key is derived with, such as a layer's index, becomes an input. As a literal
+    # it would make each layer a program of its own.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     # The inputs are the leaves of the trees in the order of `trees`, then the seed, if there is

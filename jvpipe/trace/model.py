@@ -69,10 +69,10 @@ def trace_model(
         present: layers to cut the loss into again: those that it has at the shapes of another
             batch. None to choose the cuts from scratch.
         stacks: the parameters to split into slices, one per layer; None to split each parameter
-            that only scans over layers read.
+            that is read only by scans over layers.
         has_aux: whether the loss returns aux besides its value.
         has_state: whether the loss takes the model state and returns a new one.
-        sharding: how parameters lie over the devices of a place (a device, or a mesh of several
+        sharding: how parameters are cut over the devices of a place (a device, or a mesh of several
             devices); None if each place is one device.
         reductions: the user's choice of how leaves of aux and of the model state are reduced.
         deferred_over: k if the running statistics of batch norms change once in k micro-batches,
@@ -120,7 +120,7 @@ def trace_model(
 
 
 def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
-    """Returns how each parameter lies over the devices of a place, by the parameter's path."""
+    """Returns how each parameter is cut over the devices of a place, by the parameter's path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = path_names([path for path, _ in leaves])
     shapes = [tuple(leaf.shape) for _, leaf in leaves]

@@ -19,7 +19,7 @@ def check_modules(params: Tree) -> None:
     """Checks that no parameter is a statistic, a key or a cache, because updates would spoil it.
 
     Raises:
-        ValueError: a parameter is; the message says how to take its module apart.
+        ValueError: a parameter is one of these; the message says how to take its module apart.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # flax.nnx was never imported, so no parameter is one of its modules

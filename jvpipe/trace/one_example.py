@@ -34,7 +34,7 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
 
     Args:
         whole: the loss on several examples.
-        examples: how many examples that are.
+        examples: the number of these examples.
 
     Raises:
         UnlikeError: the loss has other equations on twice as many examples, or other derivative

@@ -22,7 +22,7 @@ def pullback(
     """Returns the derivative of an equation, and the operands with respect to which it is taken.
 
     The first operands are arrays that the rule closes over. JAX refuses to differentiate with
-    respect to them and does not say how many they are. So operands are left out from the front
+    respect to them and does not say how many there are. So operands are left out from the front
     until JAX accepts the rest.
 
     Args:

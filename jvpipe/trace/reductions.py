@@ -11,7 +11,7 @@ is a sum over examples, and `size` is the number of examples:
     sum(x) / count * count               a sum, though sum(x) / count alone is neither sum nor mean
     mean(x) * size                       a sum
 
-A count may be zero in a slice, though not in the whole micro-batch:
+A count of items, such as tokens, may be zero in a slice, though not in the whole micro-batch:
 
 - In sum(x) / count, a slice without items would divide zero by zero, so its divisor becomes one. If
   only the count is zero, because it adds up weights of both signs, the result is NaN.
@@ -19,6 +19,9 @@ A count may be zero in a slice, though not in the whole micro-batch:
   slice uses its count as it is.
 - If the count adds up fractional weights, it may lie between zero and one, where max(count, 1) is
   another value. Slices cannot make that value, so it counts as mixed.
+
+A value that no rule recognizes counts as mixed, too. So a rule may be missing, but none may call a
+value a sum or a mean that is neither.
 """
 
 from collections.abc import Iterable, Sequence

@@ -287,7 +287,7 @@ class TwoTraces:
         return {i: place for i, place in found if place is not None}
 
     @cached_property
-    def _centring(self) -> set[int]:
+    def _centering(self) -> set[int]:
         """The places of the sums by whose mean examples are centered, repetitions included."""
         firsts = {self._origin(self.eqns[place].outvars[0]) for place in self._centered.values()}
         sums = (i for i, eqn in enumerate(self.eqns) if self._is_sum(eqn))
@@ -299,18 +299,18 @@ class TwoTraces:
         axes = eqn.params["axes"]
         operand = self._origin(eqn.invars[0])
         count = self._count(eqn)
-        if place in self._centring:
+        if place in self._centering:
             return Sum(place, count)
         base = self._squared(operand)
         if base is None:
             return None
-        centring = self._defining.get(base) if isinstance(base, Var) else None
-        mean_of = None if centring is None else self._centered.get(centring)
+        centering = self._defining.get(base) if isinstance(base, Var) else None
+        mean_of = None if centering is None else self._centered.get(centering)
         if mean_of is not None:
             alike = self.eqns[mean_of].params["axes"] == axes
             return Sum(place, count, mean_of) if alike else None
         # The values are squared without being centered. A batch norm sums them up plainly, too.
-        means = (self.eqns[i] for i in self._centring)
+        means = (self.eqns[i] for i in self._centering)
         plain = any(self._origin(x.invars[0]) is base and x.params["axes"] == axes for x in means)
         return Sum(place, count) if plain else None
 

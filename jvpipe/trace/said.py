@@ -1,8 +1,9 @@
-"""How aux and model state are made of the slices' values, as the trace tells or the user chose.
+"""Decides how leaves of aux and of the model state are made of the values of slices.
 
-The user's choice counts only if the trace cannot tell. The reduction then takes the values that the
-unchanged loss yields on the slices. So the leaf must not depend on an equation that slices change,
-by adding only their share of an operand, or leaving the operand to the first slice (`Beside`).
+A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown if the
+trace cannot tell how the slices' values give it. Then the reduction that the user chose counts. It
+reduces what the loss itself makes of each slice. So on the way to an unknown leaf, no slice adds
+only its share of an operand, or leaves the operand to the first slice (`Beside`).
 """
 
 from collections.abc import Collection, Mapping
@@ -39,7 +40,7 @@ class Said:
 
     Args:
         graph: the layer graph of a micro-batch.
-        traced: how each output lies over the examples, as the trace tells.
+        traced: how each output depends on the examples, as far as the trace can tell.
         atoms: the variable or literal of each output.
         normalizing: the statistics that a batch norm divides by.
     """
@@ -51,7 +52,7 @@ class Said:
 
     @cached_property
     def aux(self) -> dict[Ref, Lies]:
-        """How leaves of aux lie, for the leaves about which only the user's choice tells."""
+        """How the unknown leaves of aux depend on the examples, by the user's choice."""
         aux: dict[Ref, Lies] = {}
         for ref, lies in self.traced.items():
             if ref.kind is ValueKind.AUX and _is_unknown(lies):
@@ -78,7 +79,7 @@ class Said:
         lies = self.traced[ref]
         if lies.over is Over.ALONG:
             raise CoupledError(
-                f"model state '{name}' has a part for each example: replicas cannot share it"
+                f"model state '{name}' has a part per example: replicas cannot share it; use one device for each stage"
             )
         if lies.over is Over.NONE:
             return None
@@ -91,25 +92,24 @@ class Said:
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
-            f"model state '{name}' cannot be made of what the replicas of a stage make of it: it is neither a mean "
-            "nor a sum over examples, nor what a batch norm divides by. Say how it is made, "
-            f"model_state_reduce={{'{name}': 'mean'}} (over examples), 'sum' (of what each has added) or 'same' (on "
-            "all), or use one device for each stage"
+            f"jvpipe cannot tell how the replicas' values of model state '{name}' give one value: it is neither a mean "
+            "nor a sum over examples, nor a statistic that a batch norm divides by. Choose a reduction with "
+            f"model_state_reduce={{'{name}': 'mean'}} (over examples), 'sum' (of what each replica has added) or "
+            "'same' (all replicas have one value), or use one device for each stage"
         )
 
     def _is_of_batch_norm(self, lies: Lies) -> bool:
         return bool(lies.roots) and lies.roots <= set(self.normalizing)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices change, without those that chosen leaves are made by.
+        """Returns the equations that slices change, except sums that an unknown leaf is made of.
 
         Args:
             loss: the loss that has the equations.
             amended: all equations, by `id`, that slices could change, and how.
 
         Raises:
-            CoupledError: a chosen leaf needs an equation unchanged that another output needs
-                changed.
+            CoupledError: slices must change a sum for another output, but not for an unknown leaf.
         """
         unknown = {ref for ref, lies in self.traced.items() if _is_unknown(lies)}
         others = [atom for ref, atom in self.atoms.items() if ref not in unknown]
@@ -126,8 +126,8 @@ class Said:
                 leaves = sorted(f"{ref.kind} {ref.index}" for ref in unknown)
                 names = ", ".join(leaves)
                 raise CoupledError(
-                    f"a sum over examples, and what is added to it, is a part of what replicas make exactly and of "
-                    f"what they do not ({names}): compute it twice, or use one device for each stage"
+                    "the result of adding to a sum over examples is used for outputs that replicas make exactly and "
+                    f"for others ({names}): compute it once for each, or use one device for each stage"
                 )
             del kept[id(eqn)]
         return kept

@@ -395,8 +395,8 @@ def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
         lies = spreading.lies_of.get(v, NONE) if isinstance(v, Var) else NONE
         if lies.over is Over.ALONG and lies.power:
             raise CoupledError(
-                f"tensor '{tensor.array.name}' has a part for each example that the number of examples is a factor of, "
-                "so that slices make another: multiply or divide by that number in the loss, after a sum over examples"
+                f"tensor '{tensor.array.name}' has a part for each example, scaled by the number of examples, so a "
+                "slice makes other values: multiply or divide by that number in the loss, after a sum over examples"
             )
         all_lies.append(lies)
     return all_lies

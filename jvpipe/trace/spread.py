@@ -399,7 +399,7 @@ class Spreading:
             _outer=self._outer or eqn,
         )
         if comparable(whole.consts) != comparable(fewer.consts):
-            raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
+            raise inner._refused(eqn, "reads arrays that depend on the number of examples")
         cotangents = []
         for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True):
             if _is_inexact(v):
@@ -498,7 +498,7 @@ class Spreading:
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
-            raise self._refused(eqn, "makes of single examples what else is not made of them")
+            raise self._refused(eqn, "keeps examples apart in one branch or iteration, not in all")
         same = (a.over, a.power, a.excess) == (b.over, b.power, b.excess)
         if not same and a.over is Over.ALONG:
             raise self._refused(eqn, "uses the number of examples in values of single ones")

@@ -154,7 +154,7 @@ class Stacks:
 
 
 def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
-    """Returns the stacks among the parameters: leaves that only scans over layers read.
+    """Returns the stacks among the parameters: leaves that are read only by scans over layers.
 
     A scan may read the parameter itself or a cast of it.
 
