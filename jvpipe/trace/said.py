@@ -31,7 +31,7 @@ _STATE = {
     StateReduction.SUM: Over.ADDED,
     StateReduction.SAME: Over.FIRST,
 }
-_SHARED = (Beside.LEFT, Beside.RIGHT, Beside.FIRST_LEFT, Beside.FIRST_RIGHT)
+_CHANGED = (Beside.LEFT, Beside.RIGHT, Beside.FIRST_LEFT, Beside.FIRST_RIGHT, Beside.GUARD)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Said:
         behind_others = reaching(loss.eqns, others)
         kept = dict(amended)
         for eqn in loss.eqns:
-            if amended.get(id(eqn)) not in _SHARED:
+            if amended.get(id(eqn)) not in _CHANGED:
                 continue
             (out,) = eqn.outvars
             if out not in behind_unknown:

@@ -37,6 +37,7 @@ def with_aux(params: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]
         "mean": y.mean(),
         "seen": batch.shape[0] + jnp.zeros((), jnp.int32),
         "above": jnp.sum(y > 0),
+        "one": jnp.maximum(jnp.sum(y > 9), 1),  # none is; a slice has this bound too
         "rounded": jnp.round(100 * y.mean()).astype(jnp.int32),
         "last": batch[:, 0].max(),
         "gram": y.T @ y,
@@ -50,6 +51,7 @@ REDUCE = {
     "row": "max",
     "any": "max",
     "seen": "sum",
+    "one": "max",
     "ab*": "sum",
     "rounded": "last",
     "last": "last",

@@ -314,3 +314,34 @@ def test_without_a_flush_micro_batches_take_turns(tmp_path: Path) -> None:
     for found in pipe.run(state, [case.batch] * 2):
         state = found[0]
     assert_same(pipe.params(state), expected)
+
+
+@pytest.mark.usefixtures("copies_never_late")
+@pytest.mark.parametrize("cut", grid([1, 2, 3], 2))
+def test_turns_add_up_parameters_that_different_layers_read(cut: int) -> None:
+    """One layer owns two arrays of unlike shapes, and each is read again by a layer of its own."""
+
+    def loss_fn(params: Tree, batch: Tree, rng: jax.Array) -> jax.Array:
+        x, y = batch
+        both = jnp.concatenate([params["a"], params["b"], jnp.eye(D)], 1)
+        x = jnp.tanh(jnp.tanh(x @ both) @ params["c"])
+        x = jnp.tanh(x @ params["a"]) @ params["d"]
+        x = jnp.tanh(x @ params["b"]) @ params["e"]
+        return jnp.mean((x - y) ** 2)
+
+    shapes = {"a": (D, 3), "b": (D, 5), "c": (D + 8, D), "d": (3, D), "e": (5, D)}
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    params = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
+    batch = tuple(jax.random.normal(next(keys), (8, D)) for _ in range(2))
+    schedule = PipeDream(update_every=2)
+    probe = jvpipe.Pipeline(loss_fn, optax.sgd(0.01), 1, 4, planner="even")
+    probe.init(params, batch, jax.random.key(1))
+    layers = len(probe.session.graph.layers)
+    plan = jvpipe.Plan.from_cuts([cut, layers - cut], devices=[(0, 1), (2, 3)])
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.01), plan, 4, schedule)
+    state = pipe.init(params, batch, jax.random.key(1))
+    for _ in range(3):
+        state, _ = pipe.step(state, batch)
+    found = pipe.params(pipe.drain(state))
+    replayed = jvpipe.replay(pipe.ledger, pipe, params, [batch] * 3, jax.random.key(1))[0]
+    assert_same(found, replayed)

@@ -291,7 +291,7 @@ class StreamUpdates:
             turns = weights.timeline.replicas(reader, m)
             last_ones = range(m + 1 - turns, m + 1)
             parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
-            yield from summed(layer, m, parts, sums, writes)
+            yield from summed(reader, m, parts, sums, writes)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """Makes the update of a layer after a micro-batch."""
