@@ -301,6 +301,16 @@ class CompiledPlan:
         """
         return min(steps, len(self.stream.steps)) if steps else 0
 
+    def after(self, previous: tuple["CompiledPlan", int] | None) -> "CompiledPlan":
+        """Returns the same plan after another one in a stream; its layers are apart again.
+
+        Groups of its steps may hold more memory, and somebody has to look before they run.
+
+        Args:
+            previous: as the attribute.
+        """
+        return replace(self, previous=previous, grouped=False)
+
     def without_previous(self, steps: int) -> tuple["CompiledPlan", int]:
         """Drops the stream's earlier plans, once no micro-batch of theirs is in flight.
 
@@ -316,7 +326,7 @@ class CompiledPlan:
         # Compare this stream with one that runs under this plan alone. Once the micro-batches of
         # the old plans have passed, both repeat the same step, so the state fits both. Only the
         # number of steps before that step differs.
-        alone = replace(self, previous=None)
+        alone = self.after(None)
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)
 
