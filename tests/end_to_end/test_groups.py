@@ -138,6 +138,29 @@ def test_groups_come_once_the_steps_have_taken_as_long_as_compiling_did(
     assert runs[0] == runs[1]
 
 
+def test_what_evaluates_in_groups_is_compiled_beside_the_training_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, threads, plain = CASES["mlp"](), set[str](), ProgramStore._compiled_for
+
+    def compiled(self: ProgramStore, *args: Any, **options: Any) -> Any:
+        threads.add(current_thread().name)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(ProgramStore, "_compiled_for", compiled)
+    monkeypatch.setattr(ProgramStore, "compile_s", lambda self, programs: 0.0)
+    pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), 2, MICRO, planner="even")
+    batch = batches_of(m)[0]
+    state = pipe.init(m.params, batch, m.rng)
+    pipe.evaluate(state, batch)
+    while not pipe.session.compiled.grouped:
+        state, _ = pipe.step(state, batch)
+        pipe.session.grouping.wait()
+    threads.clear()
+    pipe.evaluate(state, batch)
+    assert not threads
+
+
 def test_a_stream_that_is_restored_in_flight_has_its_layers_apart(tmp_path: Path) -> None:
     """Beside what the plan before has left in flight, groups would not keep the limit."""
     m, plans = CASES["mlp"](), [jvpipe.Plan.from_cuts(cuts) for cuts in ([1, 4], [4, 1])]

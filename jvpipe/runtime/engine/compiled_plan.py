@@ -105,6 +105,7 @@ class CompiledPlan:
         # What has to be compiled is no `cached_property`: while one thread makes such a property,
         # Python 3.11 lets no other thread make that of another plan.
         self._step: Bound | None = None
+        self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
@@ -360,13 +361,20 @@ class CompiledPlan:
         """The most bytes on each device, and last on the host, in an evaluation."""
         return self.peaks_of(self.evaluation)
 
-    @cached_property
+    @property
     def evaluation(self) -> Bound:
         """The rows of the forwards, for an evaluation."""
-        lowered = lower_evaluation(
-            self.graph, self.plan, self.optimizer, self.microbatches, self.batching
-        )
-        return self.bound(lowered)
+        if self._evaluation is None:
+            lowered = lower_evaluation(
+                self.graph, self.plan, self.optimizer, self.microbatches, self.batching
+            )
+            self._evaluation = self.bound(lowered)
+        return self._evaluation
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation has been asked for."""
+        return self._evaluation is not None
 
     def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
         """Compiles the programs of rows, and binds each row to its program.
