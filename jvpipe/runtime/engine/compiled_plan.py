@@ -102,8 +102,8 @@ class CompiledPlan:
         # The programs of all rows that were bound, by their keys and devices.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
         self.compile_s = 0.0  # how long these programs took to compile, one after another
-        # What has to be compiled is no `cached_property`: while one thread makes such a property,
-        # Python 3.11 lets no other thread make that of another plan.
+        # These are compiled, which takes long, so none of them uses `cached_property`: in Python 3.11
+        # all objects of a class share its lock, and one plan would wait for another.
         self._step: Bound | None = None
         self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
