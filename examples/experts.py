@@ -1,4 +1,7 @@
-"""A mixture of experts (arXiv:2101.03961): each token goes to one; a second loss spreads tokens.
+"""A mixture of experts (arXiv:2101.03961), in which each token goes to one of several small MLPs.
+
+A router chooses the expert of each token. Without more, it may come to prefer a few experts. So a
+second loss is added, which is lowest if all experts are chosen equally often.
 
 python -m jvpipe.train --model examples/experts.py:experts --stages 2
 """
@@ -15,20 +18,24 @@ def norm(x):
 
 
 def mixed(x, p):
-    """Returns the tokens after their experts, the unevenness of choices, and each expert's share.
+    """Returns the tokens after their experts, the second loss, and each expert's share of tokens.
 
-    The unevenness is 1 if all experts are chosen equally often.
+    The second loss is 1 if all experts are chosen equally often.
+
+    Args:
+        x: the tokens, [..., width].
+        p: the parameters of the router and of the experts.
     """
     chances = jax.nn.softmax(norm(x) @ p["router"])  # [..., experts]
     experts = chances.shape[-1]
     chosen = jax.nn.one_hot(chances.argmax(-1), experts)
-    # Every expert computes every token, and the chosen expert's result is taken. This is simple,
-    # and fast enough for a few small experts.
+    # Every expert computes every token, and all results except the chosen one are multiplied by 0.
+    # This is simple, and fast enough for a few small experts.
     expanded = jnp.einsum("...d,edf->...ef", norm(x), p["up"])
     hidden = jax.nn.gelu(expanded)
     outputs = jnp.einsum("...ef,efd,...e->...d", hidden, p["down"], chosen * chances)
     axes = tuple(range(x.ndim - 1))
-    # Equation 4 of the paper. The chances have a gradient, and the choice has none.
+    # Equation 4 of the paper. The gradient flows through the chances, because a choice has none.
     products = chosen.mean(axes) * chances.mean(axes)
     uneven = experts * jnp.sum(products)
     return x + outputs, uneven, chosen.mean(axes)
@@ -60,11 +67,12 @@ class Experts:
         x = params["embed"][batch[:, :-1]]  # [batch, tokens, width]
         uneven, chosen = 0.0, []
         for p in params["blocks"]:
-            # Each token only reads the one before it, which is enough to learn a sum.
+            # Each token reads only itself and the token before it, which is enough to learn a sum.
             before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
             both = jnp.concatenate([norm(x), norm(before)], -1)
             x = x + jnp.tanh(both @ p["mix"])
-            # The second loss is summed over blocks, so a cut sends this number together with x.
+            # The second loss is summed over blocks. So a cut between two stages sends this number
+            # together with x.
             x, unevenly, often = mixed(x, p)
             uneven = uneven + unevenly / self.blocks
             chosen.append(often)
@@ -75,7 +83,7 @@ class Experts:
         return total, {"loss of the task": loss, "uneven": uneven, "chosen": jnp.stack(chosen)}
 
     def batches(self, seed, batch_size):
-        """Sums of the two symbols before, with a step that each row has for itself."""
+        """Yields rows; each symbol is the sum of the two before it and of the step of its row."""
         generator = np.random.default_rng(seed)
         while True:
             rows = [*generator.integers(self.symbols, size=(2, batch_size))]

@@ -1,9 +1,10 @@
-"""Fine-tunes a model in a folder of transformers by LoRA on two devices, and writes such a folder.
+"""Fine-tunes a language model by LoRA on two devices, from a folder of transformers to a new one.
 
 python examples/finetune_lora.py BASE LINES.jsonl TUNED [STEPS [LEARNING_RATE]]
 
-BASE has config.json, model.safetensors (or its parts) and tokenizer.json; a line is {"prompt": "2+3=", "answer": "5"}.
-Only what stands in answers is learned: prompts are read, and padding counts nothing.
+The folder BASE has config.json, model.safetensors (or its parts) and tokenizer.json. A line of
+LINES.jsonl is {"prompt": "2+3=", "answer": "5"}. The model learns to write only the answers: tokens
+of prompts and padding have the weight 0 in the loss. The folder TUNED gets the tuned model.
 """
 
 import json
@@ -22,7 +23,7 @@ TOKENS, BATCH = 64, 16
 
 
 def records(lines, tokenizer):
-    """Returns TOKENS + 1 ids for each line, and which of them belong to the answer."""
+    """Returns the ids of TOKENS + 1 tokens for each line, and which of them are of the answer."""
     ids = np.zeros((len(lines), TOKENS + 1), np.int32)
     learned = np.zeros((len(lines), TOKENS + 1), np.float32)
     for i, line in enumerate(map(json.loads, lines)):
@@ -30,12 +31,12 @@ def records(lines, tokenizer):
         answer = tokenizer.encode(line["answer"], add_special_tokens=False).ids
         both = (prompt + answer)[: TOKENS + 1]
         ids[i, : len(both)] = both
-        learned[i, len(prompt) : len(both)] = 1  # prompts and padding stay 0 and do not count
+        learned[i, len(prompt) : len(both)] = 1  # prompts and padding stay 0
     return ids, learned
 
 
 def batches(ids, learned, seed):
-    """Yields batches without end, each drawn from all records."""
+    """Yields batches without end; each draws BATCH records from all of them."""
     generator = np.random.default_rng(seed)
     while True:
         i = generator.integers(len(ids), size=BATCH)

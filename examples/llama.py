@@ -1,5 +1,7 @@
 """A Llama: rotary positions, grouped queries (arXiv:2305.13245), SwiGLU, one scan over all layers.
 
+The second command plans the 8b size for hardware that need not be here, and compares all planners.
+
 python -m jvpipe.train --model examples/llama.py:llama --stages 2
 python -m jvpipe.plan --model examples/llama.py:llama --size 8b --stages 4 --hardware h100 --compare all
 """
@@ -17,7 +19,11 @@ def norm(x, scale):
 
 
 def rotated(x):
-    """Rotates pairs of numbers by their positions; x is [batch, tokens, heads, width of a head]."""
+    """Rotates pairs of numbers by angles that grow with a token's position.
+
+    Args:
+        x: queries or keys, [batch, tokens, heads, width of a head].
+    """
     positions = jnp.arange(x.shape[1])[:, None, None]
     rates = 1e4 ** -jnp.linspace(0, 1, x.shape[3] // 2, endpoint=False)
     angles = positions * rates  # [tokens, 1, pairs]
@@ -38,12 +44,12 @@ class Llama:
 
     def init(self, key):
         L, D, F, V = self.layers, self.width, self.hidden, self.vocabulary
-        K = D // self.heads * self.groups  # heads of a group share keys and values
+        K = D // self.heads * self.groups  # the heads of a group share their keys and values
         shapes = {"q": (D, D), "k": (D, K), "v": (D, K), "o": (D, D)}
         shapes |= {"gate": (D, F), "up": (D, F), "down": (F, D)}
         keys = jax.random.split(key, len(shapes) + 2)
         drawn = lambda key, *shape: jax.random.normal(key, shape) * shape[-2] ** -0.5
-        # Each array has the parameters of all layers, [layers, ...], for the scan.
+        # The scan needs the parameters of all layers in one array each, [layers, ...].
         layers = {name: drawn(key, L, *shapes[name]) for key, name in zip(keys, shapes)}
         layers["attention_norm"] = jnp.ones((L, D))
         layers["mlp_norm"] = jnp.ones((L, D))
@@ -54,7 +60,7 @@ class Llama:
         y = norm(x, p["attention_norm"])  # [batch, tokens, width]
         split = lambda y: y.reshape(*y.shape[:2], -1, self.width // self.heads)
         q = rotated(split(y @ p["q"]))  # [batch, tokens, heads, width of a head]
-        k = rotated(split(y @ p["k"]))  # and groups in place of heads
+        k = rotated(split(y @ p["k"]))  # [batch, tokens, groups, width of a head]
         v = split(y @ p["v"])
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + mixed.reshape(x.shape) @ p["o"]
@@ -64,7 +70,7 @@ class Llama:
 
     def loss_fn(self, params, batch, rng):
         x = params["embed"][batch[:, :-1]]
-        # One scan runs all layers. jvpipe divides it where it cuts the model.
+        # One scan runs all layers. Where jvpipe cuts the model, it divides the scan.
         x, _ = jax.lax.scan(self.layer, x, params["layers"])
         x = norm(x, params["norm"])
         predicted = jax.nn.log_softmax(x @ params["head"])
@@ -72,7 +78,7 @@ class Llama:
         return -jnp.mean(chosen)
 
     def batches(self, seed, batch_size):
-        """Yields pieces of this file: the model learns to write itself."""
+        """Yields pieces of this file, so the model learns to write its own code."""
         text = np.frombuffer(Path(__file__).read_bytes(), np.uint8)
         generator = np.random.default_rng(seed)
         while True:

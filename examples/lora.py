@@ -1,4 +1,6 @@
-"""LoRA (arXiv:2106.09685): the base is frozen; products of small added matrices learn a new task.
+"""LoRA (arXiv:2106.09685): the base stays frozen, and small matrices beside it learn a new task.
+
+To each matrix w of the base, the product a @ b of two narrow matrices is added. Only a and b learn.
 
 python -m jvpipe.train --model examples/lora.py:lora --stages 2
 """
@@ -26,7 +28,7 @@ class Lora:
     steps = 400
 
     def base(self):
-        """What was trained before: it would be read from a file."""
+        """Returns the parameters of the base, which a real program would read from a file."""
         D = self.width
         keys = jax.random.split(jax.random.key(1), self.blocks)
         return [jax.random.normal(key, (D, D)) * D**-0.5 for key in keys]
@@ -39,8 +41,8 @@ class Lora:
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
     def optimizer(self, steps):
-        # The updates of the base are set to zero. So jvpipe takes the base as frozen, computes no
-        # gradients for it and keeps no moments.
+        # The updates of the base are set to zero. jvpipe sees this in the optimizer. It therefore
+        # computes no gradients for the base, and keeps no moments.
         rate = optax.cosine_decay_schedule(1e-2, steps)
         learning = {"base": optax.set_to_zero(), "lora": optax.adam(rate)}
         return optax.multi_transform(learning, {"base": "base", "lora": "lora"})
@@ -52,7 +54,7 @@ class Lora:
         return jnp.mean(error**2)
 
     def task(self):
-        """The new task: the base, changed by matrices of rank 1."""
+        """Returns the function to learn: the base, with a matrix of rank 1 added to each matrix."""
         keys = jax.random.split(jax.random.key(2), self.blocks)
         pairs = [jax.random.normal(key, (2, self.width)) for key in keys]
         changes = [0.1 * jnp.outer(*pair) for pair in pairs]

@@ -1,4 +1,6 @@
-"""Plain functions: the parameters are a list of dictionaries, and the loss loops over the list.
+"""Plain JAX, without a library of layers: an MLP learns on which of two spirals a point lies.
+
+The parameters are a list of dictionaries, and the loss loops over the list.
 
 python -m jvpipe.train --model examples/plain.py:Spiral --stages 2
 """
@@ -9,7 +11,7 @@ import numpy as np
 
 
 def points(generator, count):
-    """Returns points on two spirals, and the spiral of each point."""
+    """Returns points near two spirals, [count, 2], and the number of each point's spiral."""
     label = generator.integers(2, size=count)
     turn = generator.uniform(0.5, 3, count)
     angle = np.pi * (turn + label)
@@ -33,7 +35,7 @@ class Spiral:
     def loss_fn(self, params, batch, rng):
         *hidden, last = params
         x = batch["x"]  # [batch, 2]
-        # Each iteration is a layer, after which the model may be cut. A cut sends x, [batch, 64].
+        # jvpipe may cut the model after each iteration. The cut then sends x, [batch, 64].
         for p in hidden:
             y = x @ p["w"]
             x = jax.nn.relu(y + p["b"])

@@ -1,4 +1,7 @@
-"""A U-Net that learns to remove noise from pictures, as in diffusion; its skips cross the pipeline.
+"""A U-Net that learns to find the noise in pictures, as in diffusion models.
+
+A skip takes the pictures of each size from the way down to the way up. If the two ends of a skip
+are on different stages, jvpipe sends the pictures directly from one to the other.
 
 python -m jvpipe.train --model examples/unet.py:unet --stages 2
 """
@@ -17,19 +20,22 @@ def conv(x, w, stride=1):
 
 
 def block(x, p, time):
-    """Applies two convolutions, and adds the amount of noise between them."""
+    """Applies two convolutions to x, [batch, height, width, channels].
+
+    Between them, `time` adds what the block must know of the amount of noise, [batch, 8].
+    """
     y = conv(x, p["first"])
     noise = (time @ p["time"])[:, None, None]  # [batch, 1, 1, channels]
     y = jax.nn.silu(y + noise)
     pixels = (1, 2, 3)
-    # Each picture is normalised by itself, so that results do not depend on the micro-batches.
-    centred = y - y.mean(pixels, keepdims=True)
-    y = centred * jax.lax.rsqrt(y.var(pixels, keepdims=True) + 1e-5)
+    # Each picture is normalized by itself, so that results do not depend on the micro-batches.
+    centered = y - y.mean(pixels, keepdims=True)
+    y = centered * jax.lax.rsqrt(y.var(pixels, keepdims=True) + 1e-5)
     return jax.nn.silu(conv(y, p["second"]))
 
 
 def rings(generator, count, side):
-    """Returns pictures of rings."""
+    """Returns pictures that show a ring each, [count, side, side, 1]."""
     middle = generator.uniform(4, side - 4, (2, count, 1, 1))
     radius = generator.uniform(2, 5, (count, 1, 1))
     y, x = np.mgrid[:side, :side]
@@ -55,7 +61,7 @@ class UNet:
 
         widths = self.channels
         down = [block_weights(a, b) for a, b in zip((1, *widths), widths)]
-        # On the way up, a block reads a channels from the block below, and b channels of a skip.
+        # A block on the way up reads `a` channels of the block before it, and `b` of a skip.
         upwards = zip(widths[:0:-1], widths[-2::-1])
         up = [block_weights(a + b, b) for a, b in upwards]
         return {"down": down, "up": up, "last": drawn(1, 1, widths[0], 1)}
@@ -65,7 +71,8 @@ class UNet:
         share = jax.random.uniform(keys[0], (len(clean),))
         noise = jax.random.normal(keys[1], clean.shape)
         time = jnp.cos(share[:, None] * np.pi * np.arange(8))  # [batch, 8]
-        # The shares of the variance add up to 1: at 0 there is only the picture, at 1 only noise.
+        # At the share 0, x is only the picture; at 1, it is only noise. The squares of the two
+        # factors add up to 1.
         picture_part = jnp.sqrt(1 - share)[:, None, None, None] * clean
         x = picture_part + jnp.sqrt(share)[:, None, None, None] * noise
         skips = []
@@ -76,7 +83,7 @@ class UNet:
         x = skips.pop()
         for p in params["up"]:
             x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)  # twice as high and as wide
-            # A skip crosses all cuts that lie between its two ends.
+            # A skip crosses all cuts between its two ends.
             x = jnp.concatenate([x, skips.pop()], -1)
             x = block(x, p, time)
         error = conv(x, params["last"]) - noise

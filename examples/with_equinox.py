@@ -1,4 +1,6 @@
-"""Equinox: a module is a pytree, whose arrays are the parameters; all else is not trained.
+"""Equinox: a module is a pytree, whose arrays are the parameters; the rest of it is not trained.
+
+The model learns the frequencies of noisy sine waves.
 
 python -m jvpipe.train --model examples/with_equinox.py:Waves --stages 2
 """
@@ -58,7 +60,8 @@ def waves(generator, count):
 
 class Waves:
     batch_size, steps = 64, 500
-    # All of the module except arrays, such as activations. It is the same for all parameters.
+    # `static` is the module without its arrays. It has, for example, the activation functions, and
+    # does not depend on the values of the parameters.
     abstract = eqx.filter_eval_shape(Net, jax.random.key(0))
     _, static = eqx.partition(abstract, lambda x: hasattr(x, "shape"))
 
@@ -70,7 +73,7 @@ class Waves:
 
     def loss_fn(self, params, batch, rng):
         net = eqx.combine(params, self.static)
-        # An equinox module takes a single example. Each example gets a key of its own.
+        # An Equinox module takes a single example. Under `vmap`, each example gets its own key.
         keys = None if rng is None else jax.random.split(rng, len(batch["x"]))
         nets = jax.vmap(net, in_axes=(0, None if rng is None else 0))
         error = nets(batch["x"], keys) - batch["swings"]

@@ -1,4 +1,7 @@
-"""Haiku: a transformed function has `init` and `apply`; the loss is a mean over varying numbers.
+"""Haiku: `hk.transform` makes `init` and `apply` of a function; rows of tokens differ in length.
+
+The model learns whether a bracket is open at each place of a row. The loss is a mean over all
+tokens except padding, and each micro-batch has another number of them.
 
 python -m jvpipe.train --model examples/with_haiku.py:Brackets --stages 2
 """
@@ -14,9 +17,9 @@ TOKENS, WIDTH = 32, 32
 
 
 def brackets(generator, count):
-    """Returns rows of brackets, and whether more are open than closed after each bracket.
+    """Returns rows of brackets; after each bracket, whether more were opened than closed so far.
 
-    Opening brackets are 1, closing ones 2, and padding is 0.
+    An opening bracket is 1, a closing one is 2, and padding is 0.
     """
     length = generator.integers(4, TOKENS + 1, (count, 1))
     there = np.arange(TOKENS) < length  # [count, TOKENS]
@@ -32,7 +35,7 @@ def net(tokens):
     x = hk.Embed(3, WIDTH)(tokens)
     small = hk.initializers.RandomNormal(0.1)
     x = x + hk.get_parameter("places", [TOKENS, WIDTH], init=small)
-    # The targets depend only on earlier brackets, so attention does not look ahead.
+    # The targets depend only on present and earlier brackets, so attention does not look ahead.
     mask = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS)))
     normed = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
     scaled = hk.initializers.VarianceScaling(1.0)
@@ -55,7 +58,8 @@ class Brackets:
         logits = jax.nn.log_softmax(net.apply(params, rng, batch["tokens"]))
         right = jnp.take_along_axis(logits, batch["depth"][..., None], -1)
         losses = -right[..., 0]  # [batch, TOKENS]
-        # Micro-batches differ in padding, so sums and counts are added up before the division.
+        # Micro-batches differ in padding. A mean of their means would be wrong, so jvpipe adds up
+        # sums and counts over the micro-batches before it divides.
         return jvpipe.Weighted(jnp.sum(losses * batch["there"]), jnp.sum(batch["there"]))
 
     def batches(self, seed, batch_size):

@@ -1,5 +1,7 @@
 """Flax Linen: a convolutional network with batch norms, whose running averages are its model state.
 
+The model learns to tell full squares from outlines.
+
 python -m jvpipe.train --model examples/with_linen.py:Shapes --stages 2
 """
 
@@ -13,7 +15,7 @@ SIDE = 16
 
 
 def pictures(generator, count):
-    """Returns noisy pictures of squares, some of them only outlines, and which these are."""
+    """Returns noisy pictures of a square each, and a label, which is 1 if it is only an outline."""
     label = generator.integers(2, size=count)
     corner = generator.integers(1, 6, (2, count))
     size = generator.integers(5, 9, count)
@@ -26,7 +28,12 @@ def pictures(generator, count):
 
 
 def rectangles(corner, size):
-    """Returns which pixels lie in a square: [count, SIDE, SIDE]."""
+    """Returns which pixels lie in each picture's square, [count, SIDE, SIDE].
+
+    Args:
+        corner: the first row and the first column of each square, [2, count].
+        size: the side of each square, [count].
+    """
     at = np.arange(SIDE)[:, None]
     rows, columns = [((at >= low) & (at < low + size)).T for low in corner]
     return rows[:, :, None] & columns[:, None]
@@ -61,7 +68,8 @@ class Shapes:
 
     def loss_fn(self, params, state, batch, rng):
         variables = {"params": params, "batch_stats": state}
-        # The averages are an argument and a result: each micro-batch reads those of the one before.
+        # The averages are an argument and a result of the loss. jvpipe gives each micro-batch the
+        # averages that the micro-batch before it has returned.
         logits, new = self.net.apply(variables, batch["image"], mutable=["batch_stats"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return loss.mean(), new["batch_stats"]

@@ -1,4 +1,6 @@
-"""Flax NNX: a transformer that adds numbers; its Grain dataset keeps its place in checkpoints.
+"""Flax NNX: a transformer that learns to add numbers, from a dataset of Grain.
+
+A checkpoint of a run has the dataset's place, so a resumed run goes on with the next batch.
 
 python -m jvpipe.train --model examples/with_nnx.py:Adding --stages 2
 """
@@ -10,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 DIGITS, WIDTH, BLOCKS = 3, 32, 2
-TOKENS = 4 * DIGITS + 3  # more than enough: 123+456=0579 has 3 * DIGITS + 3
+TOKENS = 4 * DIGITS + 3  # at least 3 * DIGITS + 3, the length of 123+456=0579
 
 
 class Block(nnx.Module):
@@ -43,7 +45,10 @@ class Adder(nnx.Module):
 
 
 def example(index, generator):
-    """Returns the digits of two numbers and their sum, with + as 10 and = as 11."""
+    """Returns the tokens of an addition such as 123+456=0579; + is 10 and = is 11.
+
+    `index` is the number of the example, which Grain passes and which is not used.
+    """
     a, b = generator.integers(10**DIGITS, size=2)
     question, answer = f"{a:0{DIGITS}}+{b:0{DIGITS}}=", f"{a + b:0{DIGITS + 1}}"
     return np.array(["0123456789+=".index(c) for c in question + answer], np.int32)
@@ -56,12 +61,12 @@ class Adding:
         return nnx.state(Adder(nnx.Rngs(params=key)), nnx.Param)
 
     def loss_fn(self, params, tokens, rng):
-        # Only the module's structure and shapes are made here. jvpipe gives the parameters.
+        # This makes only the structure and the shapes of the module. The parameters are `params`.
         abstract = nnx.eval_shape(lambda: Adder(nnx.Rngs(0)))
         graph, _, rest = nnx.split(abstract, nnx.Param, ...)
         adder = nnx.merge(graph, params, rest, copy=True)
         logits = jax.nn.log_softmax(adder(tokens[:, :-1]))
-        # Only the digits after the = can be predicted, so the others do not count in the loss.
+        # Only the digits after the = can be predicted, so only they count in the loss.
         answer = slice(2 * DIGITS + 1, None)
         predicted = logits[:, answer]
         targets = tokens[:, 1:][:, answer, None]

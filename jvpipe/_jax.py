@@ -1,4 +1,7 @@
-"""The only file that uses `jax.extend` and jaxlib directly, and handles differences of versions."""
+"""The only file that uses `jax.extend` and jaxlib directly, and handles differences of versions.
+
+Other files use the public modules of JAX only, so an upgrade should need changes here alone.
+"""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -290,7 +293,7 @@ def _row_major(x: Any) -> Any:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# `jax.device_put` spends 17 microseconds in Python on a copy that takes 3. A pipeline copies twice
+# `jax.device_put` adds 17 microseconds of Python to a copy that takes 3. A pipeline copies twice
 # for each stage and micro-batch, so it calls jaxlib's functions below directly, and `device_put`
 # only if a jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a thread for each copy
 # (36 microseconds). So `prompt_copier` copies a few bytes by `_put_host`, in the calling thread.
@@ -368,9 +371,8 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
 
     def run(x: jax.Array) -> jax.Array:
         if is_plain(x.dtype) and cast(Any, x).is_ready():
-            words = np.array(
-                x
-            )  # a copy, because jaxlib refers to it for a moment longer, and x may be freed
+            # jaxlib reads `words` for a moment longer, and x may be freed, so `words` is a copy.
+            words = np.array(x)
             return put(x.aval, sharding, [words], devices, force_copy=True)
         return copy(x)
 
@@ -393,7 +395,7 @@ def feeder(
 
     Args:
         device: a device or a group.
-        spec: how the array lies over a group.
+        spec: for each dimension of the array, the axes of the group along which it is cut.
     """
     sharding, devices = sharding_on(device, spec), [device]
     if _put_host is None or isinstance(device, DeviceGroup):
@@ -439,7 +441,7 @@ def placed(
     Args:
         like: the shape and type.
         device: a device or a group.
-        spec: how the array lies over a group.
+        spec: for each dimension of the array, the axes of the group along which it is cut.
     """
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding_on(device, spec))
 

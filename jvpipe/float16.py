@@ -2,11 +2,11 @@
 
 The scale is kept with the parameters, because the backward reads it and the update writes it:
 
-    forward    computes the loss as it is
+    forward    computes the loss without the scale
     backward   begins with the scale in place of 1
-    update     divides the gradients by the scale; if one is not finite, nothing is updated and the
-               scale is halved; after `growth_updates` updates without such a gradient the scale is
-               doubled
+    update     divides the gradients by the scale; if a gradient is not finite, no parameter changes
+               and the scale is halved, but not below 1; after `growth_updates` updates in a row
+               with finite gradients the scale is doubled
 
 A scale is a power of two. Multiplying and dividing by it changes only exponents, so results that
 neither vanish nor overflow are bitwise identical to those without a scale.
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.weighted import Weighted
-from jvpipe.trace.leaves import is_initialiser
+from jvpipe.trace.leaves import is_initializer
 
 Tree = Any
 
@@ -75,7 +75,7 @@ class ScaledLoss:
 
     def init(self, params: Tree) -> Tree:
         """Adds the first scale to parameters, which are a tree or a function of a key."""
-        if is_initialiser(params):
+        if is_initializer(params):
             return lambda key: self.init(params(key))
         return {"params": params, "scale": jnp.float32(self.scale)}
 
@@ -137,7 +137,7 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         proposed = jnp.where(
             finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)
         )
-        # Like every update, that of the scale is added to its parameter.
+        # What an optimizer returns is added to the parameters. For the scale, that is its change.
         return {"params": moves, "scale": proposed - scale}, ScaledState(
             jnp.where(grows, 0, count), inner
         )

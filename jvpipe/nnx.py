@@ -1,11 +1,11 @@
-"""Losses of Flax NNX modules, with dropout for each micro-batch and carried running statistics.
+"""Losses of Flax NNX modules; dropout differs by micro-batch, and running statistics carry over.
 
 An NNX module holds its parameters, statistics and random streams in one object. A pipeline needs
 them separately. The columns are their names, what they hold, and where a pipeline gets them:
 
-    parameters     the trained arrays            `NnxLoss.init`
-    model state    statistics of batch norm      `NnxLoss.model_state`, then the micro-batch before
-    streams        keys of dropout               the key of the micro-batch
+    parameters     the trained arrays          `NnxLoss.init`
+    model state    statistics of batch norm    `NnxLoss.model_state`, then the previous micro-batch
+    streams        keys of dropout             the key of the micro-batch
 
 Because streams are derived from the key of the micro-batch, a resumed run draws the same numbers.
 """

@@ -39,7 +39,7 @@ from jvpipe.session.evaluation import evaluate, predict
 from jvpipe.session.options import PIPELINE, checked
 from jvpipe.session.session import Metrics, Session, switch_model
 from jvpipe.session.trigger import Rule, checked_rule
-from jvpipe.trace.leaves import is_initialiser, made_shapes
+from jvpipe.trace.leaves import is_initializer, made_shapes
 from jvpipe.util.given import check_callback, checked_flag, checked_path
 
 Tree = Any
@@ -59,10 +59,11 @@ class Pipeline:
             divide the leading axis of every batch leaf. A loss that couples examples, such as a
             contrastive one, sees only those of one micro-batch; a warning says so unless the number
             is given.
-        schedule: the order in which micro-batches run. With a flush after each step: "gpipe",
-            "1f1b", "interleaved", "zb-h1", "zb-v", "v-half" or "auto". Without a flush:
-            "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe". Or a schedule with
-            options, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
+        schedule: the order in which micro-batches run. Synchronous schedules end each step with a
+            flush, after which no micro-batch is in flight: "gpipe", "1f1b", "interleaved", "zb-h1",
+            "zb-v", "v-half" or "auto". Asynchronous schedules have no flush: "pipedream",
+            "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe". A schedule with options may
+            also be given, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
         planner: "jvpipe", which chooses cuts and fates together for the fastest step under the
             memory limit; or the name of another planner, such as "even" or one after a paper.
             `python -m jvpipe` lists all.
@@ -74,9 +75,9 @@ class Pipeline:
             what happens to them between forward and backward.
         checkpoint: for which micro-batches a stage recomputes everything from its input: "always",
             "except_last" or "never", as in torchgpipe.
-        devices: one per stage, by default the first of `jax.devices()`. Stages share a device that
-            is named more than once. If the schedule runs several stages per device, `stages` and
-            `devices` count the devices that a micro-batch passes. If devices differ in speed or
+        devices: one per stage, by default the first ones of `jax.devices()`. Stages share a device
+            that is named more than once. If the schedule runs several stages per device, `stages`
+            is the number of devices, and `devices` names them. If devices differ in speed or
             memory, planner "jvpipe" chooses the stage of each device.
         speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given, layers are
             measured on one device of each kind.
@@ -105,15 +106,15 @@ class Pipeline:
             have no gradient and no optimizer state, may be of any type (int8, int4), and the
             optimizer gets `optax.MaskedNode()` in their place. Parameters that the optimizer itself
             never changes (`optax.set_to_zero`), and whose gradients it does not read, cost as
-            little.
+            little as frozen ones.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters, as
             in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the host between
             updates. Unless given, the planner decides under a limit.
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state, such as statistics of batch norms.
         deferred_batch_norm: running statistics of batch norms change once per batch, by the
-            statistics of all its examples, as in torchgpipe. Their leaves of the model state are
-            found by the trace of the loss. Each micro-batch is still normalized by its own
+            statistics of all its examples, as in torchgpipe. The trace of the loss finds these
+            statistics in the model state. Each micro-batch is still normalized by its own
             statistics. This excludes replicas.
         aux_reduce: how leaves of aux, by path, are reduced over micro-batches, and over replicas if
             the trace cannot tell: "mean", "sum", "max" or "last", as in `{"largest": "max"}`.
@@ -126,10 +127,10 @@ class Pipeline:
             bitwise identical to those of layers apart. Groups take longer to compile, but need
             fewer dispatches, which are the bottleneck of small layers and fast devices. True
             compiles groups before the first step; False keeps layers apart. If left out, layers
-            begin apart, and on CPUs groups are compiled beside the run once its steps have taken as
-            long as its programs took to compile. A layer that calls code on the host always runs as
-            its own program. After a move, layers run apart until their groups are compiled beside
-            the run. Layers stay apart if groups would exceed the limit, and under `sharding`.
+            begin apart. On CPUs, groups are then compiled in another thread, once the steps so far
+            have taken as long as compiling the programs took. A layer that calls code on the host
+            always runs as its own program. After a move, layers run apart until their groups are
+            compiled. Layers stay apart if groups would exceed the limit, and under `sharding`.
         remeasure: measure layers again, although an earlier process has measured them. Measurements
             are kept beside JAX's compilation cache, if that is on disk
             (`jax_compilation_cache_dir`), and nowhere else.
@@ -238,7 +239,7 @@ class Pipeline:
             raise ValueError(
                 "model_state is given, but the loss carries none: say has_state=True, or leave it out"
             )
-        makes = is_initialiser(params)
+        makes = is_initializer(params)
         if makes and rng is None:
             raise ValueError(
                 "parameters that a function makes need a key: init(function, batch, rng)"
@@ -281,7 +282,7 @@ class Pipeline:
         pipeline stays full between steps, and the states are in flight: they hold micro-batches
         whose backwards have not run. Such a state can be saved, evaluated or drained; its
         parameters are the newest of each layer. If a batch has other shapes than that of `init`,
-        the micro-batches in flight are finished before it, and the batch within its own step.
+        the micro-batches in flight are finished first, and this batch is finished within its step.
 
         Args:
             state: the state to begin with, which is consumed.
@@ -360,7 +361,7 @@ class Pipeline:
         return None if leaves is None else self.session.trees.join_params(leaves)
 
     def model_state(self, state: State) -> Tree:
-        """Returns the model state in the caller's tree, as numpy arrays (keys as keys).
+        """Returns the model state in the caller's tree, as numpy arrays; random keys stay keys.
 
         If there are several processes, all must call this; only the first gets the model state.
         """
@@ -425,7 +426,7 @@ class Pipeline:
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
         """Switches adapting on or off: layers move away from devices that became slow, and back.
 
-        `rule` says how much must be gained. If jvpipe's own planner made the plan, it is asked
+        `rule` says how much a move must gain. If jvpipe's own planner made the plan, it is asked
         again under the same limits. `session.history` has the moves and their reasons. If there are
         several processes, all must call this before the same step.
         """
@@ -439,12 +440,12 @@ class Pipeline:
     ) -> State:
         """Switches to another model, under a new plan, from the next step on.
 
-        Micro-batches in flight are finished first. A parameter with the path, shape and type of one
-        of the present model keeps its value and its optimizer state; a leaf of the model state
-        keeps its value in the same way. Leaves that the new model lacks wait on the host until a
-        later model has them again. New parameters and leaves begin with the given values and fresh
-        optimizer state. A layer that an earlier model had is not compiled again. A loss object that
-        was used before is neither traced nor planned again.
+        Micro-batches in flight are finished first. A parameter keeps its value and its optimizer
+        state if the present model has one with the same path, shape and type; a leaf of the model
+        state keeps its value in the same way. Leaves that the new model lacks wait on the host
+        until a later model has them again. New parameters and leaves begin with the given values
+        and fresh optimizer state. A layer that an earlier model had is not compiled again. A loss
+        object that was used before is neither traced nor planned again.
 
         Args:
             state: the newest state, which is consumed.

@@ -40,7 +40,8 @@ def replay(
         model_state: the model state at the start, if the loss has one (`has_state`).
 
     Raises:
-        ValueError: the run was resumed in flight.
+        ValueError: the run was resumed from a checkpoint with micro-batches in flight, that is,
+            between their forwards and backwards.
 
     Returns:
         The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.
@@ -62,7 +63,7 @@ def replay(
     versions, session = ledger.versions, pipe.session
     if not versions.complete:
         raise ValueError(
-            "this run was resumed in flight, and its ledger does not go back to its start: replay one that was not"
+            "this run was resumed in flight, and its ledger does not go back to its start: replay a run that was not"
         )
     run = _begun(session, versions, params, model_state)
     losses: list[float] = []
@@ -111,7 +112,7 @@ def _begun(session: Session, versions: VersionLedger, params: Tree, model_state:
 
 def _seen(params: Tree, frozen: Collection[int]) -> Tree:
     """Returns parameters as the optimizer sees them: with `optax.MaskedNode()` for frozen ones."""
-    import optax  # late, as in jvpipe/ir/optimizer.py
+    import optax  # imported when needed, as in jvpipe/ir/optimizer.py
 
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten(

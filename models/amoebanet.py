@@ -2,17 +2,18 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Cells stand in a chain, but each cell also reads the cell before its predecessor. Groups of normal cells, which keep the
-size of the image, stand between reductions, which halve the image and double the channels. An operation is a pooling
-or a chain of convolutions, each after a ReLU and before a batch norm. The cells are those of the TensorFlow
-implementation. Its normal cell returns other values than the paper's, and with them GPipe's parameter counts are met.
+Cells form a chain, but each cell also reads the cell before its predecessor. Normal cells keep the
+size of the image. Reduction cells, after the stem and between groups of normal cells, halve the
+image and double the channels. An operation of a cell is a pooling or a chain of convolutions, each
+after a ReLU and before a batch norm. The cells are those of the TensorFlow implementation. Its
+normal cell returns other values than the paper's, and only these give GPipe's parameter counts.
 
-    stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads two images, `near` and `far`,
-           └────────────┼────────────┘                     so a cut between cells carries two:
+    stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads the images `near` and `far`,
+           └────────────┼────────────┘                     so a cut between cells sends two:
                         └──────────────── cell 3's far     the last cell's and the one before
 
-The loss takes and returns the running averages of batch norm (`has_state=True`). Without a key, the averages are used
-in place of the batch's statistics and are not changed.
+The loss takes and returns the running averages of batch norm (`has_state=True`). Without a key, it
+uses the averages instead of the batch's statistics and does not change them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,9 +43,11 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class AmoebaNetConfig(ClassConfig):
-    """The shape of an AmoebaNet-D: GPipe's (L, D) are the normal `cells`, and the `filters` of the first group.
+    """The shape of an AmoebaNet-D. GPipe's (L, D) are (`cells`, `filters`).
 
-    For large images (`stem_reductions=2`) the stem and two reductions leave an eighth of the side.
+    `cells` is the number of normal cells in all `groups`, and `filters` the channels of the first
+    group's cells. `stem_reductions` of 2 is for large images: the stem and two reductions leave an
+    eighth of the side.
     """
 
     cells: int
@@ -81,19 +84,19 @@ SIZES = {
 
 
 def mean_pool(x: Image, stride: int) -> Image:
-    """Means of 3 x 3 pixels, without those beyond the edge, taken in float32."""
+    """Returns means of 3 x 3 pixels, without those beyond the edge, computed in float32."""
     wide, strides = x.astype(jnp.float32), (stride, stride)
     wide = nnx.avg_pool(wide, (3, 3), strides, "SAME", count_include_pad=False)
     return wide.astype(x.dtype)
 
 
 def largest_pool(side: int, x: Image, stride: int) -> Image:
-    """The largest of `side` x `side` pixels, without those beyond the edge."""
+    """Returns the largest of `side` x `side` pixels, without those beyond the edge."""
     return nnx.max_pool(x, (side, side), (stride, stride), "SAME")
 
 
 def unpooled(x: Image, stride: int) -> Image:
-    """The image as it is: no genotype has `none` where a stride is needed."""
+    """Returns the image unchanged. No genotype has `none` where a stride is needed."""
     return x
 
 
@@ -105,11 +108,11 @@ POOLINGS: Mapping[str, Pooling] = {
     "avg_pool_3x3": mean_pool,
 }
 CONVOLUTIONS = {"conv_1x1": [(1, 1)], "conv_3x3": [(3, 3)], "conv_1x7_7x1": [(1, 7), (7, 1)]}
-"""Kernels; larger ones than 1 x 1 work on a quarter of the channels."""
+"""The kernels (Y, X) of operations. Kernels beyond 1 x 1 work on a quarter of the channels."""
 
 
 def convolutions(operation: str, channels: int, stride: int) -> tuple[Convolution, ...]:
-    """The chain of convolutions that an operation is; none for a pooling.
+    """Returns the chain of convolutions of an operation, which is empty for a pooling.
 
     >>> [c.kernel for c in convolutions("conv_1x7_7x1", 8, 1)]
     [(1, 1), (1, 7), (7, 1), (1, 1)]
@@ -120,22 +123,23 @@ def convolutions(operation: str, channels: int, stride: int) -> tuple[Convolutio
         return (Convolution(channels, channels, strides=(stride, stride)),)
     quarter, inner = channels // 4, []
     for y, x in CONVOLUTIONS[operation]:
-        # Strides lie along the axes of a kernel: 1 x 7 strides over X, and 7 x 1 then over Y.
+        # A kernel strides only along its long axes: 1 x 7 along X, and 7 x 1 along Y.
         strides = (stride if y > 1 else 1, stride if x > 1 else 1)
         inner.append(Convolution(quarter, quarter, (y, x), strides))
     return (Convolution(channels, quarter), *inner, Convolution(quarter, channels))
 
 
 Choice = tuple[str, int]
-"""An operation and the value that it reads."""
+"""An operation, and the number of the value that it reads."""
 
 
 @dataclass(frozen=True)
 class Genotype:
-    """What a cell computes: value 0 is its predecessor's image, value 1 the image of the cell before that.
+    """What a cell computes.
 
-    Each pair makes one more value, the sum of its two operations; an operation comes with the value that it reads. The
-    cell returns the values in `outputs`, concatenated.
+    Value 0 is the image of the cell's predecessor, and value 1 that of the cell before it. Each
+    pair makes one more value, the sum of its two operations. A `Choice` is an operation and the
+    number of the value that it reads. The cell returns the values in `outputs`, concatenated.
     """
 
     pairs: tuple[tuple[Choice, Choice], ...]
@@ -144,7 +148,7 @@ class Genotype:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of a cell under the name that its parameters have, e.g. `2_right_conv_1x1`."""
+    """An operation of a cell, with the name of its parameters, e.g. `2_right_conv_1x1`."""
 
     name: str
     operation: str
@@ -176,10 +180,16 @@ REDUCTION = Genotype(
 
 @dataclass(frozen=True)
 class Cell:
-    """A genotype at its place: it works on `channels`; its two inputs have `near` and `far` channels.
+    """A genotype at its place in the chain.
 
-    `halve`: the cell halves the image. `far_is_large`: its predecessor halved the image, so that the far input is twice
-    as large as the near one.
+    Attributes:
+        genotype: what the cell computes.
+        channels: of each value in the cell.
+        near: the channels of the predecessor's image.
+        far: the channels of the image before it.
+        halve: whether the cell halves the image.
+        far_is_large: whether the predecessor halved the image, so that the far image has twice the
+            side of the near one.
     """
 
     genotype: Genotype
@@ -191,12 +201,12 @@ class Cell:
 
     @property
     def outputs(self) -> int:
-        """The number of channels that it returns."""
+        """The number of channels of the result."""
         return self.channels * len(self.genotype.outputs)
 
     @property
     def chains(self) -> dict[str, tuple[Convolution, ...]]:
-        """The convolutions by name, e.g. `2_right_conv_1x1`; poolings have none."""
+        """The chains of convolutions by name, e.g. `2_right_conv_1x1`. A pooling's is empty."""
         far = Convolution(self.far, self.channels)
         if self.far_is_large:
             far = Convolution(self.far, self.channels, strides=(2, 2), shifted=True)
@@ -208,17 +218,17 @@ class Cell:
         return chains
 
     def init(self, key: jax.Array) -> Tree:
-        """Fresh parameters."""
+        """Makes fresh parameters."""
         return init_units(dict(self._units()), key)
 
     def averages(self) -> Tree:
-        """The running averages before any step."""
+        """Makes the running averages before any step."""
         return {name: unit.averages() for name, unit in self._units()}
 
     def __call__(
         self, p: Tree, averages: Tree, near: Image, far: Image, training: bool
     ) -> tuple[Image, Tree]:
-        """The image that the cell returns, and the new averages."""
+        """Returns the cell's image and the new averages."""
         new: dict[str, Tree] = {}
 
         def through(chain: str, x: Image) -> Image:
@@ -231,7 +241,8 @@ class Cell:
 
         def result(step: Step) -> Image:
             x = through(step.name, values[step.value])
-            # An operation is either a chain or a pooling; the one that it lacks does not change the image.
+            # An operation is a chain or a pooling. The other one of the two leaves the image
+            # unchanged.
             pool = POOLINGS.get(step.operation, unpooled)
             return pool(x, self._stride(step.value))
 
@@ -251,7 +262,7 @@ class Cell:
             yield from ((f"{chain}_{i}", unit) for i, unit in enumerate(units))
 
     def _stride(self, value: int) -> int:
-        # Only the two inputs are still large: values made in the cell have its size.
+        # Only the cell's inputs, values 0 and 1, still have the larger size.
         return 2 if self.halve and value < 2 else 1
 
 
@@ -263,10 +274,10 @@ class AmoebaNet:
 
     @property
     def stem(self) -> Convolution:
-        """From colours to channels."""
+        """The convolution from colors to channels."""
         config = self.config
         stride = 2 if config.stem_reductions else 1
-        # Each reduction doubles the channels, so that the first group has `filters`.
+        # Each reduction doubles the channels, which makes them `filters` in the first group.
         channels = config.filters >> config.stem_reductions
         return Convolution(3, channels, (3, 3), (stride, stride))
 
@@ -275,7 +286,7 @@ class AmoebaNet:
         """The cells in their order, by name."""
         config = self.config
         group = [True] + [False] * (config.cells // config.groups)
-        # Which cells halve the image: those of the stem, and one between any two groups.
+        # The reductions after the stem halve the image, and so does one cell between two groups.
         halvings = [True] * config.stem_reductions + (group * config.groups)[1:]
         channels = near = far = self.stem.outputs
         cells: dict[str, Cell] = {}
@@ -290,11 +301,11 @@ class AmoebaNet:
 
     @property
     def head(self) -> Head:
-        """From the last cell's channels to classes."""
+        """The map from the last cell's channels to classes."""
         return Head(list(self.cells.values())[-1].outputs, self.config.classes)
 
     def init(self, key: jax.Array) -> Tree:
-        """Fresh parameters: nested dicts of float32 arrays, e.g. `cells/003/near_0/kernel`."""
+        """Makes fresh parameters: nested dicts of arrays, e.g. `cells/003/near_0/kernel`."""
         cells = self.cells
         keys = [jax.random.fold_in(key, i) for i in range(2 + len(cells))]
         key_of = dict(zip(cells, keys[2:], strict=True))
@@ -303,7 +314,7 @@ class AmoebaNet:
         return {"stem": stem, "cells": of_cells, "head": self.head.init(keys[1])}
 
     def averages(self) -> Tree:
-        """The running averages before any step: the model state."""
+        """Makes the model state before any step: the running averages."""
         return {
             "stem": self.stem.averages(),
             "cells": {name: cell.averages() for name, cell in self.cells.items()},
@@ -312,7 +323,10 @@ class AmoebaNet:
     def loss_fn(
         self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None
     ) -> tuple[Weighted, Tree, Tree]:
-        """The loss of classes, the new averages and the top-1; without a key the averages stay and are used."""
+        """Computes the loss of classes, the new averages and the top-1.
+
+        Without a key, the averages are used and stay as they are.
+        """
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)
         x, stem = self.stem(params["stem"], averages["stem"], x, training)
@@ -326,7 +340,10 @@ class AmoebaNet:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """AmoebaNet-D of one of `SIZES`, with fields of `AmoebaNetConfig` replaced by `options`."""
+    """Makes AmoebaNet-D of one of `SIZES`; `mini` by default.
+
+    `options` replace fields of `AmoebaNetConfig`.
+    """
     return sized(
         "amoebanet",
         SIZES,

@@ -1,7 +1,7 @@
-"""What an architecture search can choose: a chain of slots, each empty or with a block of two branches.
+"""The space of an architecture search: a chain of slots, each empty or with one block.
 
-A block is called by its slot and its branches, and so are its parameters: altering, adding or removing one leaves the
-names of all others, and what they compute, as they were.
+The name of a block, and of its parameters, consists of its slot and its branches. So if a search
+changes, adds or removes one block, the names of all others stay, and so does what they compute.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ ArchitectureLoss = Callable[[Tree, Tree, jax.Array | None], Any]
 
 @dataclass(frozen=True)
 class Block:
-    """The operations of two branches; their results are added."""
+    """The operations of two branches. The block adds their results."""
 
     left: str
     right: str
@@ -25,7 +25,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A choice for each slot; None leaves it empty.
+    """A block for each slot. None leaves a slot empty.
 
     >>> Architecture((Block("glu", "none"), None, Block("ffn1_relu", "glu"))).names()
     ['block_00_glu_none', 'block_02_ffn1_relu_glu']
@@ -34,18 +34,18 @@ class Architecture:
     slots: tuple[Block | None, ...]
 
     def blocks(self) -> Iterator[tuple[int, str, Block]]:
-        """Slot, name and block of the filled slots, in order."""
+        """Yields the slot, the name and the block of each filled slot, in order."""
         for slot, block in enumerate(self.slots):
             if block is not None:
                 name = f"block_{slot:02}_{block.left}_{block.right}"
                 yield slot, name, block
 
     def names(self) -> list[str]:
-        """What the blocks, and their parameters, are called."""
+        """Returns the names of the blocks, which are those of their parameters."""
         return [name for _, name, _ in self.blocks()]
 
     def with_slot(self, slot: int, block: Block | None) -> "Architecture":
-        """The same, except for one slot."""
+        """Returns a copy with another block in one slot."""
         slots = list(self.slots)
         slots[slot] = block
         return Architecture(tuple(slots))
@@ -53,7 +53,10 @@ class Architecture:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All architectures of `slots` slots, at least `fewest` of them filled, with these operations in the branches."""
+    """All architectures of `slots` slots, at least `fewest` of them filled.
+
+    `left` and `right` are the operations to choose from in the two branches of a block.
+    """
 
     left: tuple[str, ...]
     right: tuple[str, ...]
@@ -67,22 +70,23 @@ class SearchSpace:
             raise ValueError(f"there is nothing to choose among {self.left} and {self.right}")
 
     def block(self, rng: np.random.Generator) -> Block:
-        """Any block."""
+        """Draws a block."""
         return Block(_one_of(self.left, rng), _one_of(self.right, rng))
 
     def random(self, rng: np.random.Generator) -> Architecture:
-        """Any architecture: how many slots are filled, which ones, with what."""
+        """Draws an architecture: how many slots are filled, which ones, and with which blocks."""
         count = int(rng.integers(self.fewest, self.slots + 1))
         filled = set(rng.permutation(self.slots)[:count].tolist())
         slots = [self.block(rng) if slot in filled else None for slot in range(self.slots)]
         return Architecture(tuple(slots))
 
     def mutate(self, architecture: Architecture, rng: np.random.Generator) -> Architecture:
-        """Another architecture, which differs in one slot: a branch has another operation, or it is filled or emptied.
+        """Changes one slot at random: fills it, empties it, or changes one branch of its block.
+
+        The result always differs from `architecture`.
 
         Raises:
             ValueError: the architecture has another number of slots.
-
         """
         count = len(architecture.slots)
         if count != self.slots:
@@ -94,7 +98,7 @@ class SearchSpace:
         block = architecture.slots[slot]
         if block is None:
             return architecture.with_slot(slot, self.block(rng))
-        # The present operations are left out, so a mutation is always another architecture.
+        # Without the present operations, every choice is a different architecture.
         lefts = [left for left in self.left if left != block.left]
         rights = [right for right in self.right if right != block.right]
         changes: list[Block | None] = [Block(left, block.right) for left in lefts]
@@ -105,12 +109,15 @@ class SearchSpace:
         return architecture.with_slot(slot, changes[chosen])
 
     def covering(self) -> tuple[Architecture, ...]:
-        """A few architectures that hold each pair of branches once or more, so that programs can be made ahead."""
+        """Returns a few architectures that together have each pair of branches at least once.
+
+        If the programs of these are compiled, no later architecture waits for a compilation.
+        """
         pairs = [Block(left, right) for left in self.left for right in self.right]
-        # A block's program depends on its branches alone and not on its slot: once each is enough.
+        # A block's program depends on its branches, not on its slot, so each pair is needed once.
         groups = [pairs[i : i + self.slots] for i in range(0, len(pairs), self.slots)]
         groups[-1] += pairs[: self.slots - len(groups[-1])]
-        # With fewer pairs than slots the last group is still short: its first pair fills it up.
+        # If there are fewer pairs than slots, the group is still short. Its first pair fills it.
         groups[-1] += groups[-1][:1] * (self.slots - len(groups[-1]))
         return tuple(Architecture(tuple(group)) for group in groups)
 
@@ -119,8 +126,12 @@ class SearchSpace:
 class Supernet:
     """A model whose architecture is searched for.
 
-    `loss_of` gives the loss of an architecture, `(params, batch, rng) -> loss`; `params_of` its fresh parameters, those
-    of a block following from the key and the block's name alone. `default` is what is trained without a search.
+    Attributes:
+        space: the architectures.
+        default: the one that is trained without a search.
+        loss_of: maps an architecture to its loss, `(params, batch, rng) -> loss`.
+        params_of: maps an architecture and a key to fresh parameters. A block's parameters depend
+            only on the key and the block's name.
     """
 
     space: SearchSpace

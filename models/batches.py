@@ -1,4 +1,4 @@
-"""The order in which records are seen: shuffled again each epoch, without end, from any position."""
+"""Batches of examples without end: shuffled again each epoch, from any position."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,20 +21,22 @@ def train_batches(
     batch_size: int,
     prefetch: int = 4,
 ) -> "ShuffledBatches":
-    """Batches of `transform(record, generator)`.
+    """Makes shuffled batches of `transform(record, generator)`.
 
-    The order and each record's generator follow from the seed and the position alone, so that `get_state`, the
-    position, is all there is to save. A thread prepares `prefetch` batches ahead.
+    The order and each record's generator depend only on the seed and the position. So the position,
+    which `get_state` returns, is the whole state. A thread prepares `prefetch` batches ahead.
     """
     rows = cast(Sequence[np.ndarray], records)
-    # Shuffled before it is repeated, and again for each epoch: an epoch has each record once.
+    # Shuffling comes before repeating, so that each epoch has each record exactly once.
     shuffled = grain.MapDataset.source(rows).seed(seed).shuffle()
     order = shuffled.repeat().random_map(transform)
     return ShuffledBatches(order, batch_size, prefetch)
 
 
 class ShuffledBatches:
-    """Whole batches of an order without end; `lazily` gives those of which each process reads a part."""
+    """An endless iterator over whole batches. `lazily` makes the same ones as
+    `jvpipe.LazyArray`.
+    """
 
     def __init__(self, order: grain.MapDataset, batch_size: int, prefetch: int) -> None:
         self._order, self._batch_size = order, batch_size
@@ -48,20 +50,22 @@ class ShuffledBatches:
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as `set_state` takes it."""
+        """Returns the position, for `set_state`."""
         return self._batches.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken."""
+        """Continues at the position `state`."""
         self._batches.set_state(state)
 
     def lazily(self) -> "LazyBatches":
-        """The same batches from the first on, with the same positions; an example is made when a part is read."""
+        """Makes the same batches, from the first one on, as `jvpipe.LazyArray`."""
         return LazyBatches(self._order, self._batch_size)
 
 
 class LazyBatches:
-    """Batches of `jvpipe.LazyArray`: over several processes each makes the examples that its own devices read."""
+    """Batches of `jvpipe.LazyArray`, of which each process makes only the examples that it
+    reads.
+    """
 
     def __init__(self, order: grain.MapDataset, batch_size: int) -> None:
         self._order, self._batch_size, self._next = order, batch_size, 0
@@ -73,7 +77,7 @@ class LazyBatches:
     def __next__(self) -> dict[str, LazyArray]:
         first, size = self._next * self._batch_size, self._batch_size
         self._next += 1
-        # An example has several leaves; it is made once for all of them.
+        # An example has several leaves. The cache makes it once for all of them.
         example = cache(lambda i: self._order[first + i])
 
         def leaf(name: str) -> LazyArray:
@@ -87,27 +91,28 @@ class LazyBatches:
         return {name: leaf(name) for name in self._like}
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as `set_state` takes it and as that of whole batches."""
+        """Returns the position, for `set_state` of these batches or of `ShuffledBatches`."""
         return {"next_index": self._next}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken."""
+        """Continues at the position `state`."""
         self._next = state["next_index"]
 
 
 def fixed_batches(
     records: Int32[np.ndarray, "N ..."], transform: Transform, batch_size: int
 ) -> tuple[Batch, ...]:
-    """Whole batches of the records in order, each record under a generator of its own that no seed changes.
+    """Makes whole batches of the records in order, the same for every seed.
 
-    Where the records fill not even one batch, copies whose `weights` are 0 do.
+    Records beyond the last whole batch are dropped. If there are too few for one batch, copies of
+    the last example with `weights` of 0 fill it.
     """
     whole = max(1, len(records) // batch_size) * batch_size
     examples = [
         transform(record, np.random.default_rng(i)) for i, record in enumerate(records[:whole])
     ]
     last = examples[-1]
-    # All batches have one shape, so one program evaluates them; weight 0 takes no part in the mean.
+    # All batches have one shape, so that one program evaluates them. A mean ignores weight 0.
     filler = {**last, "weights": np.zeros_like(last["weights"])}
     examples += [filler] * (whole - len(examples))
     groups = [examples[i : i + batch_size] for i in range(0, whole, batch_size)]

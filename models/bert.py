@@ -1,12 +1,16 @@
-"""BERT (arXiv:1810.04805) with masked-language modelling, in Flax NNX.
+"""BERT (arXiv:1810.04805) with masked language modeling, in Flax NNX.
 
 Axes: B batch, T tokens, D model, H heads, K masked positions, V vocabulary.
 
-What differs from the paper makes it learn in far fewer steps: layer norm stands before each sublayer
-(arXiv:2002.04745); a token knows where the others are by a bias on its attention (ALiBi, arXiv:2108.12409, as in
-MosaicBERT, arXiv:2312.17482) in place of position embeddings; there is one segment and no next-sentence task
-(arXiv:1907.11692). The output projection is the token embedding transposed, applied at the masked positions alone.
-With `published` it is as in the paper (`bert_published.py`).
+Three departures from the paper make it learn in far fewer steps:
+
+- Layer norm stands before each sublayer (arXiv:2002.04745).
+- A bias of attention replaces position embeddings (ALiBi, arXiv:2108.12409), as in MosaicBERT
+  (arXiv:2312.17482).
+- There is one segment and no next-sentence task (arXiv:1907.11692).
+
+The output projection is the transposed token embedding. Only masked positions are projected. With
+`published`, the model is as in the paper (`bert_published.py`).
 """
 
 from dataclasses import dataclass
@@ -53,14 +57,18 @@ class MaskedConfig(TransformerConfig):
 
     @property
     def masked(self) -> int:
-        """K: how many tokens of a record are predicted at most (its first token is special)."""
-        # A constant, so that shapes do not depend on the record: the rest is filled up with weight 0.
+        """K: the most tokens of a record that are predicted. Its first token is special."""
+        # A constant gives all records one shape. Entries of weight 0 pad the positions.
         return max(1, round(self.mask_rate * (self.tokens - 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(MaskedConfig):
-    """The shape of a BERT. `published`: as in the paper, and then the output projection may be other than `tied`."""
+    """The shape of a BERT.
+
+    `published`: as in the paper. Only then may the output projection not be `tied` to the
+    embedding.
+    """
 
     vocabulary: int = 30522
     tokens: int = 128
@@ -68,7 +76,7 @@ class BertConfig(MaskedConfig):
     tied: bool = True
 
     def bias(self, tokens: int) -> Float[Array, "H T T"] | None:
-        """What is added to scores: a number that falls with the distance of two tokens."""
+        """Returns the bias of distances (ALiBi); None if published."""
         return None if self.published else distance_bias(self.heads, tokens)
 
 
@@ -90,13 +98,13 @@ class Embeddings(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
-        """The vectors that the first block reads."""
-        # No positions: each block's bias tells them (ALiBi), so longer records need no new table.
+        """Returns the vectors that the first block reads."""
+        # Each block's bias gives the positions (ALiBi), so longer records need no larger table.
         return dropped(self.dropout, normed(self.norm, self.tokens(tokens)), key)
 
 
 class Head(nnx.Module):
-    """From a masked position's vector to the logits of the token that stood there."""
+    """Maps the vector of a masked position to logits of the token that was there."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         self.input_norm = layer_norm(config, rngs)
@@ -105,15 +113,15 @@ class Head(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.vocabulary))
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
-        """Logits in float32; the embedding of `tokens` is the tied projection."""
-        # The norm that BERT has in its last block stands here, since blocks are pre-norm.
+        """Returns logits in float32. The embedding of `tokens` is the tied projection."""
+        # The last pre-norm block does not norm its result, so the head does.
         y = jax.nn.gelu(self.transform(normed(self.input_norm, x)))
         logits = tokens.attend(normed(self.norm, y))
         return logits.astype(jnp.float32) + self.bias[...][None, None]
 
 
 def parts(config: BertConfig) -> Parts:
-    """The model taken apart."""
+    """Lists the kinds of modules of the model."""
     kinds: dict[str, Part] = {"embeddings": Embeddings, "blocks": Block, "head": Head}
     if config.published:
         kinds = {
@@ -125,23 +133,24 @@ def parts(config: BertConfig) -> Parts:
 
 
 def loss_function(config: BertConfig) -> LossFunction:
-    """The loss of masked tokens, `loss_fn(params, batch, rng)`.
+    """Makes `loss_fn(params, batch, rng)`, the loss of masked tokens.
 
-    The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 and `weights` [B, K] float32; a
-    position of weight 0 does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
+    The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32, and `weights` [B,
+    K] float32, 0 for a position that does not count. The loss has the `total` of the cross
+    entropies in nats and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 
 
 def logits_function(config: BertConfig) -> Logits:
-    """The logits of tokens at `positions` [B, K, V], `logits(params, batch, key)`; no dropout if the key is None."""
+    """Makes `logits(params, batch, key)`, the logits [B, K, V] at `positions`."""
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B K V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key)  # [B, T, D]
-        # Only a sixth of the rows is predicted: the projection to V, the widest map, skips the rest.
+        # K is about T / 7. The projection to V, the widest map, skips all other rows.
         x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)  # [B, K, D]
         return model.part("head", params["head"])(x, embeddings.tokens)
 
@@ -149,7 +158,7 @@ def logits_function(config: BertConfig) -> Logits:
 
 
 def abstract_batch(config: MaskedConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch."""
+    """Returns the shapes and types of a batch."""
     masked = (batch_size, config.masked)
     return {
         "tokens": jax.ShapeDtypeStruct((batch_size, config.tokens), np.int32),
@@ -162,7 +171,7 @@ def abstract_batch(config: MaskedConfig, batch_size: int) -> dict[str, jax.Shape
 def open_data(
     config: BertConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Text as records with masked tokens."""
+    """Opens text as records with masked tokens."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.masking import open_masked_text
 
@@ -173,7 +182,10 @@ FORMAT = bert_published.FORMAT
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """BERT of a size (`tiny`, `mini`, `base`, `large`, `48`), with fields of `BertConfig` replaced by `options`."""
+    """Makes BERT of a size (`tiny`, `mini`, `base`, `large`, `48`; `mini` by default).
+
+    `options` replace fields of `BertConfig`.
+    """
     return sized(
         "bert",
         SIZES,

@@ -1,9 +1,8 @@
-"""BERT as it was published (arXiv:1810.04805), so that published weights fit, in Flax NNX.
+"""BERT exactly as published (arXiv:1810.04805), so that published weights fit, in Flax NNX.
 
-Axes: B batch, T tokens, D model, K masked positions, V vocabulary.
-
-Layer norm stands after each sublayer; positions and segments have vectors of their own (all tokens are of the first
-segment); there is no next-sentence task.
+Layer norm stands after each sublayer. Positions and segments have learned vectors; all tokens are
+in the first segment. There is no next-sentence task. Axes: B batch, T tokens, D model, K masked
+positions, V vocabulary.
 """
 
 from functools import partial
@@ -37,7 +36,7 @@ _gelu = partial(jax.nn.gelu, approximate=False)
 
 
 class Embeddings(nnx.Module):
-    """A vector per token, plus those of its position and of its segment."""
+    """The sum of a vector of the token, one of its position and one of its segment, normed."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary)
@@ -47,7 +46,7 @@ class Embeddings(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
-        """The vectors that the first block reads."""
+        """Returns the vectors that the first block reads."""
         positions = self.positions(jnp.arange(tokens.shape[1]))[None]  # [1, T, D]
         segment = jnp.zeros((1, 1), jnp.int32)
         x = self.tokens(tokens) + positions + self.segments(segment)
@@ -55,11 +54,11 @@ class Embeddings(nnx.Module):
 
 
 class PublishedBlock(Block):
-    """Attention, then a feed-forward network, each added to its input, the sum normed."""
+    """Attention, then a feed-forward network. Each is added to its input, and the sum is normed."""
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The tokens after one block."""
-        # The parameters are those of `Block`; the norms alone stand elsewhere.
+        """Returns the tokens after the block."""
+        # `Block` has the same parameters; its norms stand before the sublayers, not after.
         k0, k1, k2 = keys_of(key, 3)
         mixed = dropped(self.dropout, self.attention(x, k0), k1)
         x = normed(self.attention_norm, x + mixed)
@@ -68,7 +67,7 @@ class PublishedBlock(Block):
 
 
 class Head(nnx.Module):
-    """From a masked position's vector to the logits of the token that stood there."""
+    """Maps the vector of a masked position to logits of the token that was there."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.transform = linear(config, rngs, config.width, config.width)
@@ -78,14 +77,14 @@ class Head(nnx.Module):
         self.output = None if config.tied else linear(config, rngs, width, vocabulary, bias=False)
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
-        """Logits in float32; the embedding of `tokens` is the tied projection."""
+        """Returns logits in float32. If tied, the embedding of `tokens` is the projection."""
         project = tokens.attend if self.output is None else self.output
         y = project(normed(self.norm, _gelu(self.transform(x))))
         return y.astype(jnp.float32) + self.bias[...][None, None]
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """The fields of a `BertConfig` that config.json tells."""
+    """Reads the fields of a `BertConfig` from config.json. What our model lacks is refused."""
     dropout = settings.get("hidden_dropout_prob", 0.1)
     settings.only("hidden_act", "gelu")
     settings.only("type_vocab_size", 2)
@@ -111,14 +110,14 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
 
 
 def _sources(config: Any) -> dict[str, Source]:
-    """Where each parameter is in a folder."""
+    """Maps each parameter to its tensors in a folder."""
     sources = table_of("embeddings.tokens", "embeddings.word_embeddings")
     sources |= table_of("embeddings.positions", "embeddings.position_embeddings")
     sources |= table_of("embeddings.segments", "embeddings.token_type_embeddings")
     sources |= norm_of("embeddings.norm", "embeddings.LayerNorm")
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"encoder.layer.{i}"
-        # Three tensors of theirs lie side by side in one of ours: [D, 3 D].
+        # Queries, keys and values are three tensors there, and one [D, 3 D] here.
         read = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
         sources |= linear_of(f"{ours}.attention.inputs", *read)
         sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attention.output.dense")
@@ -157,5 +156,7 @@ FORMAT = Format(
         "embeddings.position_ids",
     ),
 )
-"""BertForMaskedLM and BertForPreTraining; whether sentences follow each other is not predicted. A head of its own has a
-bias of its own, and the other one is not used."""
+"""BertForMaskedLM and BertForPreTraining, without its next-sentence task.
+
+A projection that is not tied has its own bias, and `cls.predictions.bias` is then unused.
+"""

@@ -1,8 +1,9 @@
-"""What the models of text share: the blocks of transformers, pre-norm (arXiv:1706.03762, arXiv:2002.04745) in Flax NNX.
+"""The parts that models of text share: pre-norm transformer blocks, losses and initialization.
 
-Axes: B batch, T tokens, S tokens that are looked at, D model, H heads, F feed-forward.
+They are in Flax NNX (arXiv:1706.03762, arXiv:2002.04745). Axes: B batch, T tokens, S attended
+tokens, D model, H heads, F feed-forward, V vocabulary.
 
-A block of a pre-norm transformer normalises what a sublayer reads and leaves the sum alone:
+A pre-norm block normalizes what a sublayer reads, but not the residual stream x:
 
     x ──┬── norm ── attention ──(+)──┬── norm ── expand, gelu, contract ──(+)── x'
         └────────────────────────┘   └────────────────────────────────────┘
@@ -26,11 +27,11 @@ from jvpipe.models.lora import with_adapters
 from jvpipe.util.names import did_you_mean
 
 Key = jax.Array | None
-"""The key that draws the masks of dropout; if it is None, nothing is dropped."""
+"""The key that draws the masks of dropout. None: nothing is dropped."""
 Vectors = Float[Array, "B T D"]
-"""The residual stream: a vector for each token of each record. This is what a cut between two blocks sends."""
+"""The residual stream: a vector per token. A cut between two blocks sends it."""
 Logits = Callable[[Any, Any, Key], Float[Array, "*B V"]]
-"""A function of parameters, a batch and a key; without dropout if the key is None."""
+"""A function from parameters, a batch and a key to logits."""
 LossFunction = Callable[[Any, Any, Key], Weighted]
 
 
@@ -38,8 +39,9 @@ LossFunction = Callable[[Any, Any, Key], Weighted]
 class TextConfig:
     """The shape of a model of text; `tokens` is the length of a record.
 
-    `dtype` is the type of the computation, float32 or bfloat16; parameters are float32. If `lora` is not 0, each linear
-    map whose path matches `lora_on` has an adapter of rank `lora`, and only adapters are trained (`lora.py`).
+    `dtype` is the type of the computation, float32 or bfloat16. Parameters are float32. If `lora`
+    is not 0, each linear map whose path matches `lora_on` has an adapter of that rank, and only
+    adapters are trained (`lora.py`).
     """
 
     blocks: int
@@ -58,7 +60,7 @@ class TextConfig:
             raise ValueError(f"lora={self.lora} must be a rank, 1 or more, or 0 for no adapters")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        # A tokenizer has 256 bytes and four special tokens before its first merge.
+        # A tokenizer has 256 bytes and four special tokens before its first merge, so 300 leave 40.
         is_small = self.tokens < 8 or self.vocabulary < 300
         if min(self.blocks, self.width) < 1 or is_small:
             raise ValueError(
@@ -70,8 +72,9 @@ class TextConfig:
 class TransformerConfig(TextConfig, ABC):
     """The shape of a transformer.
 
-    The remaining fields are for published weights: their table of positions may have more rows than a record has
-    `tokens`, their feed-forward network may not have 4 D units, and their layer norm may have another `epsilon`.
+    `positions`, `feed_forward` and `epsilon` differ from their defaults only for published weights.
+    `positions` is the number of rows of the table of positions (0: `tokens`). `feed_forward` is F
+    (0: 4 D). `epsilon` is that of layer norm.
     """
 
     heads: int
@@ -92,14 +95,18 @@ class TransformerConfig(TextConfig, ABC):
 
     @abstractmethod
     def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
-        """What is added to the scores of attention, to say which token sees which; None: nothing is added."""
+        """Returns what is added to the scores of attention; None for nothing.
+
+        It determines which token attends to which.
+        """
 
 
 def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
-    """What each head adds to its scores: a number that falls with the distance between two tokens (ALiBi).
+    """Returns a bias of each head's scores that falls with the distance of two tokens.
 
-    The first half of the heads looks back, the other half looks ahead; in the direction in which a head does not look,
-    distances count fourfold. In each half the slopes fall from 1 towards 2^-8.
+    This is ALiBi (arXiv:2108.12409) for attention in both directions. The first half of the heads
+    looks back, and the other half looks ahead. In the other direction, a head counts distances
+    fourfold. In each half, the slopes fall from 1 towards 2^-8.
 
     >>> distance_bias(2, 3)[0].astype("int32").tolist()
     [[0, -4, -8], [-1, 0, -4], [-2, -1, 0]]
@@ -111,19 +118,19 @@ def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
     square = (1, tokens, tokens)
     ahead = iota(square, 2) - iota(square, 1)  # [1, T, T], negative for tokens before this one
     back = slope * jnp.minimum(ahead, -4 * ahead)  # [half, T, T], never above 0
-    # Looking ahead is looking back with rows and columns exchanged. An odd last head is cut off.
+    # The transpose of looking back is looking ahead. For an odd H, one head too many is cut off.
     return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
 
 
 def looking_back(tokens: int) -> Float[Array, "1 T T"]:
-    """What is added to scores to hide later tokens."""
+    """Returns the bias of scores that hides later tokens: -inf for a later token, else 0."""
     iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
     # A token always sees itself, so no row is all -inf and softmax stays finite.
     return jnp.where(iota(2) > iota(1), -jnp.inf, 0.0).astype(jnp.float32)
 
 
 class Attention(nnx.Module):
-    """Tokens look at tokens of their record, with H heads."""
+    """Attention among the tokens of a record, with H heads."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -132,7 +139,7 @@ class Attention(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The mixture of the other tokens' values; `key` draws the dropped weights."""
+        """Mixes the values of all tokens for each token. `key` draws the dropped weights."""
         # One product gives queries, keys and values: [B, T, 3 D] is three of [B, T, D].
         q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
         bias = self.config.bias(x.shape[1])
@@ -141,7 +148,7 @@ class Attention(nnx.Module):
 
 
 Bias = Float[Array, "#H T S"] | Float[Array, "#B #H #T S"]
-"""What is added to scores: either the same for all records or different for each record."""
+"""What is added to scores. With three axes, it is the same for all records."""
 
 
 def mixture(
@@ -153,15 +160,24 @@ def mixture(
     drop: Callable[[jax.Array], jax.Array],
     scale: float | None = None,
 ) -> Vectors:
-    """Mixes values v for each query q, weighted by how well their keys k match q, head by head; `drop` drops weights.
+    """Mixes values v for each query q, weighted by how well their keys k match q, head by head.
 
-    Scores are multiplied by `scale`, by default the usual one (arXiv:1706.03762, equation 1).
+    This is equation 1 of arXiv:1706.03762.
+
+    Args:
+        q: the queries.
+        k: the keys.
+        v: the values.
+        heads: H, which divides D.
+        bias: what is added to scores.
+        drop: drops some of the weights.
+        scale: the factor of scores; None for the paper's (D / H)^-0.5.
     """
     B, T, D = q.shape
     width = D // heads
     q, k, v = (y.reshape(*y.shape[:2], heads, width) for y in (q, k, v))  # [B, T or S, H, D / H]
     factor = width**-0.5 if scale is None else scale
-    # Scores are float32 whatever the type of computation: softmax takes differences of large numbers.
+    # Scores are always float32, because softmax takes differences of large numbers.
     scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * factor
     if bias is not None:
         scores = scores + (bias if bias.ndim == 4 else bias[None])
@@ -170,7 +186,7 @@ def mixture(
 
 
 class CrossAttention(nnx.Module):
-    """Tokens look at others, with H heads."""
+    """Attention of tokens to other ones, with H heads."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -186,7 +202,7 @@ class CrossAttention(nnx.Module):
         key: Key,
         bias: Float[Array, "#B #H #T S"] | None = None,
     ) -> Vectors:
-        """The mixture of the values of the tokens in `read`; `bias` says which token sees which."""
+        """Mixes the values of the tokens in `read` for each token of `x`."""
         k, v = jnp.split(self.inputs(read), 2, axis=-1)  # [B, S, D] each
         drop = partial(dropped, self.dropout, key=key)
         return self.output(mixture(self.queries(x), k, v, self.config.heads, bias, drop))
@@ -205,7 +221,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The tokens after one block."""
+        """Returns the tokens after the block."""
         k0, k1, k2 = keys_of(key, 3)
         mixed = self.attention(normed(self.attention_norm, x), k0)
         x = x + dropped(self.dropout, mixed, k1)
@@ -214,19 +230,19 @@ class Block(nnx.Module):
 
 
 Part = Callable[..., nnx.Module]
-"""How a module is built: `part(config, rngs=rngs)`."""
+"""A class of modules, or a function that makes one: `part(config, rngs=rngs)`."""
 
 
 class Kind:
-    """A kind of module, built and traced once for all: `build(rngs)` makes one."""
+    """A kind of module. `build(rngs)` makes one; its structure is traced only once."""
 
     def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._build = build
 
     def module(self, params: Any) -> Any:
-        """A module of this kind with these parameters."""
+        """Makes a module of this kind with these parameters."""
         graph, _, rest = self._structure
-        # Without a copy two calls would share what they change, such as counts of random streams.
+        # Without a copy, modules would share mutable state, such as counts of random streams.
         return nnx.merge(graph, params, rest, copy=True)
 
     @cached_property
@@ -240,21 +256,28 @@ class Kind:
 
     @cached_property
     def _structure(self) -> Any:
-        # Traced with shapes alone: no parameter of a model of billions is made here.
+        # Only shapes are traced: no array of a model of billions of parameters is made.
         module = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
         return nnx.split(module, nnx.Param, ...)
 
 
 def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, name: str) -> Kind:
-    """A kind of module by its name, with the adapters that its configuration asks for."""
+    """Makes a kind of module, with the adapters that the configuration asks for.
+
+    Args:
+        build: makes the module without adapters.
+        config: has the rank of adapters and the pattern of the paths that they adapt.
+        name: the name with which paths begin.
+    """
     return Kind(with_adapters(build, name, config.lora, config.lora_on, config.dtype))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model taken apart: its kinds of modules in their order, each built and traced once for all.
+    """A model as its kinds of modules in their order. Each kind is built and traced only once.
 
-    The kinds in `stacked` occur `count` times each; by default, as often as the configuration has blocks.
+    The kinds in `stacked` occur `count` times each (None: as often as the configuration has
+    blocks).
     """
 
     config: TextConfig
@@ -263,23 +286,26 @@ class Parts:
     count: int | None = None
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
+        """Makes fresh parameters: nested dicts of arrays, e.g. `blocks/003/expand/kernel`."""
         layers = {}
         for name, kind in self._kinds.items():
             stack = {}
             for i in range(self._count(name)):
-                # A module's key depends only on its position in the model, so all cuts into stages draw alike.
+                # The key depends only on the module's position, not on how the model is cut.
                 module_key = jax.random.fold_in(key, self._first[name] + i)
                 stack[f"{i:03}"] = kind.init(module_key)
             layers[name] = stack if name in self.stacked else stack["000"]
         return layers
 
     def part(self, name: str, params: Any) -> Any:
-        """A module of a kind with these parameters."""
+        """Makes a module of a kind with these parameters."""
         return self._kinds[name].module(params)
 
     def key(self, name: str, key: Key, i: int = 0) -> Key:
-        """The key of a module: derived by its position in the model, so that blocks are alike except for a number."""
+        """Returns the key of module `i` of a kind; None without a key.
+
+        It folds in the module's position in the model, so that blocks differ only by a number.
+        """
         if key is None:
             return None
         return jax.random.fold_in(key, self._first[name] + i)
@@ -287,8 +313,8 @@ class Parts:
     def through(
         self, name: str, blocks: Any, x: jax.Array, key: Key, *others: jax.Array
     ) -> jax.Array:
-        """The tokens after all blocks of a kind, each of which reads `others` too."""
-        # A loop and no scan: each block is a layer of its own, and cuts may lie between any two.
+        """Runs `x` through all blocks of a kind. Each block also reads `others`."""
+        # A loop, not a scan, makes each block a layer, so a cut may lie between any two blocks.
         for i in range(self._count(name)):
             block = self.part(name, blocks[f"{i:03}"])
             x = block(x, *others, self.key(name, key, i))
@@ -318,7 +344,7 @@ class Parts:
 
 
 def embedding(config: TextConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
-    """A table of vectors of width D."""
+    """Makes a table of vectors of width D, with a standard deviation of `spread`."""
     init, dtype = nnx.initializers.normal(spread), jnp.dtype(config.dtype)
     return nnx.Embed(rows, config.width, embedding_init=init, dtype=dtype, rngs=rngs)
 
@@ -332,40 +358,44 @@ def linear(
     *,
     bias: bool = True,
 ) -> nnx.Linear:
-    """A linear map whose results vary as its inputs do, times `scale`."""
-    # A variance of scale^2 / inputs: then the results vary as the inputs do (LeCun's initialisation).
+    """Makes a linear map whose results have the inputs' standard deviation, times `scale`."""
+    # LeCun's initialization: a kernel's variance of scale^2 / inputs keeps the variance of x.
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
     dtype = jnp.dtype(config.dtype)
     return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Layer norm of vectors of width D."""
+    """Makes a layer norm of vectors of width D."""
     return nnx.LayerNorm(config.width, epsilon=config.epsilon, rngs=rngs)
 
 
 def residual_scale(config: TextConfig) -> float:
-    """Sublayers that add to the residual stream start smaller the more of them there are (GPT-2's rule)."""
+    """Returns the scale of the last linear map of each sublayer (GPT-2's rule).
+
+    The residual stream adds two sublayers per block. The scale keeps the variance of their sum near
+    1.
+    """
     return (2 * config.blocks) ** -0.5
 
 
 def normed(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
-    """Layer norm in float32, whatever the type of `x`, which it keeps."""
+    """Applies layer norm in float32. The result has the type of `x`."""
     return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def dropped(dropout: nnx.Dropout, x: jax.Array, key: Key) -> jax.Array:
-    """Dropout; none without a key."""
+    """Applies dropout. Without a key, nothing is dropped."""
     return x if key is None else dropout(x, rngs=key, deterministic=False)
 
 
 def keys_of(key: Key, count: int) -> Any:
-    """Keys for the places of a module that drop values, one each; without a key, as many None."""
+    """Splits a key into one for each place that drops values. Without a key, all are None."""
     return (None,) * count if key is None else jax.random.split(key, count)
 
 
 def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, "*B"]:
-    """Nats for each target [*B]."""
+    """Returns the cross entropy of each target [*B] in nats."""
     likelihoods = jax.nn.log_softmax(logits)
     scores = jnp.take_along_axis(likelihoods, targets[..., None], axis=-1)  # [*B, 1]
     return -jnp.squeeze(scores, -1)
@@ -374,24 +404,30 @@ def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, 
 def prediction_loss(
     logits: Float[Array, "*B V"], batch: Mapping[str, Any], smoothing: float = 0.0
 ) -> Weighted:
-    """The loss of predicting the batch's `targets` [*B]: nats, and how many, each counted by its `weights` [*B].
+    """Computes the loss of predicting the batch's `targets` [*B], each times its weight.
 
-    The share `smoothing` of each target is spread over all V (arXiv:1512.00567).
+    Args:
+        logits: of each target.
+        batch: has `targets` and `weights` [*B].
+        smoothing: the share of each target that is spread over all V (arXiv:1512.00567).
+
+    Returns:
+        the sum of the weighted cross entropies in nats, and the sum of weights.
     """
     nats, weights = cross_entropies(logits, batch["targets"]), batch["weights"]
     if smoothing:
-        # The cross entropy with a uniform target is the mean of the negative log likelihoods.
+        # Against a uniform target, the cross entropy is the mean of all -log likelihoods.
         nats = (1 - smoothing) * nats - smoothing * jnp.mean(jax.nn.log_softmax(logits), -1)
-    # A sum and its weight, not a mean: micro-batches of unequal weight then add up to the batch's mean.
+    # A sum and its weight, not a mean, so that micro-batches of unequal weight give the exact mean.
     return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
 
 
 def predicting(logits: Logits, dropout: float, smoothing: float = 0.0) -> LossFunction:
-    """Makes the loss of predictions, `loss_fn(params, batch, rng)`; see `prediction_loss`.
+    """Makes `loss_fn(params, batch, rng)`, the loss of predictions as in `prediction_loss`.
 
     Args:
         logits: returns the logits of the model.
-        dropout: the share of values that is dropped; if it is 0, `logits` gets no key.
+        dropout: the share of values that is dropped. If it is 0, `logits` gets no key.
         smoothing: the share of each target that is spread over all tokens.
     """
 

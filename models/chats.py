@@ -1,9 +1,9 @@
-"""Conversations as training data: written out by a model's chat template, and the assistant's words are learned.
+"""Conversations as training data. A chat template writes them out; only the assistant is learned.
 
-A template is a program in Jinja that comes with a tokenizer. It makes one text of a list of messages:
+A template is a Jinja program that comes with a tokenizer. It makes one text of a list of messages:
 
     <|user|>What is 2+3?<|end|><|assistant|>5<|end|>
-                                            ~~~~~~~~  weight 1: what the assistant said, and the mark of its end
+                                            ~~~~~~~~  weight 1: the assistant and its end mark
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from jvpipe.util.extras import extra
 
 Message = Mapping[str, Any]
 FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
-"""The file beside a tokenizer that has its template, and the tokens that the template names."""
+"""The files beside a tokenizer that have its template, and the tokens that the template names."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Marks around the assistant's words while a conversation is written out; no script uses these characters."""
+"""Marks around the assistant's words. No script uses these characters."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a text, and from where to where the assistant speaks in it."""
+    """A conversation as a text. `spoken` has (begin, end) of each message of the assistant."""
 
     text: str
     spoken: tuple[tuple[int, int], ...]
@@ -46,29 +46,32 @@ class ChatTemplate:
     tokens: Mapping[str, str]
 
     def rendered(self, messages: Sequence[Message]) -> Rendered:
-        """Writes a conversation out.
+        """Writes a conversation out as one text.
 
         Args:
-            messages: each with a `role` ("system", "user", "assistant", ...) and a text as `content`.
+            messages: each has a `role` ("system", "user", "assistant", ...) and a text as
+                `content`.
 
         Raises:
-            ValueError: the template refuses them, or leaves out or changes what the assistant said.
+            ValueError: the template refuses the messages, or leaves out or changes what the
+                assistant said.
 
-        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+        >>> source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        >>> template = ChatTemplate(source, {})
         >>> found = template.rendered([{"role": "assistant", "content": "a"}])
         >>> found.text, found.spoken
         ('<assistant>a', ((11, 12),))
         """
         _check(messages)
-        # The conversation is written out twice, the second time with marks around the assistant's words, which give
-        # the places of these words. A template that looks at contents could write other text because of the marks, so
-        # the text without the marks is compared with the first one.
+        # The template runs a second time with marks around the assistant's words, which give their
+        # places. Marks could make a template that inspects contents write other text. So the second
+        # text, without marks, must equal the first one.
         text = self._text(messages)
         marked = self._text([_marked(m) if m["role"] == "assistant" else m for m in messages])
         spans, plain = [], ""
         for i, piece in enumerate(marked.split(_OPEN)):
             said, closed, after = piece.partition(_CLOSE)
-            # The first piece stands before all marks; each other one has exactly one that closes.
+            # The first piece is before all marks. Every other piece has exactly one closing mark.
             if bool(closed) != bool(i) or _CLOSE in after:
                 break
             if i:
@@ -93,9 +96,10 @@ class ChatTemplate:
 
     @cached_property
     def _program(self) -> Any:
-        """The template as a program that runs as in transformers: in a sandbox, with the functions that it may call.
+        """The template as a program that runs as in transformers: in a sandbox, with few functions.
 
-        `strftime_now` is left out, because a record must not depend on the day; templates have a fixed date without it.
+        `strftime_now` is not among the functions, because records must not depend on the day.
+        Templates then use a fixed date.
         """
         with extra("hf"):
             from jinja2 import TemplateSyntaxError, nodes
@@ -104,7 +108,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}`, by which some templates mark text that is learned; its content is kept as it is."""
+            """`{% generation %}`, with which some templates mark learned text, which is kept."""
 
             tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
@@ -119,7 +123,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # Jinja's own filter escapes for HTML, which templates of transformers do not expect.
+        # Jinja's own filter escapes HTML, which templates of transformers do not expect.
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
             value, ensure_ascii=False, indent=indent
         )
@@ -133,10 +137,10 @@ class ChatTemplate:
 
 
 def read_template(folder: Path) -> ChatTemplate | None:
-    """Reads the template of a folder with a tokenizer; None if there is none.
+    """Reads the template beside a tokenizer; None if there is none.
 
     Raises:
-        ValueError: a file of it cannot be read.
+        ValueError: a file cannot be read.
     """
     settings: dict[str, Any] = {}
     for name in (FILES[2], FILES[1]):
@@ -146,7 +150,7 @@ def read_template(folder: Path) -> ChatTemplate | None:
             except (OSError, ValueError, TypeError) as problem:
                 raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # several templates with names
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if (folder / FILES[0]).exists():
         source = (folder / FILES[0]).read_text(encoding="utf-8")
@@ -161,10 +165,11 @@ def read_template(folder: Path) -> ChatTemplate | None:
 
 @dataclass(frozen=True)
 class Chats:
-    """Records of conversations, one each: a row of ids, and a row that says which are learned; cut, or filled with 0.
+    """Records of one conversation each, cut or padded with 0 to T tokens.
 
-    The tokens of the assistant's words are learned, and the special token that ends them. A conversation of which all
-    these are cut off makes no record.
+    A record [2, T] has a row of ids and a row of 1 for each id that is learned: the assistant's
+    words, and the special token that ends them. If no learned id is left after the cut, the
+    conversation is dropped.
     """
 
     template: ChatTemplate
@@ -172,17 +177,17 @@ class Chats:
 
     @property
     def name(self) -> str:
-        """The name of the template: a digest of its source and tokens."""
+        """The name of these records in the cache: a digest of the template and its tokens."""
         said = json.dumps([self.template.source, *sorted(self.template.tokens.items())])
         return f"chats-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
     def records(
         self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int
     ) -> Int32[np.ndarray, "N 2 T"]:
-        """Yields the records of conversations in JSON.
+        """Makes the records of conversations in JSON.
 
         Raises:
-            ValueError: what `ChatTemplate.rendered` raises, of which conversation.
+            ValueError: what `ChatTemplate.rendered` raises, with the beginning of the conversation.
         """
         rows = [self._record(document, tokenizer, tokens) for document in documents]
         learned = [row for row in rows if row[1].any()]
@@ -191,7 +196,7 @@ class Chats:
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Yields the records of conversations that come one by one."""
+        """Makes the records of conversations that come one by one."""
         rows = documents.map(lambda document: self._record(document, tokenizer, tokens))
         return rows.filter(lambda row: bool(row[1].any()))
 
@@ -200,7 +205,7 @@ class Chats:
             found = self.template.rendered(json.loads(document))
         except ValueError as problem:
             raise ValueError(f"of the conversation {document[:80]}...: {problem}") from problem
-        # The template writes special tokens out itself, the start among them.
+        # The template writes all special tokens itself, including the start mark.
         encoding = tokenizer.encode(found.text, add_special_tokens=False)
         added = tokenizer.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special}
@@ -209,7 +214,7 @@ class Chats:
         record[0, : len(ids)] = ids
         spoken = False
         for i, (begin, end) in enumerate(encoding.offsets[: len(ids)]):
-            # The special token right behind the assistant's words ends them, and is learned too.
+            # A special token right after the assistant's words ends them. It is learned too.
             ends = spoken and ids[i] in special
             spoken = any(begin < last and first < end for first, last in found.spoken)
             record[1, i] = spoken or ends
@@ -217,9 +222,10 @@ class Chats:
 
 
 def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Generator) -> Batch:
-    """`tokens`, the `targets` that follow them, and `weights`: 1 where a target is learned.
+    """Makes an example: `tokens`, the `targets` that follow them, and `weights`: 1 if learned.
 
-    >>> example = learned_tokens(np.array([[1, 7, 8], [0, 0, 1]], np.int32), np.random.default_rng(0))
+    >>> record = np.array([[1, 7, 8], [0, 0, 1]], np.int32)
+    >>> example = learned_tokens(record, np.random.default_rng(0))
     >>> example["tokens"].tolist(), example["targets"].tolist(), example["weights"].tolist()
     ([1, 7], [7, 8], [0.0, 1.0])
     """
@@ -243,7 +249,7 @@ def _check(messages: Sequence[Message]) -> None:
 
 
 def _marked(message: Message) -> Message:
-    """A message whose text has marks around it, within the white space that a template may take off."""
+    """Puts marks around a message's text, but inside the white space that a template may strip."""
     content = message["content"]
     core = content.strip()
     before, after = content.split(core, 1) if core else ("", content)

@@ -1,4 +1,7 @@
-"""Models out of folders of weights and back: what transformers saved is trained, and transformers loads what was."""
+"""Loads a model from a folder of weights, and writes it back once it is trained.
+
+The folders are those of transformers: it saves what we load, and loads what we write.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,10 @@ Tree = Any
 
 
 def model_of(folder: Folder) -> str:
-    """Says which of our models is in a folder.
+    """Returns the name of our model that reads a folder.
 
     Raises:
-        ValueError: none; the message names those that are known.
+        ValueError: no model reads it; the message names the kinds of folders that are read.
     """
     kind = folder.told.get("model_type")
     if kind not in OF_FOLDERS:
@@ -29,25 +32,25 @@ def model_of(folder: Folder) -> str:
 
 
 def published_size(model: str) -> str:
-    """A size that is trained by the recipe of published ones; all of its fields are a folder's."""
+    """Returns a size trained by the published recipe. A folder replaces all of its fields."""
     return next(size for size in sizes(model) if size not in ("tiny", "mini"))
 
 
 def from_folder(path: str | Path, key: jax.Array, **fields: Any) -> tuple[Workload, Tree]:
-    """Takes the model and its parameters from a folder as `save_pretrained` of transformers writes it.
+    """Opens a model in a folder that `save_pretrained` of transformers wrote, with its parameters.
 
-    Nothing is read of the weights yet: parameters are `jvpipe.LazyArray`, and `Pipeline.init` reads each where it is to
-    lie.
+    No weights are read yet. Parameters are `jvpipe.LazyArray`, and `Pipeline.init` reads each of
+    them on the device that will hold it.
 
     Args:
-        path: the folder, or where there is none, a model's name on a hub, `owner/name[@REVISION]`.
+        path: the folder. If it does not exist, a model's name on a hub, `owner/name[@REVISION]`.
         key: draws the adapters, if there are any.
-        fields: of the model's configuration, in place of what the folder tells; `lora=8` gives adapters of that rank
-            to the linear maps that `lora_on` matches.
+        fields: replace fields that config.json gives the model's configuration. `lora=8` adds
+            adapters of rank 8 to the linear maps that `lora_on` matches.
 
     Raises:
-        ValueError: there is no such folder, a part of it is missing, it is of a model that is not known, or the fields
-            do not fit it.
+        ValueError: the folder does not exist or lacks a part, no model reads it, or the fields do
+            not fit it.
     """
     folder = open_folder(model_folder(path))
     name = model_of(folder)
@@ -57,10 +60,11 @@ def from_folder(path: str | Path, key: jax.Array, **fields: Any) -> tuple[Worklo
 
 
 def first_params(folder: Folder, workload: Workload, key: jax.Array) -> Tree:
-    """The parameters in a folder of a model, beside adapters as they are drawn.
+    """Joins the parameters in a model's folder with freshly drawn adapters.
 
     Raises:
-        ValueError: the folder is of another architecture; the first tensor that differs is named.
+        ValueError: the folder has another architecture; the message names the first tensor that
+            differs.
     """
     shapes = lora.without_adapters(jax.eval_shape(workload.init, key))
     base = read_params(folder, format_of(workload.name), workload.config, shapes)
@@ -69,19 +73,20 @@ def first_params(folder: Folder, workload: Workload, key: jax.Array) -> Tree:
 
 
 def to_folder(workload: Workload, params: Tree, like: str | Path, into: str | Path) -> None:
-    """Writes a trained model as the folder lies that it began with, for transformers to load.
+    """Writes a trained model like the folder that it began with, for transformers to load.
 
-    Adapters are added to what they adapt. Settings and the tokenizer's files are copied.
+    Adapters are added to the kernels that they adapt. The settings and the tokenizer's files are
+    copied.
 
     Args:
         workload: the model.
-        params: what `Pipeline.params` gives.
-        like: the folder or the name that it began with.
+        params: what `Pipeline.params` returns.
+        like: the folder, or the hub's name, that the model began with.
         into: a new folder, or an empty one.
 
     Raises:
-        ValueError: the one that it began with is not there any more.
-        OSError: nothing can be written.
+        ValueError: the folder that the model began with no longer exists.
+        OSError: the new folder cannot be written.
     """
     folder, form = open_folder(model_folder(like)), format_of(workload.name)
     write_params(folder, form, workload.config, lora.merged_params(params), Path(into))

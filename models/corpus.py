@@ -12,13 +12,13 @@ from jvpipe.models.text_files import SUFFIXES, read_text, texts_in
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, each a few paragraphs, one per line, from one file."""
+    """Documents of a few paragraphs each, one paragraph per line, each from a single file."""
 
     documents: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The whole corpus: a blank line between documents."""
+        """The whole corpus, with a blank line between documents."""
         return "\n\n".join(self.documents)
 
     @property
@@ -27,13 +27,13 @@ class Corpus:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def split(self, one_in: int = 50) -> tuple[list[str], list[str]]:
-        """The documents to train on, and those held out: one in so many, those of least hash, one at least.
+        """Splits documents into some to train on and one in `one_in` to hold out, at least 1.
 
         >>> train, held_out = Corpus(tuple(f"Document {i}." for i in range(100))).split()
         >>> len(train), len(held_out)
         (98, 2)
         """
-        # By hash and not at random: the same text is held out whatever the seed and whatever stands around it.
+        # The least hashes are held out: whether a text is does not depend on a seed or its place.
         hashes = [hashlib.sha256(document.encode()).digest() for document in self.documents]
         by_hash = sorted(range(len(hashes)), key=hashes.__getitem__)
         chosen = set(by_hash[: max(1, len(hashes) // one_in)])
@@ -42,7 +42,10 @@ class Corpus:
 
 
 def documents(paragraphs: Iterable[str], least: int = 2000) -> list[str]:
-    """Groups the paragraphs of one file into documents of some 2,000 characters, at `least` so many but the last."""
+    """Groups the paragraphs of one file into documents of at least `least` characters.
+
+    The last document may be shorter.
+    """
     whole, group, characters = [], [], 0
     for paragraph in paragraphs:
         group.append(paragraph)
@@ -54,21 +57,21 @@ def documents(paragraphs: Iterable[str], least: int = 2000) -> list[str]:
 
 
 def open_corpus(path: Path | None) -> Corpus:
-    """The text under `path`; if None, the English prose that the running Python carries.
+    """Opens the text under `path`; if None, the English prose that the running Python carries.
 
-    A folder gives its `.txt`, `.md`, `.rst`, `.jsonl` and `.parquet` files, in the order of their paths; a file gives
-    itself. Each line or row of the last two kinds has a `text`.
+    A folder gives its `.txt`, `.md`, `.rst`, `.jsonl` and `.parquet` files, in the order of their
+    paths. Each line (`.jsonl`) or row (`.parquet`) has a `text`.
 
     Raises:
-        ValueError: nothing is there, it cannot be read, it is not UTF-8, or it holds too little text.
-
+        ValueError: the path does not exist, a file cannot be read or is not UTF-8, or there is too
+            little text.
     """
     if path is None:
         return _python_prose()
     texts = [text for file in files_under(path) for text in texts_in(file)]
     parts = [document for text in texts for document in documents(_paragraphs(text))]
     if len(parts) < 2:
-        # Without blank lines each file was one paragraph. Lines of 200 characters serve as such.
+        # A file without blank lines is one paragraph. Lines of 200 characters replace it.
         wrapped = [documents(textwrap.wrap(text, 200)) for text in texts]
         parts = [document for some in wrapped for document in some]
     if len(parts) < 2:
@@ -81,7 +84,7 @@ def open_corpus(path: Path | None) -> Corpus:
 
 
 def cache_folder() -> Path:
-    """Where prepared data is kept: `jvpipe` in XDG_CACHE_HOME or ~/.cache, made if absent."""
+    """Makes the folder of prepared data if absent: `jvpipe` in XDG_CACHE_HOME or ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(caches) / "jvpipe"
     try:
@@ -98,11 +101,11 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that no reader ever sees a part of it."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_bytes(content)
-    partial.replace(path)  # atomic on one file system, and the last of several writers wins
+    partial.replace(path)  # atomic, because it stays on one file system; the last writer wins
 
 
 def _python_prose() -> Corpus:
-    """Gathered once: later installations of packages do not change what a run is trained on."""
+    """Gathers Python's prose once. Later installed packages do not change the data of a run."""
     path = cache_folder() / "python-prose.txt"
     if not path.exists():
         from jvpipe.models.prose import gather_prose
@@ -112,10 +115,10 @@ def _python_prose() -> Corpus:
 
 
 def files_under(path: Path) -> list[Path]:
-    """The files of texts of a folder, in the order of their paths; a file itself.
+    """Returns the text files in a folder and below, sorted by path. A file returns itself.
 
     Raises:
-        ValueError: nothing is there, or no file of texts.
+        ValueError: the path does not exist, or has no text files.
     """
     if not path.exists():
         raise ValueError(
@@ -133,7 +136,7 @@ def files_under(path: Path) -> list[Path]:
 
 
 def _paragraphs(text: str) -> Iterable[str]:
-    """Runs of lines without a blank one between them, each as one line."""
+    """Yields runs of lines without a blank line between them, each joined to one line."""
     lines: list[str] = []
     for line in [*text.splitlines(), ""]:  # the last blank line ends the last paragraph
         if words := line.split():

@@ -1,4 +1,4 @@
-"""Documents to train on: texts or conversations, at hand in files or streamed from a hub, and which are held out."""
+"""Documents to train on: texts or conversations, from files or streamed from a hub."""
 
 import json
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from jvpipe.models.tokens import pack
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as texts; a conversation is one in JSON.
+    """Documents as texts. A conversation is a text in JSON.
 
-    `first` are all that are trained on, or where there is a `stream`, the first of them; `held_out` are others, and
-    `digest` is the SHA-256 of both.
+    Without a `stream`, training reads `first`. With one, it reads `stream`, which begins with
+    `first`. `held_out` are never trained on. `digest` is the SHA-256 of `first` and `held_out`.
     """
 
     first: Sequence[str]
@@ -40,32 +40,32 @@ class Documents:
 
 @runtime_checkable
 class Form(Protocol):
-    """How documents become records, arrays whose last axis counts tokens."""
+    """A way to make records of documents: arrays whose last axis counts tokens."""
 
     @property
     def field(self) -> str:
-        """Where a row or a line has its document."""
+        """The field of a row or line that holds its document."""
         ...
 
     @property
     def name(self) -> str:
-        """What records are kept under, for other forms make others of the same documents."""
+        """The name in the cache, because each form makes other records of the same documents."""
         ...
 
     def records(self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
-        """Records of documents at hand, the first axis counts them."""
+        """Makes the records of documents in memory. The first axis counts records."""
         ...
 
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Records of a stream of documents."""
+        """Makes the records of a stream of documents."""
         ...
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One text after another, cut where a record is full."""
+    """One text after another, cut wherever a record is full."""
 
     field = TEXT
     name = "packed"
@@ -73,25 +73,25 @@ class Packed:
     def records(
         self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int
     ) -> Int32[np.ndarray, "N T"]:
-        """As `tokens.pack`."""
+        """Makes records as `tokens.pack` does."""
         return pack(documents, tokenizer, tokens)
 
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Yields the records of texts that come one by one."""
+        """Makes the records of texts that come one by one."""
         return PackedTexts(documents, tokenizer, tokens)
 
 
 PACKED = Packed()
-"""What texts become unless they are conversations."""
+"""The form of all texts that are not conversations."""
 
 
 def open_documents(path: Path | None, field: str = TEXT) -> Documents:
-    """Opens the texts or conversations under a path, or of a hub; if None, the prose that Python carries.
+    """Opens the texts or conversations of a path or a hub; if None, the prose that Python carries.
 
     Args:
-        path: a file, a folder, or where there is none of this name, `owner/name` of a hub, which is streamed.
+        path: a file or folder. If it does not exist, `owner/name` on a hub, which is streamed.
         field: `text`, or `messages` for conversations.
 
     Raises:
@@ -105,7 +105,7 @@ def open_documents(path: Path | None, field: str = TEXT) -> Documents:
 
 
 def are_conversations(path: Path | None) -> bool:
-    """Tells data with `messages` from data with a `text`."""
+    """Tells whether data has `messages` and no `text`. Only its first row or line is read."""
     if path is None:
         return False
     if is_name(path):
@@ -137,6 +137,6 @@ def _streamed(name: Path, field: str) -> Documents:
     rows = data_set(name)
     head = read_head(rows, str(name))
     held_out, first = [*map(document, head.held_out)], [*map(document, head.first)]
-    # The stream begins behind what is held out, and gives `first` again.
+    # The stream begins after the held-out rows, so it yields `first` again.
     stream = Rows(rows, len(held_out)).map(document)
     return Documents(first, held_out, head.digest, stream)

@@ -1,4 +1,7 @@
-"""Regularised evolution (Real et al. 2019, arXiv:1802.01548, algorithm 1): a stream of architectures."""
+"""Regularized evolution (Real et al. 2019, arXiv:1802.01548, algorithm 1).
+
+It is an endless stream of architectures, steered by the loss of each one.
+"""
 
 import math
 from collections import deque
@@ -8,16 +11,18 @@ import numpy as np
 from jvpipe.models.architecture import Architecture, SearchSpace
 
 Member = tuple[Architecture, float]
-"""A trained architecture and its loss."""
+"""A trained architecture and its loss, the less the better."""
 
 
 class RegularizedEvolution:
-    """An endless iterator over architectures, to which the loss of each is reported.
+    """An endless iterator over architectures. Its user trains each one and reports its loss.
 
-    The first `population` architectures are drawn at random. From then on each is a mutation of the best of `sample`
-    members, which are drawn from the population with replacement. An architecture that is reported joins the
-    population, and the oldest member leaves it. The stream depends only on the seed and the reports, so a search is
-    resumed by making the same reports again.
+    The first `population` architectures are random. Each later one mutates the best of a
+    tournament: `sample` members, drawn from the population with replacement. A reported
+    architecture joins the population, and the oldest member leaves.
+
+    The stream depends only on the seed and the reports. To resume a search, make the same reports
+    again.
 
     >>> space = SearchSpace(("glu", "ffn1_relu"), ("none", "glu"), slots=4, fewest=2)
     >>> search = RegularizedEvolution(space, seed=0, population=8, sample=4)
@@ -42,11 +47,11 @@ class RegularizedEvolution:
         return self
 
     def __next__(self) -> Architecture:
-        """The next architecture to train.
+        """Returns the next architecture to train.
 
         Raises:
-            ValueError: as many as the population holds were given, and none was reported.
-
+            ValueError: the population's size in architectures was given out, and no loss was
+                reported.
         """
         size = self._members.maxlen or 0
         if self._drawn < size:
@@ -56,15 +61,15 @@ class RegularizedEvolution:
             raise ValueError(
                 f"{size} architectures were given and no loss was reported: call report() for each"
             )
-        # A tournament with replacement, as in the paper: even the worst member may win one.
+        # With replacement, as in the paper: a tournament may draw the worst member only, who wins.
         chosen = self._rng.integers(len(self._members), size=self._sample)
         tournament = [self._members[int(i)] for i in chosen]
         parent, _ = min(tournament, key=_loss)
         return self.space.mutate(parent, self._rng)
 
     def report(self, architecture: Architecture, loss: float) -> None:
-        """Adds a trained architecture to the population; a loss that is not a number counts as the worst."""
-        # The queue has a greatest length: the oldest member leaves it, however good it is (section 3).
+        """Adds a trained architecture to the population. A loss that is NaN counts as the worst."""
+        # A full queue drops its oldest member, however good it is (the paper's aging, section 3).
         ranked = math.inf if math.isnan(loss) else loss
         self._members.append((architecture, ranked))
 
@@ -75,7 +80,7 @@ class RegularizedEvolution:
 
     @property
     def best(self) -> Member:
-        """The member of the least loss; ValueError if there is none yet."""
+        """The member with the least loss. ValueError if the population is empty."""
         return min(self._members, key=_loss)
 
 

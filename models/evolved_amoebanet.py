@@ -1,14 +1,16 @@
-"""A search space of image models made of AmoebaNet's operations, in plain JAX.
+"""A search space of image models, made of AmoebaNet's operations, in plain JAX.
 
 Axes: B batch, Y and X of an image, C channels.
 
-A block adds two values to its input: what its left branch makes of the input, and what its right branch makes of a
-projection of the input. `none` is the projection itself, as in AmoebaNet's cells. Groups of equal length stand between
-reductions, which halve the image and double the channels; in a group all blocks have the same shapes.
+A block projects its input x by a convolution. It returns x + left(x) + right(projection of x). The
+operation `none` returns the projection itself, as in AmoebaNet's cells. Groups have equally many
+blocks of equal shapes. Reductions between groups halve the image and double the channels.
 
-Unlike a cell, a block does not read its predecessor's input: a value that skips a block would join the block's layers
-with its neighbours', and a mutation of a neighbour would change them. For the same reason the parts between blocks
-begin with a convolution. Batch norm uses the statistics of the batch and keeps none.
+A mutation of a block must not change the layers of its neighbors, because layers of the same
+identity keep their state. So unlike a cell, a block does not read its predecessor's input: a value
+that skips a block would join the block's layers with its neighbors'. For the same reason, the parts
+between blocks begin with a convolution. Batch norm uses the statistics of the batch and stores
+none.
 """
 
 import zlib
@@ -40,7 +42,7 @@ RIGHT = ("none", "max_pool_3x3", "avg_pool_3x3", "conv_1x1", "conv_3x3", "conv_1
 
 @dataclass(frozen=True, kw_only=True)
 class EvolvedAmoebaNetConfig(ClassConfig):
-    """The shape of the model: `slots` in `groups`, the first of which works on `filters` channels."""
+    """The shape of the model: `slots` in `groups`. The first group has `filters` channels."""
 
     slots: int
     filters: int
@@ -63,7 +65,7 @@ class EvolvedAmoebaNetConfig(ClassConfig):
         return self.filters << group
 
     def group(self, slot: int) -> int:
-        """That a slot belongs to."""
+        """Returns the group of a slot."""
         return slot * self.groups // self.slots
 
 
@@ -76,20 +78,20 @@ Chain = tuple[Convolution, ...]
 
 
 def through(chain: Chain, p: Any, x: Image) -> Image:
-    """An image after a chain of convolutions, each with the statistics of the batch."""
+    """Runs an image through a chain of convolutions, which norm by the batch's statistics."""
     for i, unit in enumerate(chain):
-        # In training averages are written and not read, so fresh ones serve.
+        # Training writes the averages but does not read them, so fresh ones do no harm.
         x, _ = unit(p[str(i)], unit.averages(), x, True)
     return x
 
 
 def init(chain: Chain, key: jax.Array) -> Any:
-    """Fresh parameters of a chain."""
+    """Makes fresh parameters of a chain."""
     return init_units({str(i): unit for i, unit in enumerate(chain)}, key)
 
 
 def block_chains(block: Block, channels: int) -> dict[str, Chain]:
-    """The convolutions of a block: `left`, and `project` and `right`, one after the other."""
+    """Returns the convolutions of a block. Those in `right` read the result of `project`."""
     return {
         "left": convolutions(block.left, channels, 1),
         "project": (Convolution(channels, channels),),
@@ -98,7 +100,7 @@ def block_chains(block: Block, channels: int) -> dict[str, Chain]:
 
 
 def run_block(block: Block, p: Any, x: Image) -> Image:
-    """The image after a block."""
+    """Returns the image after a block."""
     chains = block_chains(block, x.shape[3])
     projected = through(chains["project"], p["project"], x)
     right = through(chains["right"], p.get("right", {}), projected)  # a pooling has no chain
@@ -108,30 +110,33 @@ def run_block(block: Block, p: Any, x: Image) -> Image:
 
 
 def entry(config: EvolvedAmoebaNetConfig, group: int) -> Convolution:
-    """From the colours to the channels of the first group, or from a group to the next."""
+    """Returns the convolution from colors to the first group, or from a group to the next."""
     strides = (2, 2) if group else (1, 1)
     before = config.channels(group - 1) if group else 3
     return Convolution(before, config.channels(group), (3, 3), strides, linear=True)
 
 
 def last(config: EvolvedAmoebaNetConfig) -> Convolution:
-    """What stands before the head."""
+    """Returns the convolution before the head."""
     channels = config.channels(config.groups - 1)
     return Convolution(channels, channels, linear=True)
 
 
 def head(config: EvolvedAmoebaNetConfig) -> Head:
-    """From the last group's channels to classes."""
+    """Returns the map from the last group's channels to classes."""
     return Head(config.channels(config.groups - 1), config.classes)
 
 
 def params_of(
     config: EvolvedAmoebaNetConfig, architecture: Architecture, key: jax.Array
 ) -> dict[str, Any]:
-    """Fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`; each part's follow from the key and its name."""
+    """Makes fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`.
+
+    A part's parameters depend only on the key and on the part's name.
+    """
 
     def leaf(*names: str) -> jax.Array:
-        # A checksum of the path and not a count: parameters of other blocks outlive a mutation.
+        # A checksum of the path, not a count, so that a mutation leaves other blocks' parameters.
         return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
 
     parts: dict[str, dict[str, Chain]] = {}
@@ -150,7 +155,10 @@ def params_of(
 
 
 def loss_of(config: EvolvedAmoebaNetConfig, architecture: Architecture) -> LossFunction:
-    """The loss of classes under an architecture, `loss_fn(params, batch, rng)`; the batch is that of AmoebaNet."""
+    """Makes `loss_fn(params, batch, rng)`, the loss of classes under an architecture.
+
+    The batch is as in `vision.class_loss`, with `images` [B, Y, X, 3] float32.
+    """
     blocks = tuple(architecture.blocks())
 
     def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:
@@ -168,13 +176,13 @@ def loss_of(config: EvolvedAmoebaNetConfig, architecture: Architecture) -> LossF
 
 
 def default_architecture(config: EvolvedAmoebaNetConfig) -> Architecture:
-    """Blocks of operations that are frequent in AmoebaNet's cells."""
+    """Returns blocks of operations that are frequent in AmoebaNet's cells."""
     pair = (Block("conv_1x7_7x1", "max_pool_3x3"), Block("conv_1x1", "avg_pool_3x3"))
     return Architecture(tuple(pair[slot % 2] for slot in range(config.slots)))
 
 
 def supernet(config: EvolvedAmoebaNetConfig) -> Supernet:
-    """All architectures of at least half the slots."""
+    """Makes the space of all architectures that fill at least half of the slots."""
     half = (config.slots + 1) // 2
     return Supernet(
         space=SearchSpace(LEFT, RIGHT, slots=config.slots, fewest=half),
@@ -185,9 +193,10 @@ def supernet(config: EvolvedAmoebaNetConfig) -> Supernet:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """An evolved AmoebaNet of a size (`tiny`, `mini`), with fields of its configuration replaced by `options`.
+    """Makes an evolved AmoebaNet of a size (`tiny`, `mini`; `mini` by default).
 
-    It trains the default architecture; `.supernet` is what a search needs.
+    `options` replace fields of `EvolvedAmoebaNetConfig`. A plain training trains the default
+    architecture, and a search uses `.supernet`.
     """
     return sized(
         "evolved-amoebanet",

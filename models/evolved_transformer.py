@@ -1,10 +1,15 @@
-"""A search space of causal language models like the Evolved Transformer's (arXiv:1901.11117), in Flax NNX.
+"""A search space of causal language models like the Evolved Transformer (arXiv:1901.11117).
 
-Axes: B batch, T tokens, D model, K width of a convolution.
+It is in Flax NNX. Axes: B batch, T tokens, D model, K width of a convolution.
 
-A block adds to its input the results of its left and its right branch; embeddings, head and data are GPT-2's. The
-operations of a branch: `attention4` (heads), `glu` (a gated linear unit), `conv7_relu` (a separable convolution over
-the last 7 tokens, with its activation), `ffn4_swish` (a feed-forward network of 4 D units) and `none`.
+A block adds the results of its left and its right branch to its input. Embeddings, head and data
+are GPT-2's. The operations of a branch, with examples of sizes and activations:
+
+    attention4     attention with 4 heads
+    glu            a gated linear unit
+    conv7_relu     a separable convolution over the last 7 tokens
+    ffn4_swish     a feed-forward network of 4 D units
+    none           nothing
 """
 
 import re
@@ -53,14 +58,16 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swish": jax.nn.silu,
 }
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
-"""An ordinary block of a transformer is two of ours."""
+"""The two blocks that together are an ordinary block of a transformer."""
 LAST = Block("ffn1_relu", "none")
-"""The block that ends any architecture: the head's norm joins its layer, not that of a block that may be removed."""
+"""The fixed last block. The head's norm joins its layer, not that of a block that may be
+removed.
+"""
 
 
 @dataclass(frozen=True)
 class EvolvedTransformerConfig(Gpt2Config):
-    """The shape of an evolved transformer; of its `blocks` slots the default architecture fills all."""
+    """The shape of an evolved transformer. `blocks` is the number of slots."""
 
 
 SIZES = {
@@ -75,24 +82,24 @@ SIZES = {
 
 
 class Glu(nnx.Module):
-    """A linear map, gated by another one."""
+    """A gated linear unit: a linear map, times the sigmoid of another one."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
         D = config.width
         self.inputs = linear(config, rngs, D, 2 * D, scale=residual_scale(config))
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The gated vectors."""
+        """Returns the gated vectors."""
         y, gate = jnp.split(self.inputs(x), 2, axis=2)  # [B, T, D] each
         return y * jax.nn.sigmoid(gate)
 
 
 class SeparableConvolution(nnx.Module):
-    """Each channel over the last K tokens, then a linear map of the activated channels."""
+    """A convolution of each channel over the last K tokens, an activation, then a linear map."""
 
     def __init__(self, config: Gpt2Config, K: int, activation: str, *, rngs: nnx.Rngs) -> None:
         D, dtype = config.width, jnp.dtype(config.dtype)
-        # Each channel is a group of its own: K numbers for each, where a full convolution has K D.
+        # Each channel is a group: D K numbers in all, while a full convolution has D D K.
         self.channels = nnx.Conv(
             D, D, (K,), padding="CAUSAL", feature_group_count=D, dtype=dtype, rngs=rngs
         )
@@ -100,12 +107,12 @@ class SeparableConvolution(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The tokens, mixed with those before them."""
+        """Mixes each token with those before it."""
         return self.output(ACTIVATIONS[self.activation](self.channels(x)))
 
 
 class FeedForward(nnx.Module):
-    """A hidden layer of `expansion` times D units."""
+    """A network with one hidden layer of `expansion` times D units."""
 
     def __init__(
         self, config: Gpt2Config, expansion: int, activation: str, *, rngs: nnx.Rngs
@@ -116,13 +123,17 @@ class FeedForward(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Each token for itself."""
+        """Maps each token alone."""
         return self.contract(ACTIVATIONS[self.activation](self.expand(x)))
 
 
 def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
-    """The module of a branch's operation; None for `none`."""
-    # A kind, a size and an activation, of which the last two may be missing: conv7_relu, attention4, glu.
+    """Makes the module of a branch's operation; None for `none`.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    # A name is a kind, then a size and an activation if given: conv7_relu, attention4, glu.
     match = re.fullmatch(r"([a-z]+)(\d*)(?:_([a-z]+))?", name)
     kind, size, activation = match.groups() if match else ("", "", None)
     match kind:
@@ -142,7 +153,7 @@ def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
 
 
 class TwoBranches(nnx.Module):
-    """A block: what both branches make of the normed input is added to it."""
+    """A block: a norm, then two branches. Their results are added to the input."""
 
     def __init__(self, config: Gpt2Config, block: Block, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
@@ -151,10 +162,11 @@ class TwoBranches(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The tokens after the block."""
+        """Returns the tokens after the block."""
         keys = keys_of(key, 4)
         y = normed(self.norm, x)
-        # Two keys for each branch, whether or not it has an operation: a mutation leaves the other's alone.
+        # Each branch has two keys, even without an operation, so that a mutation of one branch
+        # does not change the keys of the other.
         branches = ((self.left, keys[0], keys[1]), (self.right, keys[2], keys[3]))
         for branch, inner, outer in branches:
             if branch is not None:
@@ -164,13 +176,13 @@ class TwoBranches(nnx.Module):
 
 @cache
 def block_kind(config: EvolvedTransformerConfig, block: Block) -> Kind:
-    """A kind of block: `.init(key)` makes parameters, `.module(params)(x, key)` runs one."""
+    """Returns the kind of module of a block. The cache makes and traces each kind only once."""
     return Kind(lambda rngs: TwoBranches(config, block, rngs=rngs))
 
 
 @cache
 def end_kinds(config: EvolvedTransformerConfig) -> dict[str, Kind]:
-    """What stands before and after the blocks."""
+    """Returns the kinds of the modules before and after the blocks."""
     return {
         "embeddings": Kind(lambda rngs: Embeddings(config, rngs=rngs)),
         "last": Kind(lambda rngs: TwoBranches(config, LAST, rngs=rngs)),
@@ -187,11 +199,14 @@ def params_of(
     key: jax.Array,
     kind_of: KindOf = block_kind,
 ) -> dict[str, Any]:
-    """Fresh parameters, e.g. `block_03_glu_none/left/inputs/kernel`; each part's follow from the key and its name."""
+    """Makes fresh parameters, e.g. `block_03_glu_none/left/inputs/kernel`.
+
+    A part's parameters depend only on the key and on the part's name.
+    """
     kinds = dict(end_kinds(config))
     for _, name, block in architecture.blocks():
         kinds[name] = kind_of(config, block)
-    # A checksum of the name and not a count: parameters of other blocks outlive a mutation.
+    # A checksum of the name, not a count, so that a mutation leaves other blocks' parameters.
     numbers = {name: zlib.crc32(name.encode()) for name in kinds}
     return {name: kind.init(jax.random.fold_in(key, numbers[name])) for name, kind in kinds.items()}
 
@@ -199,7 +214,10 @@ def params_of(
 def loss_of(
     config: EvolvedTransformerConfig, architecture: Architecture, kind_of: KindOf = block_kind
 ) -> LossFunction:
-    """The loss of next tokens under an architecture, `loss_fn(params, batch, rng)`; the batch is that of GPT-2."""
+    """Makes `loss_fn(params, batch, rng)`, the loss of next tokens under an architecture.
+
+    The batch is that of GPT-2.
+    """
     ends, blocks = end_kinds(config), tuple(architecture.blocks())
 
     def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:
@@ -214,7 +232,7 @@ def loss_of(
         x = embeddings(batch["tokens"], key(0))
         for slot, name, block in blocks:
             module = kind_of(config, block).module(params[name])
-            # Keys follow from slots, so a block that comes or goes changes no other's.
+            # The key depends on the slot, so adding or removing another block does not change it.
             x = module(x, key(2 + slot))
         x = ends["last"].module(params["last"])(x, key(1))
         logits = ends["head"].module(params["head"])(x, embeddings.tokens)
@@ -224,12 +242,15 @@ def loss_of(
 
 
 def default_architecture(config: EvolvedTransformerConfig) -> Architecture:
-    """Blocks of a plain transformer: attention and feed-forward networks by turns."""
+    """Returns the blocks of a plain transformer: attention and feed-forward networks in turn."""
     return Architecture(tuple(GPT[slot % 2] for slot in range(config.blocks)))
 
 
 def supernet(config: EvolvedTransformerConfig, kind_of: KindOf = block_kind) -> Supernet:
-    """All architectures of at least half the slots; those whose attention has heads that do not fit are left out."""
+    """Makes the space of all architectures that fill at least half of the slots.
+
+    Attention whose number of heads does not divide D is left out.
+    """
 
     def fits(operation: str) -> bool:
         heads = operation.removeprefix("attention")
@@ -246,9 +267,10 @@ def supernet(config: EvolvedTransformerConfig, kind_of: KindOf = block_kind) -> 
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """An evolved transformer of a size (`tiny`, `mini`, `small`), with fields replaced by `options`.
+    """Makes an evolved transformer of a size (`tiny`, `mini`, `small`; `mini` by default).
 
-    It trains the default architecture; `.supernet` is what a search needs.
+    `options` replace fields of `EvolvedTransformerConfig`. A plain training trains the default
+    architecture, and a search uses `.supernet`.
     """
     return sized(
         "evolved-transformer",

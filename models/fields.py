@@ -1,4 +1,4 @@
-"""Fields of a model's configuration, replaced by what a user gave."""
+"""Replaces fields of a model's configuration by a user's options."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,19 +8,20 @@ from jvpipe.util.names import did_you_mean
 
 Config = TypeVar("Config")
 _ALSO = {"sequence_length": "tokens"}
-"""Other names of fields, for configurations that lack the first."""
+"""Other names of options: a configuration without the first name has the second."""
 
 
 def with_fields(kind: str, config: Config, named: Mapping[str, Any]) -> Config:
-    """A dataclass with fields replaced; text is read as what the field is now.
+    """Replaces fields of a dataclass. A text becomes a value of the type that the field has.
 
     Args:
-        kind: of what it is the configuration, for messages.
+        kind: the name of the model, for messages.
         config: a dataclass.
-        named: values by the name of their field; `sequence_length` may also be `tokens`.
+        named: values by field name. `sequence_length` may also stand for `tokens`.
 
     Raises:
-        ValueError: there is no such field, a text cannot be read, or the configuration refuses a value.
+        ValueError: a field does not exist, a text cannot be converted, or the configuration refuses
+            a value.
 
     >>> @dataclasses.dataclass
     ... class Shape:
@@ -41,12 +42,12 @@ def with_fields(kind: str, config: Config, named: Mapping[str, Any]) -> Config:
             raise ValueError(did_you_mean(f"option of {kind}", name, fields))
         present = getattr(chosen, field_name)
         values[field_name] = _read(f"{field_name} of {kind}", value, present)
-    # Replaced all at once: __post_init__ checks them against each other and not one by one.
+    # All at once: __post_init__ checks fields against each other, and some only fit together.
     return dataclasses.replace(chosen, **values)
 
 
 def _read(where: str, value: Any, present: Any) -> Any:
-    """A value as the type of the present one; of none that is a truth or a number, if it can be."""
+    """Converts a text to the type of a field's present value. Values that are not texts stay."""
     if not isinstance(value, str) or isinstance(present, str):
         return value
     match present:
@@ -63,7 +64,7 @@ def _read(where: str, value: Any, present: Any) -> Any:
         case None if value.lower() in ("true", "false"):
             return value.lower() == "true"
         case None:
-            # Nothing tells the type: a whole number if it is one, else a number, else the text.
+            # None does not tell the type: try a whole number, then a number, then keep the text.
             numbers = (_number(kind, value) for kind in (int, float))
             return next((number for number in numbers if number is not None), value)
         case _:

@@ -1,4 +1,7 @@
-"""What the config.json of a folder of weights tells: each key of it is read, or known to change nothing."""
+"""Checks the config.json of a folder of weights: every key is read, or known to change nothing.
+
+To allow a key for all kinds of models, add it to one of the lists below.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,7 +35,7 @@ SAMPLING = (
     "top_p",
     "typical_p",
 )
-"""How texts are written by a model that is trained."""
+"""Keys of how a trained model writes texts."""
 TOKENS = (
     "bos_token_id",
     "decoder_start_token_id",
@@ -46,7 +49,7 @@ TOKENS = (
     "tokenizer_class",
     "unk_token_id",
 )
-"""What a tokenizer does."""
+"""Keys of the tokenizer."""
 TASKS = (
     "classifier_dropout",
     "finetuning_task",
@@ -57,7 +60,7 @@ TASKS = (
     "task_specific_params",
     "_num_labels",
 )
-"""Settings of heads, which are not read."""
+"""Keys of the heads of other tasks, which we do not have."""
 EXECUTION = (
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -83,19 +86,19 @@ EXECUTION = (
     "use_bfloat16",
     "use_cache",
 )
-"""How transformers runs a model, or finds it."""
+"""Keys of how transformers finds and runs a model."""
 HARMLESS = (*SAMPLING, *TOKENS, *TASKS, *EXECUTION)
-"""Keys that change nothing of what a model of any kind computes here."""
+"""Keys that do not change what any of our models computes."""
 _PLAIN = (
     ("cross_attention_hidden_size", None),
     ("pruned_heads", {}, None),
     ("tie_encoder_decoder", False),
 )
-"""Keys that change nothing if they have one of these values."""
+"""Keys that change nothing as long as they have one of the values behind them."""
 
 
 class Settings(Mapping[str, Any]):
-    """The settings of a config.json, or of a part of it, which remember those that were asked for."""
+    """The settings of a config.json, or of a part of it. It remembers which keys were read."""
 
     def __init__(self, settings: Mapping[str, Any], where: str = "config.json") -> None:
         self._told, self._asked, self._where = settings, set[str](), where
@@ -111,10 +114,10 @@ class Settings(Mapping[str, Any]):
         return len(self._told)
 
     def only(self, key: str, *values: Any) -> None:
-        """Checks a setting that our model has only as one of `values`; what is not told is the first of them.
+        """Checks a setting for which our model allows only `values`. The first is the default.
 
         Raises:
-            ValueError: it is another.
+            ValueError: the setting has another value.
         """
         if self.get(key, values[0]) not in values:
             known_values = " or ".join(map(repr, values))
@@ -123,17 +126,17 @@ class Settings(Mapping[str, Any]):
             )
 
     def all_understood(self, harmless: tuple[str, ...]) -> None:
-        """Checks that each setting was asked for, or changes nothing.
+        """Checks that each setting was read, or changes nothing.
 
         Args:
-            harmless: keys that change nothing for this kind of model, beside those of `HARMLESS`.
+            harmless: keys, beside those of `HARMLESS`, that change nothing for this kind of model.
 
         Raises:
-            ValueError: the first that is not understood, by its key and value.
+            ValueError: a setting is not understood; the message has its key and value.
         """
         for key, *values in _PLAIN:
             self.only(key, *values)
-        # An unknown key is refused: it may be a switch of a newer model that computes something else.
+        # An unknown key is refused, because it may make a newer model compute something else.
         for key in sorted(self._told.keys() - self._asked - {*HARMLESS, *harmless}):
             raise ValueError(
                 f"{self._where} has {key} {self._told[key]!r}, which is not known here: what the model computes may "

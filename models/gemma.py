@@ -1,7 +1,8 @@
-"""Gemma (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786): a Llama of another make, in Flax NNX.
+"""Gemma 1, 2 and 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), as kinds of Llama.
 
-Norms multiply by one plus their scale, embeddings are scaled, and the feed-forward network is gated by GELU. From
-Gemma 2 on sublayers are normed before and after, and only some blocks look at all tokens.
+They differ from Llama as follows. Norms multiply by one plus their scale, embeddings are multiplied
+by the root of the width, and GELU gates the feed-forward network. From Gemma 2 on, norms stand
+before and after each sublayer, and some blocks attend only to a window of tokens.
 """
 
 from dataclasses import replace
@@ -28,7 +29,8 @@ _FIRST = LlamaConfig(
     offset_norms=True,
     scaled_embedding=True,
 )
-# Gemma 2: every second block sees a window; scores and logits are capped.
+# Gemma 2: every second block sees only a window (L), the others all (G). Scores and logits are
+# capped.
 _SECOND = replace(
     _FIRST,
     blocks=26,
@@ -42,7 +44,7 @@ _SECOND = replace(
     window=4096,
     spans="LG",
 )
-# Gemma 3: norms of queries and keys in place of caps, and one block in six sees all.
+# Gemma 3: norms of queries and keys replace the caps, and one block in six sees all tokens.
 _THIRD = replace(
     _SECOND,
     width=1152,
@@ -61,7 +63,7 @@ _THIRD = replace(
 )
 _TINY = {"width": 16, "heads": 4, "groups": 2, "hidden": 24, "vocabulary": 300, "tokens": 8}
 SIZES = {
-    # The window is half of the record, so that a local block differs from one that sees all.
+    # The window is half of the record, so that a local block differs from a global one.
     "tiny": replace(_THIRD, blocks=4, head_width=6, window=4, spans="LG", score_width=6.0, **_TINY),
     "mini": replace(
         _FIRST,
@@ -84,5 +86,9 @@ SIZES = {
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Gemma of a size (`tiny`, `mini`, `2b`, `7b`, `2-2b`, `2-9b`, `3-1b`), with fields of `LlamaConfig` replaced."""
+    """Makes Gemma, by default `mini`, of a size (`tiny`, `mini`, `2b`, `7b`, `2-2b`, `2-9b`,
+    `3-1b`).
+
+    `options` replace fields of `LlamaConfig`.
+    """
     return family("gemma", SIZES, size, options)

@@ -1,20 +1,23 @@
-"""GNMT (arXiv:1609.08144): LSTMs read a sentence, and others with attention write its translation, in Flax NNX.
+"""GNMT (arXiv:1609.08144): translation by LSTMs with attention, in Flax NNX.
 
-Axes: B batch, T tokens that are read, and as many that are written, D model, I inputs of a layer, V vocabulary.
+Axes: B batch, T tokens of a source sentence and of its translation, D model, I inputs of a layer, G
+= 4 D gates, V vocabulary.
 
-The first layer of the encoder reads both ways. In the encoder and in the decoder, from the third layer on, a layer's
-input is added to its output. At each of its steps, the first layer of the decoder looks at the sentence that was read,
-and all layers above read the result of that attention. So attention needs no loop and layers follow one another, as in
-the GNMT that PipeDream trains. (In the paper the bottom layer also reads the attention of the step before.) Attention
-is a network with one hidden layer, whose output vector has a learned length (arXiv:1602.07868).
+The encoder's first layer reads in both directions. In both halves, from the third layer on, a layer
+adds its input to its output. The decoder's first layer attends to the encoder at each step, and all
+layers above it read the result. So attention needs no loop, and layers run one after another, as in
+PipeDream's GNMT. (In the paper, the first layer also reads the attention of the step before.)
+Attention scores come from a hidden layer, whose output vector has a learned length
+(arXiv:1602.07868).
 
     inputs ── source ── first (both ways) ── second ── encoder ... ──┐ read [B, T, D]
     tokens ── target ── first ───────────────────────────────── attention ──┬──────┬─── ...
                           └───────────────────────────────────── second ── third ── ... ── head
 
-The size 16 has 8 layers on each side and 290.6M parameters, published as 291M: both languages and the output have
-tables of their own, of 36,548 tokens, about as many as 32,000 merges give for WMT's English and German. With 32,000
-tokens there are 276.7M, with one table for both languages 253.2M.
+The size 16 has 8 layers in each half and 290.6M parameters, published as 291M. That count needs
+separate tables for both languages and the output, with 36,548 tokens. This is about the number that
+32,000 merges give for WMT's English and German. With 32,000 tokens there are 276.7M parameters, and
+with one table for both languages 253.2M.
 """
 
 from dataclasses import dataclass
@@ -48,7 +51,7 @@ from jvpipe.models.workload import Workload, sized
 
 @dataclass(frozen=True, kw_only=True)
 class GnmtConfig(TranslatorConfig):
-    """The shape of a GNMT; `blocks` are the layers of the encoder, and as many has the decoder."""
+    """The shape of a GNMT. `blocks` is the number of layers of the encoder, and of the decoder."""
 
     vocabulary: int = 36548
     tokens: int = 50
@@ -77,7 +80,7 @@ class Embeddings(nnx.Module):
         self.tokens = embedding(config, rngs, config.vocabulary, spread=1.0)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Vectors:
-        """The vectors that a first layer reads."""
+        """Returns the vectors that a first layer reads."""
         return self.tokens(tokens)
 
 
@@ -85,7 +88,7 @@ State = Float[Array, "B D"]
 
 
 class Lstm(nnx.Module):
-    """A layer of LSTM cells, a scan over time; with `context` the cells read two vectors at each time."""
+    """A layer of LSTM cells, as a scan over time. With `context`, it reads a second input."""
 
     def __init__(
         self, config: GnmtConfig, inputs: int, *, context: bool = False, rngs: nnx.Rngs
@@ -96,7 +99,7 @@ class Lstm(nnx.Module):
         self.state = linear(config, rngs, D, 4 * D, bias=False)
 
     def __call__(self, x: Float[Array, "B T I"], attended: Vectors | None = None) -> Vectors:
-        """What the cells give at each time; they begin with zeros."""
+        """Returns the cells' outputs at each step. Their state begins with zeros."""
 
         def step(
             state: tuple[State, State], gates_in: Float[Array, "B G"]
@@ -107,7 +110,7 @@ class Lstm(nnx.Module):
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
 
-        # The part that does not depend on the step before is one product for all times: [B, T, 4 D].
+        # One product for all steps computes what does not depend on the state: [B, T, 4 D].
         read = self.inputs(x)
         if self.context is not None and attended is not None:
             read = read + self.context(attended)
@@ -119,7 +122,7 @@ class Lstm(nnx.Module):
 
 
 class BothWays(nnx.Module):
-    """A layer that reads forwards, beside one that reads from the end of each sentence backwards."""
+    """A layer that reads forward, beside one that reads backward from the end of each sentence."""
 
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         self.forward = Lstm(config, config.width, rngs=rngs)
@@ -127,15 +130,15 @@ class BothWays(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, lengths: Int[Array, "B"], key: Key) -> Float[Array, "B T 2*D"]:
-        """Both results side by side."""
+        """Returns the outputs of both layers side by side."""
         x = dropped(self.dropout, x, key)
-        # The results are turned round again, so that the result for a token stands at that token.
+        # Reversed again, so that the output for a token is at that token's position.
         back = turned(self.backward(turned(x, lengths)), lengths)
         return jnp.concatenate([self.forward(x), back], -1)
 
 
 def turned(x: Vectors, lengths: Int[Array, "B"]) -> Vectors:
-    """Each sentence the other way round; its padding stays where it is."""
+    """Reverses each sentence. Its padding stays in place."""
     at = jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
     ends = lengths[:, None]
     mirrored = jnp.where(at < ends, ends - 1 - at, at)  # [B, T]
@@ -143,7 +146,7 @@ def turned(x: Vectors, lengths: Int[Array, "B"]) -> Vectors:
 
 
 class Layer(nnx.Module):
-    """An LSTM whose input, if it `adds`, is added to its output."""
+    """An LSTM with dropout. If it `adds`, its input is added to its output."""
 
     def __init__(
         self,
@@ -159,14 +162,19 @@ class Layer(nnx.Module):
         self.adds = adds
 
     def __call__(self, x: Float[Array, "B T I"], *rest: Any) -> Vectors:
-        """`rest`: what attention found, if the layer reads it, and the key."""
+        """Returns the outputs of all steps.
+
+        Args:
+            x: the inputs.
+            rest: the result of attention, if the layer has a `context`, then the key.
+        """
         *attended, key = rest
         y = self.lstm(dropped(self.dropout, x, key), *attended)
         return x + y if self.adds else y
 
 
 class Attention(nnx.Module):
-    """Steps of the decoder look at those of the encoder."""
+    """Attention of the decoder's steps to the encoder's, by a network with one hidden layer."""
 
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         D = config.width
@@ -176,10 +184,10 @@ class Attention(nnx.Module):
         self.length = nnx.Param(jnp.ones(()))
 
     def __call__(self, x: Vectors, read: Vectors, lengths: Int[Array, "B"]) -> Vectors:
-        """The mixture of what was `read` at each step of `x`."""
-        # Every step of the decoder beside every one of the encoder: [B, T, T, D], the model's largest array.
+        """Mixes the vectors of `read` for each step of `x`. `lengths` hides padding of `read`."""
+        # All pairs of steps of decoder and encoder, [B, T, T, D]: the model's largest array.
         hidden = jnp.tanh(self.queries(x)[:, :, None] + self.keys(read)[:, None])
-        # Weight normalisation (arXiv:1602.07868, equation 2): a direction and a length are learned.
+        # Weight normalization (arXiv:1602.07868, equation 2) learns a length and a direction.
         length = self.length[...] * jax.lax.rsqrt(jnp.sum(self.output[...] ** 2))
         output = self.output[...] * length
         scores = (hidden @ output.astype(hidden.dtype)).astype(jnp.float32)
@@ -189,18 +197,18 @@ class Attention(nnx.Module):
 
 
 class Head(nnx.Module):
-    """From the decoder's vector to the logits of the next token."""
+    """Maps the vector of a decoder's step to logits of the next token."""
 
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         self.output = linear(config, rngs, config.width, config.vocabulary)
 
     def __call__(self, x: Vectors) -> Float[Array, "B T V"]:
-        """Logits in float32."""
+        """Returns logits in float32."""
         return self.output(x).astype(jnp.float32)
 
 
 def parts(config: GnmtConfig) -> Parts:
-    """The model taken apart; `encoder` and `decoder` are the layers from the third on."""
+    """Lists the kinds of modules. `encoder` and `decoder` are the layers from the third on."""
     D = config.width
     kinds: dict[str, Any] = {
         "source": Embeddings,
@@ -218,7 +226,7 @@ def parts(config: GnmtConfig) -> Parts:
 
 
 def logits_function(config: GnmtConfig) -> Logits:
-    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+    """Makes `logits(params, batch, key)`, the logits [B, T, V] of target tokens."""
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
@@ -234,7 +242,8 @@ def logits_function(config: GnmtConfig) -> Logits:
         x = layer("encoder_second", x)  # [B, T, D]
         read = model.through("encoder", params["encoder"], x, key)
         y = layer("decoder_first", part("target", batch["tokens"]))
-        # Attention is done once, so all layers above can follow one another: a cut there carries y and `attended`.
+        # Attention runs only once, so layers above follow one another. A cut there sends two arrays
+        # of [B, T, D]: y and `attended`.
         attended = part("attention", y, read, lengths)
         y = layer("decoder_second", y, attended)
         y = model.through("decoder", params["decoder"], y, key, attended)
@@ -244,12 +253,15 @@ def logits_function(config: GnmtConfig) -> Logits:
 
 
 def loss_function(config: GnmtConfig) -> LossFunction:
-    """The loss of the tokens that are written, that of `loss_of`."""
+    """Makes `loss_fn(params, batch, rng)`, the loss of target tokens as in `loss_of`."""
     return loss_of(config, logits_function(config))
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """GNMT of a size (`tiny`, `mini`, `8`, `16` layers), with fields replaced by `options`."""
+    """Makes GNMT of a size (`tiny`, `mini`, and by layers `8`, `16`; `mini` by default).
+
+    `options` replace fields of `GnmtConfig`.
+    """
     return sized(
         "gnmt",
         SIZES,

@@ -2,8 +2,8 @@
 
 Axes: B batch, T tokens, D model, H heads, V vocabulary.
 
-Layer norm stands before each sublayer and after the last block; positions are learned; the output projection is the
-token embedding transposed.
+Layer norm stands before each sublayer and after the last block. Positions are learned. The output
+projection is the transposed token embedding.
 """
 
 from dataclasses import dataclass
@@ -42,14 +42,14 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True)
 class Gpt2Config(TransformerConfig):
-    """The shape of a GPT-2; `tied`: the output projection is the token embedding transposed."""
+    """The shape of a GPT-2. `tied`: the output projection is the transposed token embedding."""
 
     vocabulary: int = 50257
     tokens: int = 1024
     tied: bool = True
 
     def bias(self, tokens: int) -> Float[Array, "1 T T"]:
-        """Nobody looks ahead."""
+        """Returns the bias that hides later tokens."""
         return looking_back(tokens)
 
 
@@ -63,7 +63,7 @@ SIZES = {
 
 
 class Embeddings(nnx.Module):
-    """A vector per token plus one per position."""
+    """The sum of a vector of the token and one of its position."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary)
@@ -71,48 +71,48 @@ class Embeddings(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
-        """The vectors that the first block reads."""
+        """Returns the vectors that the first block reads."""
         x = self.tokens(tokens)
         places = jnp.arange(tokens.shape[1])  # [T], the first rows of a table that may have more
         return dropped(self.dropout, x + self.positions(places)[None], key)
 
 
 class Head(nnx.Module):
-    """From a position's vector to the logits of the next token."""
+    """Maps the vector of a position to logits of the next token."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
         self.norm, width, vocabulary = layer_norm(config, rngs), config.width, config.vocabulary
         self.output = None if config.tied else linear(config, rngs, width, vocabulary, bias=False)
 
     def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
-        """Logits in float32; the embedding of `tokens` is the tied projection."""
-        # The tied table is read by the first layer and the last: their gradients of it are added.
+        """Returns logits in float32. If tied, the embedding of `tokens` is the projection."""
+        # The first layer and the last read a tied table. Their gradients of it are added.
         project = tokens.attend if self.output is None else self.output
         return project(normed(self.norm, x)).astype(jnp.float32)
 
 
 def parts(config: Gpt2Config) -> Parts:
-    """The model taken apart."""
+    """Lists the kinds of modules of the model."""
     return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
 
 
 def loss_function(config: Gpt2Config) -> LossFunction:
-    """The loss of next tokens, `loss_fn(params, batch, rng)`.
+    """Makes `loss_fn(params, batch, rng)`, the loss of next tokens.
 
-    The batch holds `tokens` and `targets` [B, T] int32 and `weights` [B, T] float32; a position of weight 0 (padding)
-    does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
+    The batch holds `tokens` and `targets` [B, T] int32, and `weights` [B, T] float32, 0 for
+    padding. The loss has the `total` of the cross entropies in nats and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 
 
 def logits_function(config: Gpt2Config) -> Logits:
-    """The logits of next tokens [B, T, V], `logits(params, batch, key)`; without dropout if the key is None."""
+    """Makes `logits(params, batch, key)`, the logits [B, T, V] of next tokens."""
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
-        # [B, T, D] between any two blocks: what a cut there carries, and no more.
+        # A cut between two blocks sends only [B, T, D].
         x = model.through("blocks", params["blocks"], x, key)
         return model.part("head", params["head"])(x, embeddings.tokens)
 
@@ -120,7 +120,7 @@ def logits_function(config: Gpt2Config) -> Logits:
 
 
 def abstract_batch(config: TextConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch."""
+    """Returns the shapes and types of a batch."""
     shape = (batch_size, config.tokens)
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
@@ -129,7 +129,7 @@ def abstract_batch(config: TextConfig, batch_size: int) -> dict[str, jax.ShapeDt
 def open_data(
     config: TextConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Text as records whose every token is predicted from those before it."""
+    """Opens text as records in which each token is predicted from those before it."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.text import open_next_tokens
 
@@ -138,10 +138,10 @@ def open_data(
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """The fields of a `Gpt2Config` that config.json tells."""
+    """Reads the fields of a `Gpt2Config` from config.json. What our model lacks is refused."""
     dropout = settings.get("resid_pdrop", 0.1)
     settings.only("activation_function", "gelu_new")
-    # There is one `dropout` here: a folder with three different ones is refused.
+    # Our model has a single rate of dropout, so three different ones are refused.
     settings.only("embd_pdrop", dropout)
     settings.only("attn_pdrop", dropout)
     settings.only("scale_attn_weights", True)
@@ -164,7 +164,7 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
 
 
 def _sources(config: Gpt2Config) -> dict[str, Source]:
-    """Where each parameter is in a folder."""
+    """Maps each parameter to its tensors in a folder."""
     sources = table("embeddings.tokens", "wte")
     sources |= table("embeddings.positions", "wpe")
     sources |= norm("head.norm", "ln_f")
@@ -172,7 +172,7 @@ def _sources(config: Gpt2Config) -> dict[str, Source]:
         sources |= linear_of("head.output", "lm_head", bias=False)
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"h.{i}"
-        # GPT-2's kernels lie as ours, [inputs, outputs] (its Conv1D): they are not transposed.
+        # GPT-2 stores kernels as [inputs, outputs] (Conv1D), as we do, so they are not transposed.
         sources |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
         sources |= linear_of(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
         sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
@@ -201,11 +201,14 @@ FORMAT = Format(
     copies={"lm_head.weight": "wte.weight"},
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
 )
-"""GPT2LMHeadModel and GPT2Model; the masks of attention are not weights."""
+"""GPT2LMHeadModel and GPT2Model. Masks of attention, which some folders store, are ignored."""
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """GPT-2 of a size (`tiny`, `mini`, `small`, `medium`, `770m`), with fields replaced by `options`."""
+    """Makes GPT-2 of a size (`tiny`, `mini`, `small`, `medium`, `770m`; `mini` by default).
+
+    `options` replace fields of `Gpt2Config`.
+    """
     return sized(
         "gpt2",
         SIZES,

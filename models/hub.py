@@ -1,4 +1,7 @@
-"""Names of a hub, `owner/name`: folders of models that are fetched, and data sets that are streamed."""
+"""Models and data sets of the Hugging Face hub, by name: `owner/name`.
+
+Folders of models are downloaded, and data sets are streamed.
+"""
 
 import importlib
 import re
@@ -22,11 +25,11 @@ _FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""What of a model is fetched: weights in one format, settings, and all that belongs to its tokenizer."""
+"""The files of a model that are downloaded: weights in one format, settings and the tokenizer."""
 
 
 def is_name(name: str | Path) -> bool:
-    """Tells a name of a hub, `owner/name`, `@REVISION` and `:CONFIG` after it, from paths of files that are there.
+    """Tells a name on a hub, `owner/name[@REVISION][:CONFIG]`, from the path of an existing file.
 
     >>> is_name("Qwen/Qwen3-0.6B"), is_name("Salesforce/wikitext@main:wikitext-2-v1")
     (True, True)
@@ -38,16 +41,16 @@ def is_name(name: str | Path) -> bool:
 
 
 def model_folder(source: str | Path) -> Path:
-    """Returns the folder of a model: the folder at this path if it exists, or else the hub's model of this name.
+    """Returns the folder of a model: `source` itself if it exists, else from the hub.
 
-    A model that was fetched before is found in the hub's cache, even without a network.
+    The hub's cache keeps downloaded models, which then need no network.
 
     Args:
         source: a path, or `owner/name[@REVISION]`.
 
     Raises:
-        ValueError: it is a name, and there is no such model, or the hub is out of reach.
-        MissingExtraError: it is a name, and huggingface-hub is not installed.
+        ValueError: `source` is a name, but the hub has no such model or cannot be reached.
+        MissingExtraError: `source` is a name, but huggingface-hub is not installed.
     """
     if not is_name(source):
         return Path(source)
@@ -61,7 +64,7 @@ def model_folder(source: str | Path) -> Path:
 
 
 def pinned(name: str, folder: Path) -> str:
-    """Adds to a model's name the revision that was fetched, so that a run that is resumed has the same.
+    """Adds the downloaded revision to a model's name, so that a resumed run reads the same weights.
 
     >>> pinned("owner/name", Path("snapshots/0a1b")), pinned("base", Path("base"))
     ('owner/name@0a1b', 'base')
@@ -72,13 +75,16 @@ def pinned(name: str, folder: Path) -> str:
 
 
 def data_set(source: str | Path) -> Callable[[], Any]:
-    """Opens a data set of a hub to be streamed: each call of what is given back begins again.
+    """Opens a data set of a hub for streaming.
+
+    Returns:
+        a function. Each call of it starts the stream at its first row.
 
     Args:
-        source: `owner/name[@REVISION][:CONFIG]`; its split `train` is read.
+        source: `owner/name[@REVISION][:CONFIG]`. Only the split `train` is read.
 
     Raises:
-        ValueError: there is none, or the hub is out of reach.
+        ValueError: there is no such data set, or the hub cannot be reached.
         MissingExtraError: datasets is not installed.
     """
     with extra("hf"):
@@ -89,7 +95,7 @@ def data_set(source: str | Path) -> Callable[[], Any]:
         rows: Any = datasets.load_dataset(
             name, config, split="train", streaming=True, revision=revision
         )
-    # A data set is immutable and skipping makes another one, so each call begins at its first row.
+    # `skip` returns a new data set and leaves `rows` as it is, so each call begins at row 0.
     return lambda: rows.skip(0)
 
 
@@ -101,9 +107,9 @@ def _parts(name: str | Path) -> tuple[str, str | None, str | None]:
 
 @contextmanager
 def _telling(subject: str, cure: str) -> Iterator[None]:
-    """Turns any error of libraries, network or hub into a message of one line."""
+    """Turns any error of libraries, network or hub into a ValueError of one line."""
     try:
         yield
-    except Exception as problem:  # each of them has classes of its own
+    except Exception as problem:  # the libraries share no base class of errors
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise ValueError(f"{subject} ({reason}): {cure}") from problem

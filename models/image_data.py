@@ -16,7 +16,13 @@ from jvpipe.models.workload import Batch, Batches, Data
 
 
 class Parts(NamedTuple):
-    """The numbers of the images to train on, [N, 1], their batches, and batches of the others."""
+    """The images to train on and the others.
+
+    Attributes:
+        records: the indices of the images to train on.
+        train: their batches.
+        held_out: batches of the other images.
+    """
 
     records: Int32[np.ndarray, "N 1"]
     train: Batches
@@ -26,17 +32,17 @@ class Parts(NamedTuple):
 def parted(
     count: int, example: Transform, seed: int, batch_size: int, one_in: int = 16, limit: int = 512
 ) -> Parts:
-    """So many images, some of which no seed trains on.
+    """Divides `count` images into some to train on and some to hold out.
 
     Args:
-        count: of all images.
-        example: makes one of the record of an image, which holds its number.
-        seed: of the order to train in.
+        count: the number of images.
+        example: makes an example of a record, which holds the index of an image.
+        seed: of the order to train in. It does not change which images are held out.
         batch_size: in examples.
-        one_in: of so many images one is held out.
-        limit: so many are at most, because they lie in memory.
+        one_in: one of so many images is held out.
+        limit: the most images to hold out, because held-out images lie in memory.
     """
-    # Always the same order, so that every run holds out the same images.
+    # The same permutation for every seed, so that every run holds out the same images.
     order = np.random.default_rng(0).permutation(count).astype(np.int32)[:, None]  # [count, 1]
     aside = min(limit, max(1, count // one_in))
     held_out, records = np.split(order, [aside])
@@ -47,14 +53,13 @@ def parted(
 def open_images(
     data_path: Path | None, seed: int, batch_size: int, *, side: int, classes: int
 ) -> Data:
-    """Images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
+    """Opens images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
 
-    They are those of an .npz file, or of a folder with a folder for each class. Without either they are the digits of
-    scikit-learn where there are ten classes, else drawn.
+    `data_path` is an .npz file, or a folder with a folder for each class. If it is None, the images
+    are the digits of scikit-learn for ten classes, and drawn ones for any other number.
 
     Raises:
         ValueError: what `read_images`, `class_folders` and `digit_images` raise.
-
     """
     pictures = _pictures(data_path, side, classes)
 
@@ -78,13 +83,13 @@ def open_images(
 
 
 def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int) -> Data:
-    """Images of `side` x `side` pixels with masks, as batches of `images`, `masks` and `weights` of 1.
+    """Opens images of `side` x `side` pixels: batches of `images`, `masks`, and `weights` of 1.
 
-    They are those of a folder with the folders `images` and `masks`; by default they show the digits of scikit-learn.
+    `data_path` is a folder with the folders `images` and `masks`. If it is None, the images show
+    the digits of scikit-learn.
 
     Raises:
         ValueError: what `mask_folders` and `masked_digits` raise.
-
     """
     pictures = masked_digits(side) if data_path is None else mask_folders(data_path, side)
 
@@ -97,7 +102,7 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
         }
 
     parts = parted(pictures.count, example, seed, batch_size)
-    # A few hundred masks suffice to know which share of pixels is masked.
+    # A few hundred masks suffice to estimate the share of masked pixels.
     shares = [pictures.mask(int(i)).mean() for (i,) in parts.records[:512]]
     return Data(
         train=parts.train,
@@ -109,10 +114,10 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
 
 
 def _share_loss(share: float, held_out: Sequence[Batch]) -> float:
-    """The mean loss, in nats, of telling of every pixel that it belongs to a mask with the probability `share`."""
+    """Returns the mean loss, in nats, of giving every pixel the probability `share`."""
     weights = np.concatenate([batch["weights"] for batch in held_out])
     masked = np.concatenate([batch["masks"].mean((1, 2)) for batch in held_out])
-    share = min(max(share, 1e-6), 1 - 1e-6)  # the logarithm of 0 is not finite
+    share = min(max(share, 1e-6), 1 - 1e-6)  # log 0 is not finite
     nats = -masked * np.log(share) - (1 - masked) * np.log(1 - share)
     return float(nats @ weights / weights.sum())
 

@@ -1,4 +1,4 @@
-"""Images in folders: a folder for each class, as ImageNet has them.
+"""Reads images from folders, one folder for each class, as ImageNet has them.
 
 Axes: Y and X of an image.
 """
@@ -18,13 +18,14 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 
 
 def class_folders(path: Path, side: int, classes: int) -> Images:
-    """The images of a folder's folders; the names of these, in order, are the classes.
+    """Opens the images in the folders of a folder. Each folder is a class, sorted by name.
 
-    An image is scaled and cropped in its middle to `side` x `side` pixels when it is read; numbers are from -1 to 1.
+    An image is decoded when it is used. It is scaled and center-cropped to `side` x `side` pixels,
+    and its numbers are from -1 to 1.
 
     Raises:
-        ValueError: there are no classes or others than the model's, one is without images, or an image cannot be
-            decoded.
+        ValueError: the number of folders is not that of the model's classes, a folder has no
+            images, or an image cannot be decoded.
         MissingExtraError: Pillow is not installed.
     """
     visible = [file for file in path.iterdir() if file.name[0] != "."]
@@ -42,12 +43,13 @@ def class_folders(path: Path, side: int, classes: int) -> Images:
     counts = [len(some) for some in files]
     labels = np.repeat(np.arange(classes, dtype=np.int32), counts)
     flat = [file for some in files for file in some]
-    sizes_of(flat)  # a file that cannot be decoded is found now, not in the middle of an epoch
+    # A file that cannot be decoded fails here, not in the middle of an epoch.
+    sizes_of(flat)
     return Images(labels, lambda i: decoded(flat[i], side), listing_digest(flat, path))
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images of a folder, in the order of their names; ValueError if there is none."""
+    """Returns the images of a folder, sorted by name. ValueError if there is none."""
     visible = [file for file in folder.iterdir() if file.name[0] != "."]
     files = sorted(file for file in visible if file.suffix.lower() in SUFFIXES)
     if not files:
@@ -56,29 +58,35 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def sizes_of(files: list[Path], few: int = 4096) -> list[tuple[int, int]]:
-    """The sizes of images, looked at before anything is begun: if they are few they are decoded, else headers are read.
+    """Returns the sizes of images (width, height), and so checks that they can be read.
+
+    Up to `few` images are decoded as a whole. If there are more, only their headers are read, to
+    save time.
 
     Raises:
-        ValueError: one cannot be decoded.
+        ValueError: an image cannot be decoded.
     """
     return [_opened(file, whole=len(files) <= few).size for file in files]
 
 
 def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray, "Y X _C"]:
-    """An image scaled and cropped in its middle: three colours from -1 to 1; or where it is not black, 0 or 1.
+    """Decodes an image, scales it and crops its center.
 
     Args:
-        file: of a format that Pillow reads.
-        side: in pixels, of what is returned.
-        mask: one channel is returned, whose pixels are never mixed.
+        file: in a format that Pillow reads.
+        side: of the result, in pixels.
+        mask: whether to return a mask.
+
+    Returns:
+        three colors from -1 to 1; or for a mask, one channel: 0 where the image is black, else 1.
 
     Raises:
-        ValueError: it cannot be decoded.
+        ValueError: the image cannot be decoded.
     """
     picture = _opened(file, whole=True).convert("L" if mask else "RGB")
     from PIL import Image, ImageOps
 
-    # Between a mask and what is around it there is nothing to interpolate.
+    # A mask's values are labels, which must not be interpolated.
     resampling = Image.Resampling.NEAREST if mask else Image.Resampling.BILINEAR
     fitted = ImageOps.fit(picture, (side, side), resampling)
     pixels = np.asarray(fitted, np.float32)
@@ -95,13 +103,13 @@ def _opened(file: Path, *, whole: bool) -> Any:
             if whole:
                 picture.load()
             return picture
-    except Exception as problem:  # each format raises what it likes
+    except Exception as problem:  # each format has exceptions of its own
         raise ValueError(
             f"cannot decode '{file}' ({problem}): repair it, or take it away"
         ) from problem
 
 
 def listing_digest(files: Iterable[Path], root: Path) -> str:
-    """What tells these files from others: their names and sizes."""
+    """Returns a digest of the names and sizes of files. Contents are not read, to save time."""
     lines = [f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

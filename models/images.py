@@ -1,6 +1,6 @@
-"""Labelled images: of a file, the digits that scikit-learn carries, or drawn, so that nothing need be fetched.
+"""Labeled images: from a file, scikit-learn's digits, or drawn.
 
-Axes: N images, Y and X of an image.
+The last two need no download. Axes: N images, Y and X of an image.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from jaxtyping import Float32, Int32
 from jvpipe.util.extras import extra
 
 DIGITS = 10
-"""The classes of handwritten digits."""
+"""The number of classes of handwritten digits."""
 Picture = Float32[np.ndarray, "Y X 3"]
 Labels = Int32[np.ndarray, "N"]
 
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images; `image` maps the number of one to its [Y, X, 3]."""
+    """Labeled images. `image` maps an index to an image [Y, X, 3]. `digest` identifies them all."""
 
     labels: Labels
     image: Callable[[int], np.ndarray]
@@ -31,32 +31,32 @@ class Images:
 
 
 def digit_images(side: int) -> Images:
-    """The handwritten digits of scikit-learn, 1797 images of 8 x 8 pixels, grey, enlarged.
+    """Opens scikit-learn's handwritten digits, 1797 gray images of 8 x 8 pixels, enlarged.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
     """
-    grey, labels = digits()
-    nearest = np.arange(side) * grey.shape[1] // side
+    gray, labels = digits()
+    nearest = np.arange(side) * gray.shape[1] // side
 
     def image(i: int) -> Picture:
-        ink = grey[i][np.ix_(nearest, nearest)]  # [Y, X], from 0 to 1
+        ink = gray[i][np.ix_(nearest, nearest)]  # [Y, X], from 0 to 1
         return np.repeat(2 * ink[..., None] - 1, 3, axis=2)
 
-    content = grey.tobytes() + labels.tobytes()
+    content = gray.tobytes() + labels.tobytes()
     return Images(labels, image, hashlib.sha256(content).hexdigest())
 
 
 @cache
 def digits() -> tuple[Float32[np.ndarray, "N 8 8"], Labels]:
-    """The ink of scikit-learn's digits, from 0 to 1, and which they are."""
+    """Returns the ink of scikit-learn's digits, from 0 to 1, and their labels."""
     with extra("images"):
         digits = import_module("sklearn.datasets").load_digits()
     return (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
 
 
 def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
-    """Coloured waves: a class is four of them, an image shows them from some point, under noise.
+    """Draws colored waves. A class is four waves; an image shows them shifted, with noise.
 
     >>> drawn_images(8, 3).labels[:5].tolist()
     [0, 1, 2, 0, 1]
@@ -64,15 +64,15 @@ def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
     labels = np.arange(count, dtype=np.int32) % classes
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
-        # What is drawn from `waves` belongs to the class, what is drawn from `view` to this image.
+        # `waves` draws what all images of a class share, and `view` what only this image has.
         waves = np.random.default_rng((1, labels[i]))
         view = np.random.default_rng((2, i))
         cycles = waves.integers(-3, 4, (2, 4))
-        colours = waves.normal(size=(4, 3))
+        colors = waves.normal(size=(4, 3))
         steps = np.arange(side) / side + view.random((2, 1))  # [2, side]: along Y and along X
         down, across = cycles[:, :, None, None]  # [4, 1, 1] each
         phases = down * steps[0][:, None] + across * steps[1]  # [4, Y, X]
-        seen = np.einsum("wyx,wc->yxc", np.cos(2 * np.pi * phases), colours)
+        seen = np.einsum("wyx,wc->yxc", np.cos(2 * np.pi * phases), colors)
         noise = view.normal(size=seen.shape)
         return (0.5 * seen + 0.2 * noise).astype(np.float32)
 
@@ -81,11 +81,12 @@ def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
 
 
 def read_images(path: Path, side: int, classes: int) -> Images:
-    """The arrays `images` [N, side, side, 3] and `labels` [N] of an .npz file; bytes become numbers from -1 to 1.
+    """Reads the arrays `images` [N, side, side, 3] and `labels` [N] of an .npz file.
+
+    Bytes are scaled to -1 to 1. Numbers of other types stay as they are.
 
     Raises:
-        ValueError: there is no such file, or arrays of other shapes or labels.
-
+        ValueError: the file does not exist, or its arrays have other shapes or labels.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

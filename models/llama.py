@@ -1,13 +1,16 @@
 """Llama (arXiv:2302.13971, arXiv:2407.21783) and its family: causal language models, in Flax NNX.
 
-Axes: B batch, T and S tokens, D model, H heads, G groups of them, R heads of a group, K width of a head, V vocabulary.
+Axes: B batch, T and S tokens, D model, H heads, G groups of heads, R heads of a group, K width of a
+head, V vocabulary.
 
-Root mean square norm stands before each sublayer and after the last block; queries and keys turn with their position
-(`rotary.py`); the heads of a group share keys and values (arXiv:2305.13245); the feed-forward network is gated
-(arXiv:2002.05202). Nothing has a bias. The blocks run as one scan over stacked parameters, [blocks, ...]. Fields of the
-configuration cover the differences of Qwen 3 and Gemma.
+- Root mean square norm stands before each sublayer and after the last block.
+- Queries and keys turn with their position (`rotary.py`).
+- The heads of a group share keys and values (arXiv:2305.13245).
+- The feed-forward network is gated (arXiv:2002.05202). No linear map has a bias.
+- The blocks run as a scan over stacked parameters, [blocks, ...].
 
-R = H / G neighbouring heads of a block share the keys of one group:
+Further fields of the configuration make Qwen 3 and Gemma. R = H / G neighboring heads share the
+keys of a group:
 
     queries   q0 q1 │ q2 q3      [B, T, G, R, K]
               ──┬── │ ──┬──
@@ -48,26 +51,37 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
 }
-"""The activations by which a feed-forward network may be gated."""
+"""The activations of the gate of a feed-forward network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TextConfig):
-    """The shape of a Llama: `hidden` units in the feed-forward networks; there are no more `groups` than `heads`.
+    """The shape of a Llama or of a relative, which `head_width` to `local_theta` are for.
 
-    `theta` is the base of the angles by which queries and keys turn; `stretch` and the fields after it say how these
-    angles are stretched for longer texts (`rotary.Rotation`). `tied`: the output projection is the token embedding
-    transposed.
-
-    Fields that other models of the family need: `head_width` is the width of a head (0: D / H); `normed_heads`: queries
-    and keys are normed head by head; `activation`, "silu" or "gelu", gates the feed-forward network; `offset_norms`:
-    norms multiply by one plus their scale; `scaled_embedding`: embeddings are multiplied by the root of D;
-    `after_norms`: norms stand after sublayers, too; scores are divided by the root of `score_width` (0: K), and scores
-    and logits are each kept within a cap by a tanh (0: no cap).
-
-    `spans` has a letter for each block and is repeated if there are more blocks: L is a local block, whose tokens see
-    only `window` tokens, and G a global one, whose tokens see all. Local blocks turn by the base `local_theta`,
-    unstretched, unless that is 0.
+    Attributes:
+        heads: H.
+        groups: G, which divides H.
+        hidden: the units of the feed-forward network.
+        theta: the base of the angles by which queries and keys turn.
+        tied: whether the output projection is the transposed token embedding.
+        epsilon: of the norms.
+        dropout: 0.
+        head_width: K; 0 for D / H.
+        normed_heads: whether queries and keys are normed head by head.
+        activation: "silu" or "gelu".
+        offset_norms: whether norms multiply by one plus their scale.
+        scaled_embedding: whether embeddings are multiplied by the root of D.
+        after_norms: whether norms also stand after sublayers.
+        score_width: scores are divided by its root; 0 for K.
+        score_cap: a tanh keeps scores within it; 0 for no cap.
+        logit_cap: a tanh keeps logits within it; 0 for no cap.
+        window: how many tokens a token of a local block sees, itself included.
+        spans: a letter for each block, repeated if there are more blocks. L is a local block, and G
+            a global one, whose tokens see all tokens up to themselves.
+        local_theta: the base of local blocks, whose angles are then not stretched; 0: as in global
+            ones.
+        stretch: with the three fields after it, stretches angles for longer texts
+            (`rotary.Rotation`).
     """
 
     heads: int
@@ -143,7 +157,7 @@ class LlamaConfig(TextConfig):
         """Which blocks are local; None if none is."""
         if "L" not in self.spans:
             return None
-        # `spans` holds a letter at least, so that many copies of it suffice for all blocks.
+        # `spans` has at least one letter, so as many copies as blocks are enough.
         letters = (self.spans * self.blocks)[: self.blocks]
         return np.array([letter == "L" for letter in letters])
 
@@ -186,12 +200,15 @@ SIZES = {
 def matrix(
     config: LlamaConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0
 ) -> nnx.Linear:
-    """A linear map without a bias."""
+    """Makes a linear map without a bias."""
     return linear(config, rngs, inputs, outputs, scale, bias=False)
 
 
 class Norm(nnx.Module):
-    """Vectors of mean square 1, scaled; in float32, whatever their type, which they keep."""
+    """Scales vectors to a mean square of 1, then multiplies by a learned scale.
+
+    It computes in float32. The result has the type of its input.
+    """
 
     def __init__(self, config: LlamaConfig, width: int, *, rngs: nnx.Rngs) -> None:
         self.offset = config.offset_norms
@@ -199,18 +216,18 @@ class Norm(nnx.Module):
         self.norm = nnx.RMSNorm(width, epsilon=config.epsilon, scale_init=init, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """The normalised vectors."""
+        """Returns the normalized vectors."""
         y = x.astype(jnp.float32)
         normed = self.norm(y)
         if self.offset:
-            # Gemma's scale is what is added to 1: (1 + s) n = s n + n, where n is y / rms(y).
+            # Gemma multiplies n = y / rms(y) by 1 + s. `norm` gives s n, so n is added.
             square = jnp.mean(y * y, -1, keepdims=True)
             normed = normed + y * jax.lax.rsqrt(square + self.norm.epsilon)
         return normed.astype(x.dtype)
 
 
 class GroupedAttention(nnx.Module):
-    """Tokens look at those before them, with H heads in G groups."""
+    """Attention of tokens to those up to them, with H heads in G groups."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         query_width, shared = config.heads * config.head, config.groups * config.head
@@ -224,25 +241,25 @@ class GroupedAttention(nnx.Module):
             self.key_norm = Norm(config, config.head, rngs=rngs)
 
     def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
-        """For each token, the mixture of values up to it; `local`: only of the values in its window."""
+        """Mixes the values up to each token. If `local`, only those in its window."""
         config, (B, T, _) = self.config, x.shape
         split = (B, T, -1, config.head)
         q = self.queries(x).reshape(split)  # [B, T, H, K]
         k = self.keys(x).reshape(split)  # [B, T, G, K]
         v = self.values(x).reshape(split)  # [B, T, G, K]
         if config.normed_heads:
-            # The norm may come before the turn, because a turn keeps lengths.
+            # As in Qwen 3, norms come before the turn, which keeps the lengths that they set.
             q, k = self.query_norm(q), self.key_norm(k)
         rates = config.rotation.rates(config.head)
         if local is not None:
-            # `local` is scanned along with the parameters, so one traced block serves both kinds.
+            # `local` is a traced value of the scan, so that one traced block serves both kinds.
             rates = jnp.where(local, config.local_rotation.rates(config.head), rates)
         q, k = turned(q, rates), turned(k, rates)
         q = q.reshape(B, T, config.groups, -1, config.head)  # [B, T, G, R, K]
         scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32)
         scores = scores * (config.score_width or config.head) ** -0.5
         scores = capped(scores, config.score_cap)  # [B, G, R, T, S]
-        # Made of iotas where it is used, a mask is neither sent over a cut nor kept as a constant.
+        # A mask made of iotas here is neither sent over a cut nor stored as a constant.
         iota = partial(jax.lax.broadcasted_iota, jnp.int32, scores.shape)
         unseen = iota(4) > iota(3)
         if local is not None:
@@ -255,7 +272,7 @@ class GroupedAttention(nnx.Module):
 
 
 def capped(x: Float[Array, "*B"], cap: float) -> Float[Array, "*B"]:
-    """Numbers bent to lie within a cap (arXiv:2408.00118); as they are if it is 0."""
+    """Bends numbers to lie within a cap by tanh (arXiv:2408.00118). A cap of 0 changes nothing."""
     return jnp.tanh(x / cap) * cap if cap else x
 
 
@@ -276,7 +293,7 @@ class LlamaBlock(nnx.Module):
             self.contracted_norm = Norm(config, config.width, rngs=rngs)
 
     def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
-        """The tokens after one block."""
+        """Returns the tokens after the block."""
         after, activation = self.config.after_norms, ACTIVATIONS[self.config.activation]
         mixed = self.attention(self.attention_norm(x), local)
         x = x + (self.mixed_norm(mixed) if after else mixed)
@@ -288,7 +305,7 @@ class LlamaBlock(nnx.Module):
 
 @dataclass(frozen=True)
 class Llama:
-    """The model: an embedding, blocks under a scan, a norm and a projection."""
+    """The model: an embedding, blocks in a scan, a norm and a projection."""
 
     config: LlamaConfig
 
@@ -309,7 +326,10 @@ class Llama:
         }
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/attention/keys/kernel` [blocks, D, G K]."""
+        """Makes fresh parameters: nested dicts of float32 arrays.
+
+        The parameters of blocks are stacked, e.g. `blocks/attention/keys/kernel` [blocks, D, G K].
+        """
         keys = dict(zip(self.kinds, jax.random.split(key, len(self.kinds)), strict=True))
         block_keys = jax.random.split(keys["blocks"], self.config.blocks)
         stack = jax.vmap(self.kinds["blocks"].init)(block_keys)
@@ -319,7 +339,7 @@ class Llama:
         }
 
     def logits(self, params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
-        """The logits of next tokens, in float32; nothing depends on the key."""
+        """Computes the logits of next tokens in float32. Nothing depends on the key."""
         kinds, config = self.kinds, self.config
 
         def block(x: Vectors, scanned: Any) -> tuple[Vectors, None]:
@@ -330,7 +350,7 @@ class Llama:
         x = tokens(batch["tokens"])  # [B, T, D]
         if config.scaled_embedding:
             x = x * jnp.asarray(config.width**0.5, x.dtype)
-        # A scan traces one block however many there are; it is unrolled where a cut needs it.
+        # A scan traces one block, however many there are. Cuts fall between its iterations.
         local = () if config.local is None else (config.local,)
         x, _ = jax.lax.scan(block, x, (params["blocks"], *local))
         x = kinds["norm"].module(params["norm"])(x)
@@ -338,13 +358,13 @@ class Llama:
         return capped(logits.astype(jnp.float32), config.logit_cap)
 
     def loss_fn(self, params: Any, batch: Any, rng: Key) -> Weighted:
-        """The loss of next tokens; the batch is that of GPT-2."""
+        """Computes the loss of next tokens for a batch as GPT-2's."""
         batch = jax.tree.map(jnp.asarray, batch)
         return prediction_loss(self.logits(params, batch, rng), batch)
 
 
 def logits_function(config: LlamaConfig) -> Logits:
-    """The logits of next tokens [B, T, V], `logits(params, batch, key)`."""
+    """Makes `logits(params, batch, key)`, the logits of next tokens [B, T, V]."""
     return Llama(config).logits
 
 
@@ -354,7 +374,10 @@ FORMAT = llama_published.FORMAT
 def family(
     name: str, sizes: Mapping[str, LlamaConfig], size: str | None, options: Mapping[str, Any]
 ) -> Workload:
-    """A model of the family, of one of its sizes, with fields of `LlamaConfig` replaced by `options`."""
+    """Makes a model of the family, of one of its sizes.
+
+    `options` replace fields of `LlamaConfig`.
+    """
     return sized(
         name,
         sizes,
@@ -370,5 +393,8 @@ def family(
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Llama of a size (`tiny`, `mini`, `1b`, `7b`, `8b`), with fields of `LlamaConfig` replaced by `options`."""
+    """Makes Llama of a size (`tiny`, `mini`, `1b`, `7b`, `8b`; `mini` by default).
+
+    `options` replace fields of `LlamaConfig`.
+    """
     return family("llama", SIZES, size, options)

@@ -1,6 +1,7 @@
-"""Llama and its family in folders of weights: Llama, Qwen 3, Gemma, Gemma 2 and Gemma 3 of text.
+"""Folders of weights of Llama, Qwen 3, and Gemma 1, 2 and 3 (text).
 
-Each kind has a line in `KINDS`: what its config.json means where it tells nothing, and what its blocks have.
+Each kind has an entry in `KINDS`, the fields that all its models have, and one in `_USUAL`, the
+values of keys that its config.json leaves out.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ KINDS: Mapping[str, Fields] = {
     "gemma2": _GEMMA | {"after_norms": True},
     "gemma3_text": _GEMMA | {"after_norms": True, "normed_heads": True},
 }
-"""By `model_type`, the fields that all of a kind have."""
+"""By `model_type`, the fields that all models of a kind have."""
 _USUAL: Mapping[str, Fields] = {
     "llama": {"tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 128},
@@ -41,13 +42,13 @@ _USUAL: Mapping[str, Fields] = {
         "rope_local_base_freq": 1e4,
     },
 }
-"""What a key of config.json is where it is not told."""
+"""By `model_type`, the values of keys that config.json leaves out, as in transformers."""
 _ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_pytorch_tanh", "gelu")}
-"""What they are called there; Gemma's "gelu" means the other too."""
+"""The names of activations in config.json. Gemma's "gelu" also means the tanh approximation."""
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """The fields of a `LlamaConfig` that config.json tells."""
+    """Reads the fields of a `LlamaConfig` from config.json. What our model lacks is refused."""
     kind = settings["model_type"]
     usual = {"tie_word_embeddings": True, **_USUAL[kind]}
     get = lambda key, otherwise=None: settings.get(key, usual.get(key, otherwise))  # noqa: E731
@@ -79,10 +80,10 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
 
 
 def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
-    """Which blocks are local, and within which window.
+    """Reads which blocks are local, and their window.
 
-    Newer config.json have a list of them; older ones say that every so many-th sees all, or, Qwen's, that those after
-    the first so many are local.
+    A newer config.json lists the blocks. An older one says that every nth block is global, or, for
+    Qwen, that all blocks after the first n are local.
     """
     blocks = settings["num_hidden_layers"]
     window = settings.get("sliding_window", usual.get("sliding_window"))
@@ -107,23 +108,26 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
         spans = ("G" * first + "L" * blocks)[:blocks]
     if "L" not in spans:
         return {}
-    # A period and not a letter for each: then the model may be given other `blocks`.
+    # A period, not a letter per block, stays valid if a user changes `blocks`.
     return {"spans": _period(spans), "window": window}
 
 
 def _period(letters: str) -> str:
-    """Returns the shortest text that gives these letters when it is repeated.
+    """Returns the shortest text whose repetition gives these letters.
 
     >>> _period("LLGLLGLL")
     'LLG'
     """
     starts = (letters[:n] for n in range(1, len(letters) + 1))
-    # The text itself is the last candidate, so there is always one.
+    # The text itself is the last candidate, so there is always a result.
     return next(start for start in starts if (start * len(letters))[: len(letters)] == letters)
 
 
 def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
-    """How queries and keys turn: told in `rope_parameters`, or in older config.json in keys of their own."""
+    """Reads how queries and keys turn.
+
+    It is in `rope_parameters`, or in keys of its own in an older config.json.
+    """
     local = settings.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
     theta = settings.get("rope_theta", usual.get("rope_theta", 1e4))
     of_all = settings.get("rope_parameters") or {}
@@ -133,12 +137,13 @@ def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
         of_all = parts["full_attention"]
         parts.all_understood(())
     turns = _stretch(of_all or settings.get("rope_scaling") or {}, theta, settings)
-    settings.get("rope_scaling")  # it says the same
+    # Marks the key as read: it repeats `rope_parameters`.
+    settings.get("rope_scaling")
     return turns | ({"local_theta": local} if local else {})
 
 
 def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any]:
-    """The angles that one group of settings tells."""
+    """Reads the angles of one group of settings."""
     rope = Settings(scaling, "config.json, of the rope,")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
@@ -172,8 +177,8 @@ _NORMED_HEADS = {
     "attention.query_norm.norm.scale": "self_attn.q_norm",
     "attention.key_norm.norm.scale": "self_attn.k_norm",
 }
-# "post_attention_layernorm" is the norm before the feed-forward network in a Llama, and in Gemma 2 and 3, which
-# have four norms, the one after attention.
+# In Llama, "post_attention_layernorm" is the norm before the feed-forward network. In Gemma 2 and
+# 3, which have four norms, it is the one after attention.
 _BETWEEN = {"feed_forward_norm.norm.scale": "post_attention_layernorm"}
 _AFTER = {
     "mixed_norm.norm.scale": "post_attention_layernorm",
@@ -183,7 +188,7 @@ _AFTER = {
 
 
 def _sources(config: Any) -> dict[str, Source]:
-    """Where each parameter is in a folder."""
+    """Maps each parameter to its tensors in a folder."""
     block = _BLOCK | (_AFTER if config.after_norms else _BETWEEN)
     if config.normed_heads:
         block |= _NORMED_HEADS
@@ -192,7 +197,7 @@ def _sources(config: Any) -> dict[str, Source]:
         ends["head.kernel"] = "lm_head"
     sources = {}
     for ours, theirs in block.items():
-        # Their tensors of all blocks are one of ours, [blocks, ...], over which a scan runs.
+        # The tensors of all blocks make one parameter [blocks, ...], over which a scan runs.
         names = (f"layers.{{}}.{theirs}.weight",)
         sources[f"blocks.{ours}"] = Source(names, ours.endswith("kernel"), config.blocks)
     for ours, theirs in ends.items():

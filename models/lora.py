@@ -1,8 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): a linear map x W becomes x W + x A B, and only A and B are trained.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): a linear map x W becomes x W + x A B.
 
-Legend: W [inputs, outputs] the map that stays as it is, r the rank, A [inputs, r] drawn, B [r, outputs] zero at first.
+Only A and B are trained. W [inputs, outputs] is fixed, A [inputs, r] begins random, and B [r,
+outputs] begins as zeros, so that the adapted map first equals the old one. r is the rank. The paper
+also scales x A B by alpha / r, which is 1 here.
 
-In the parameters A and B lie beside the kernel that they adapt:
+In the parameters, A and B are beside the kernel that they adapt:
 
     blocks/attention/queries/kernel         W
     blocks/attention/queries/lora/lora_a    A
@@ -27,20 +29,20 @@ Tree = Mapping[str, Any]
 
 
 def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str) -> Build:
-    """Makes a function that builds a module whose linear maps have adapters where their path matches.
+    """Wraps `build`, so that the module has adapters on the linear maps whose path matches.
 
     Args:
-        build: makes the module without them; its own parameters stay as they were.
-        name: the module's, with which paths begin; the numbers of blocks are not part of them.
+        build: makes the module without adapters. Its parameters keep their initial values.
+        name: the module's name, with which paths begin. Paths do not contain the numbers of blocks.
         rank: r; 0 for no adapters.
-        patterns: of the paths, such as "*attention*", several with commas between them.
-        dtype: in which A and B are multiplied.
+        patterns: of paths, such as "*attention*", separated by commas.
+        dtype: the type in which A and B are multiplied.
     """
     if not rank:
         return build
 
     def adapted(rngs: nnx.Rngs) -> nnx.Module:
-        # The module is built first and adapted afterwards, so it draws the numbers that it draws without.
+        # Adapters are added after the build, so they do not change the numbers that it draws.
         module = build(rngs)
         for path, linear in list(nnx.iter_modules(module)):
             whole_path = "/".join((name, *map(str, path)))
@@ -57,7 +59,7 @@ def _matches(path: str, patterns: str) -> bool:
 
 
 def _with_adapter(linear: nnx.Linear, rank: int, dtype: str, rngs: nnx.Rngs) -> nnx.LoRALinear:
-    """A linear map with an adapter that has its kernel and its bias."""
+    """Makes a linear map with an adapter that shares the kernel and the bias of `linear`."""
     adapted = nnx.LoRALinear(
         linear.in_features,
         linear.out_features,
@@ -72,7 +74,7 @@ def _with_adapter(linear: nnx.Linear, rank: int, dtype: str, rngs: nnx.Rngs) -> 
 
 
 def _replaced(module: nnx.Module, path: tuple[Any, ...], part: nnx.Module) -> nnx.Module:
-    """A module with another part at a path; the part itself, if the path has no steps."""
+    """Replaces the part of a module at a path. An empty path replaces the module itself."""
     if not path:
         return part
     *above, last = path
@@ -84,25 +86,25 @@ def _replaced(module: nnx.Module, path: tuple[Any, ...], part: nnx.Module) -> nn
 
 
 def check_adapted(params: Tree, patterns: str) -> None:
-    """Checks that some parameter of a model is an adapter.
+    """Checks that a model has an adapter.
 
     Args:
         params: nested dicts of arrays or shapes.
-        patterns: those that were asked for.
+        patterns: the patterns that the user gave.
 
     Raises:
-        ValueError: none is; the message names what can be adapted.
+        ValueError: there is no adapter; the message names the maps that can be adapted.
     """
     if adapters_alone(params):
         return
-    # Numbers of blocks are left out, as patterns leave them out.
+    # Without the numbers of blocks, because patterns do not contain them either.
     names = {"/".join(part for part in path if not part.isdigit()) for path in _kernels(params)}
     maps = ", ".join(sorted(names))
     raise ValueError(f"lora_on={patterns!r} matches no linear map: there are {maps}")
 
 
 def _kernels(params: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths of linear maps."""
+    """Yields the paths of linear maps."""
     for name, part in params.items():
         if name == "kernel":
             yield path
@@ -111,7 +113,7 @@ def _kernels(params: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 def without_adapters(params: Tree) -> dict[str, Any]:
-    """Takes the parameters of the model that is adapted.
+    """Returns the parameters without adapters, which are those of the model before it was adapted.
 
     >>> without_adapters({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}})
     {'head': {'kernel': 1}}
@@ -124,9 +126,10 @@ def without_adapters(params: Tree) -> dict[str, Any]:
 
 
 def adapters_alone(params: Tree) -> dict[str, Any]:
-    """Takes the adapters out of the parameters, each at its path.
+    """Returns only the adapters of the parameters, each at its path.
 
-    >>> adapters_alone({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}, "norm": {"scale": 4}})
+    >>> head = {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}
+    >>> adapters_alone({"head": head, "norm": {"scale": 4}})
     {'head': {'lora': {'lora_a': 2, 'lora_b': 3}}}
     """
     alone = {
@@ -138,7 +141,7 @@ def adapters_alone(params: Tree) -> dict[str, Any]:
 
 
 def joined_params(base: Tree, adapters: Tree) -> dict[str, Any]:
-    """Joins what `without_adapters` and `adapters_alone` took apart."""
+    """Joins the parameters that `without_adapters` and `adapters_alone` separated."""
     both = {name: base[name] for name in base.keys() - adapters.keys()}
     for name, part in adapters.items():
         both[name] = joined_params(base[name], part) if name in base else part
@@ -146,10 +149,12 @@ def joined_params(base: Tree, adapters: Tree) -> dict[str, Any]:
 
 
 def merged_params(params: Tree) -> dict[str, Any]:
-    """Adds each adapter to its kernel, on the host: the parameters of a plain model that computes the same.
+    """Adds each adapter to its kernel on the host: W + A B.
+
+    The result is the parameters of a plain model that computes the same, up to rounding.
 
     Args:
-        params: nested dicts of arrays; of stacked layers W, A and B have an axis in front.
+        params: nested dicts of arrays. W, A and B of stacked layers have an axis in front.
     """
     plain = {
         name: merged_params(part) if isinstance(part, Mapping) else part

@@ -1,4 +1,4 @@
-"""Masked-language modelling: which tokens are hidden, or in which order they are predicted."""
+"""Masked language modeling: which tokens are hidden, or in which order they are predicted."""
 
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,18 @@ def mask_record(
     mask_rate: float,
     marks: Marks = OURS,
 ) -> Batch:
-    """Hides a share `mask_rate` of a record's ordinary tokens, `masked` (K) at most (arXiv:1810.04805, 3.1).
+    """Hides the share `mask_rate` of a record's ordinary tokens, but at most `masked` (K) of them.
 
-    80% of them become the mask of `marks`, 10% a random token, and 10% stay. Returns `tokens` [T], and `positions`,
-    `targets` and `weights` [K]: weight 1 where there is a token to predict, 0 in the rest.
+    80% of these become the mask of `marks`, 10% a random token, and 10% stay (arXiv:1810.04805,
+    section 3.1).
+
+    Returns:
+        `tokens` [T], and `positions`, `targets` and `weights` [K]. The weight is 1 for a token to
+        predict, and 0 for the padding after the last one.
     """
     assert marks.mask is not None, "looked at before"
     chosen = np.sort(_chosen(record, generator, masked, mask_rate, marks))
-    # From 0 to 0.8 the mask, to 0.9 a random token, to 1 the token itself.
+    # A draw below 0.8 gives the mask, below 0.9 a random token, and else the token itself.
     fate = generator.random(len(chosen))
     others = generator.integers(marks.first, vocabulary, len(chosen))
     hidden = np.where(fate < 0.8, marks.mask, others)
@@ -48,12 +52,15 @@ def permute_record(
     mask_rate: float,
     marks: Marks = OURS,
 ) -> Batch:
-    """Chooses a share `mask_rate` of ordinary tokens, `masked` (K) at most, in the order of their prediction.
+    """Chooses tokens to predict in a random order: the share `mask_rate`, but at most `masked` (K).
 
-    Returns the `tokens` [T] as they are, and `positions`, `targets` and `weights` [K]: weight 1 where there is a token
-    to predict, 0 in the rest (arXiv:1906.08237, 2.3).
+    Only ordinary tokens are chosen (arXiv:1906.08237, section 2.3).
+
+    Returns:
+        the unchanged `tokens` [T], and `positions`, `targets` and `weights` [K] as in
+        `mask_record`.
     """
-    # Not sorted, unlike masked ones: their order is that of prediction.
+    # Not sorted, unlike in `mask_record`: this is the order of prediction.
     chosen = _chosen(record, generator, masked, mask_rate, marks)
     return {"tokens": record} | _predictions(record, chosen, masked)
 
@@ -61,7 +68,7 @@ def permute_record(
 def _chosen(
     record: Record, generator: np.random.Generator, masked: int, mask_rate: float, marks: Marks
 ) -> np.ndarray:
-    """Positions of ordinary tokens, in a random order."""
+    """Draws positions of ordinary tokens, in a random order."""
     ordinary = np.flatnonzero(~np.isin(record, marks.special))
     share = max(1, round(mask_rate * len(ordinary)))
     count = min(masked, len(ordinary), share)
@@ -69,7 +76,7 @@ def _chosen(
 
 
 def _predictions(record: Record, chosen: np.ndarray, masked: int) -> Batch:
-    """What is predicted, filled up to `masked` (K) so that all records have one shape."""
+    """Pads what is predicted to `masked` (K) entries, so that all records have one shape."""
     filled = partial(np.pad, pad_width=(0, masked - len(chosen)))
     return {
         "positions": filled(chosen.astype(np.int32)),
@@ -80,11 +87,11 @@ def _predictions(record: Record, chosen: np.ndarray, masked: int) -> Batch:
 
 @runtime_checkable
 class Predicted(Protocol):
-    """How text is to be predicted: the fields of a model's configuration."""
+    """The fields of a configuration that say how to predict text."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of a tokenizer that is made."""
+        """The most tokens of a tokenizer that is trained."""
         ...
 
     @property
@@ -94,19 +101,19 @@ class Predicted(Protocol):
 
     @property
     def masked(self) -> int:
-        """How many of them are predicted at most."""
+        """The most tokens of a record that are predicted."""
         ...
 
     @property
     def mask_rate(self) -> float:
-        """Which share of them is."""
+        """The share of a record's tokens that is predicted."""
         ...
 
 
 def open_masked_text(
     config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Text as batches of masked records; arguments and errors are those of `open_text`."""
+    """Opens text as batches of masked records. Arguments and errors are those of `open_text`."""
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
         if marks.mask is None:
@@ -125,7 +132,7 @@ def open_masked_text(
 def open_permuted_text(
     config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Text as batches of records that are predicted in a random order; as `open_text` otherwise."""
+    """Opens text as batches of records that are predicted in a random order, like `open_text`."""
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}

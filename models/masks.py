@@ -1,4 +1,4 @@
-"""Images with masks: those of folders, or scikit-learn's digits before coloured waves.
+"""Images with masks: a user's folders of them, or scikit-learn's digits on colored waves.
 
 Axes: Y and X of an image.
 """
@@ -19,7 +19,11 @@ Canvas = Float32[np.ndarray, "Y X"]
 
 @dataclass(frozen=True)
 class Masked:
-    """So many images; `image` maps the number of one to its [Y, X, 3], `mask` to its mask [Y, X] of 0 and 1."""
+    """A number of images with masks.
+
+    `image` maps an index to an image [Y, X, 3], and `mask` to its mask [Y, X] of 0 and 1. `digest`
+    identifies the images.
+    """
 
     count: int
     image: Callable[[int], np.ndarray]
@@ -28,7 +32,7 @@ class Masked:
 
 
 def masked_digits(side: int) -> Masked:
-    """A digit somewhere, in some colour, before coloured waves; the mask is its ink.
+    """Draws digits of random places and colors on colored waves. The ink of a digit is its mask.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -42,18 +46,17 @@ def masked_digits(side: int) -> Masked:
         y, x = draw.integers(0, side - across + 1, 2)
         canvas = np.zeros((side, side), np.float32)
         block = np.ones((times, times), np.float32)
-        canvas[y : y + across, x : x + across] = np.kron(
-            ink[i], block
-        )  # each pixel becomes a block
+        # Each pixel of the digit becomes a block of pixels.
+        canvas[y : y + across, x : x + across] = np.kron(ink[i], block)
         return canvas, draw.normal(size=3).astype(np.float32)
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
-        canvas, colour = placed(i)
+        canvas, color = placed(i)
         ink_share = canvas[..., None]  # [Y, X, 1]
-        return ink_share * colour + (1 - ink_share) * waves.image(i)
+        return ink_share * color + (1 - ink_share) * waves.image(i)
 
     def mask(i: int) -> Canvas:
-        # Drawn again from the same seed, so image and mask agree without being kept.
+        # Drawn again from the same seed, so image and mask agree although nothing is stored.
         return (placed(i)[0] >= 0.5).astype(np.float32)
 
     digest = hashlib.sha256(f"digits {side} {waves.digest}".encode() + ink.tobytes()).hexdigest()
@@ -61,13 +64,14 @@ def masked_digits(side: int) -> Masked:
 
 
 def mask_folders(path: Path, side: int) -> Masked:
-    """Images of the folder `images` with those of the folder `masks` that are called alike except for their suffixes.
+    """Pairs images of the folder `images` with masks of the folder `masks`, by name without suffix.
 
-    Both are scaled and cropped in their middle to `side` x `side` pixels; a mask is where an image is not black.
+    Both are scaled and center-cropped to `side` x `side` pixels. A mask is 1 where its file is not
+    black.
 
     Raises:
-        ValueError: a folder is missing or empty, an image has no mask or one of another size, or one of them cannot be
-            decoded.
+        ValueError: a folder is missing or empty, an image has no mask or one of another size, or a
+            file cannot be decoded.
         MissingExtraError: Pillow is not installed.
     """
     for name in ("images", "masks"):
@@ -89,7 +93,7 @@ def mask_folders(path: Path, side: int) -> Masked:
     of_images = sizes_of([file for file, _ in pairs])
     of_masks = sizes_of([mask for _, mask in pairs])
     for (file, mask), size, other in zip(pairs, of_images, of_masks, strict=True):
-        # Cropped alike, images and masks of different sizes would no longer lie above each other.
+        # The crop depends on the size, so a mask of another size would no longer fit its image.
         if size != other:
             raise ValueError(
                 f"'{mask}' has {other[0]} x {other[1]} pixels, '{file}' {size[0]} x {size[1]}: "

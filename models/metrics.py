@@ -1,4 +1,4 @@
-"""What people quote of translations: perplexity, and BLEU of what a model writes word by word."""
+"""Measures of translations: perplexity, and BLEU of what a model writes."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -16,17 +16,20 @@ from jvpipe.util.extras import extra
 
 
 def perplexity(logits: Logits, params: Any, batches: Iterable[Any]) -> float:
-    """Computes the perplexity of the targets of some batches: e to the mean of nats, without dropout or smoothing."""
+    """Computes the perplexity of the targets of some batches, without dropout or smoothing.
+
+    It is e to the mean of nats per target.
+    """
     loss = jax.jit(lambda batch: prediction_loss(logits(params, batch, None), batch))
     losses = [loss(batch) for batch in batches]
-    # Sums are divided, not means averaged: batches may have weights of different sums.
+    # A mean of the batches' means would be wrong: their weights have different sums.
     nats = sum(float(x.total) for x in losses)
     weight = sum(float(x.weight) for x in losses)
     return float(np.exp(nats / weight))
 
 
 def bleu(written: Sequence[str], references: Sequence[str]) -> float:
-    """BLEU (sacrebleu) of some sentences, from 0 to 100, whatever the case of letters.
+    """Computes sacrebleu's BLEU of some sentences, from 0 to 100, ignoring case.
 
     >>> round(bleu(["the cat sat on the mat", "a dog"], ["The cat sat on the mat", "a dog"]))
     100
@@ -45,12 +48,13 @@ def translate(
     tokens: int,
     batch_size: int = 64,
 ) -> list[str]:
-    """What a model writes for some sentences if each token is its likeliest.
+    """Translates sentences greedily: each token is the likeliest one after those before it.
 
     Args:
-        logits: maps (params, batch, None) to the logits of every position, which must not look ahead.
+        logits: maps (params, batch, None) to the logits of every position, which must not look
+            ahead.
         params: the parameters of the model.
-        tokenizer: the tokenizer of its training.
+        tokenizer: the tokenizer that the model was trained with.
         sentences: the sentences to translate, each cut off after `tokens` tokens.
         tokens: how many tokens of a sentence are read, and how many are written at most.
         batch_size: how many sentences are translated together.
@@ -61,7 +65,7 @@ def translate(
     write = jax.jit(partial(_greedy, logits, start=marks.start))
     for i in range(0, len(read), batch_size):
         group = read[i : i + batch_size]
-        # The last group is filled up to the batch, so the program is compiled once.
+        # Padding makes the last group a full batch, so the program is compiled once.
         inputs = np.zeros((batch_size, tokens), np.int32)
         lengths = np.ones(batch_size, np.int32)
         for j, ids in enumerate(group):
@@ -74,17 +78,20 @@ def translate(
 
 
 def _until(end: int, ids: np.ndarray) -> list[int]:
-    """The ids before the first `end`; all of them if there is none."""
+    """Returns the ids before the first `end`, or all ids if there is none."""
     ends = np.flatnonzero(ids == end)
     return ids[: ends[0]].tolist() if len(ends) else ids.tolist()
 
 
 def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "B T"]:
-    """Writes token after token; for each the model runs over all positions, which is slow but needs no other code."""
+    """Writes token after token. The model runs over all T positions for each token.
+
+    That costs T times as much as with a cache of keys and values, but needs no other code.
+    """
     size, tokens = batch["inputs"].shape
 
     def write(i: Any, written: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        # Positions after i hold the start mark still. They change nothing, because no position looks ahead.
+        # Positions after i still hold the start mark. No position looks ahead, so none reads it.
         scores = logits(params, {**batch, "tokens": written[:, :-1]}, None)  # [B, T, V]
         scores = jax.lax.dynamic_index_in_dim(scores, i, 1, keepdims=False)  # [B, V]
         chosen = jnp.argmax(scores, -1).astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""English prose that every Python carries: its manual and the docstrings of what is installed.
+"""English prose that every Python has: its manual, and the docstrings of installed packages.
 
-Nothing is imported or run: docstrings are read from source files by `ast`.
+Source files are parsed, but never imported or run.
 """
 
 import ast
@@ -27,14 +27,14 @@ _PLAIN = re.compile(r"[A-Za-z ,.']")
 
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-"""What may begin with a docstring."""
+"""The nodes that may begin with a docstring."""
 
 
 def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
-    """The manual's topics, then docstrings, until there are `limit_characters`.
+    """Gathers the manual's topics, then docstrings, until there are `limit_characters`.
 
-    Files come in the order of the hash of their names, so that the limit takes a little of everything. A paragraph
-    that occurs again is left out.
+    Files come in the order of the hash of their names, so that the limit keeps some of every
+    package. A repeated paragraph is left out.
     """
     prose: list[str] = []
     seen: set[str] = set()
@@ -42,7 +42,7 @@ def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
     for texts in _sources():
         fresh = []
         for paragraph in (p for text in texts for p in prose_paragraphs(text)):
-            # Methods that are overridden repeat the docstrings of their base.
+            # Overriding methods often repeat the docstring of the overridden one.
             if paragraph not in seen:
                 seen.add(paragraph)
                 fresh.append(paragraph)
@@ -54,31 +54,31 @@ def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
 
 
 def prose_paragraphs(text: str) -> Iterator[str]:
-    r"""The paragraphs of a docstring that read like prose, each as one line, without markup.
+    r"""Yields the paragraphs of a docstring that read like prose, each as one line without markup.
 
     >>> list(prose_paragraphs("Note\n----\nx : int, optional"))
     []
-    >>> list(prose_paragraphs("The path need not exist; a ``..`` in it\nis resolved by :func:`os.stat` all the same."))
-    ['The path need not exist; a .. in it is resolved by os.stat all the same.']
+    >>> list(prose_paragraphs("The path need not exist; a ``..``\nis resolved by :func:`os.stat`."))
+    ['The path need not exist; a .. is resolved by os.stat.']
     """
     for block in _blocks(text):
         plain = _without_markup(block)
         letters = len(_PLAIN.findall(plain))
-        # Tables, examples and lists of arguments have many other signs, or lack a sentence's form.
+        # Tables, examples and lists of arguments have many other signs, or no whole sentence.
         reads_well = len(plain) >= 40 and letters >= 0.9 * len(plain)
         if plain.isascii() and reads_well and _SENTENCE.fullmatch(plain):
             yield plain
 
 
 def _without_markup(block: str) -> str:
-    """A paragraph of reStructuredText as one line: roles, links and emphasis are replaced by their texts."""
+    """Replaces roles, links and emphasis of reStructuredText by their texts, on one line."""
     text = _ROLE.sub("", block.replace("``", "`"))
     text = _STARS.sub(r"\1", _TARGET.sub(r"\1", text))
     return " ".join(text.split())
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Runs of lines of one indentation."""
+    """Yields runs of lines with one indentation, each joined to one line."""
     lines: list[str] = []
     indent = 0
     for line in [*text.splitlines(), ""]:
@@ -92,10 +92,10 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def _sources() -> Iterator[Iterable[str]]:
-    """Texts, file by file."""
+    """Yields the texts of the manual, then those of each file."""
 
     def place(named: tuple[str, Path]) -> tuple[bytes, Path]:
-        # The hash of the name within its root, so that the order is the same wherever Python is installed.
+        # The name is relative to its root, so the order does not depend on where Python is.
         name, file = named
         return hashlib.sha256(name.encode()).digest(), file
 
@@ -106,19 +106,20 @@ def _sources() -> Iterator[Iterable[str]]:
 
 
 def _roots() -> list[Path]:
-    """The folders of the standard library and of the installed packages."""
+    """Returns the folders of the standard library and of installed packages."""
     return sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
 
 
 def _python_files(root: Path) -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]  # os.walk reads it
+        # os.walk enters the folders that this list holds after the assignment.
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         for file in (Path(folder, name) for name in files if name.endswith(".py")):
             yield file.relative_to(root).as_posix(), file
 
 
 def _docstrings(file: Path, limit_bytes: int = 500_000) -> Iterator[str]:
-    """The docstrings of a source file; of none that cannot be read or parsed."""
+    """Yields the docstrings of a source file; none if it cannot be read or parsed."""
     try:
         source = file.read_bytes()
         # Larger files are generated.
@@ -133,7 +134,7 @@ def _docstrings(file: Path, limit_bytes: int = 500_000) -> Iterator[str]:
 
 
 def _documented(node: Documented) -> Iterator[str]:
-    """The docstring of a module, class or function, then those of what it defines."""
+    """Yields the docstring of a module, class or function, then those of what it defines."""
     if docstring := ast.get_docstring(node):
         yield docstring
     for child in node.body:

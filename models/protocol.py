@@ -1,4 +1,4 @@
-"""What a model is to the command line: a user's own and those of jvpipe alike."""
+"""The members of a model for the command line: a user's own model has the same ones as jvpipe's."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -10,41 +10,52 @@ Tree = Any
 
 @runtime_checkable
 class Model(Protocol):
-    """A model that `python -m jvpipe.train` and `jvpipe.plan` take as `--model file.py:name` or `package.module:name`.
+    """A model for `jvpipe train` and `jvpipe plan`.
 
-    An object with these three members, or a class of such objects that is made without arguments. What else it has of
-    the following is used:
+    The command line names it by `--model file.py:name` or `package.module:name`. `name` is an
+    object with the three methods below, or a class that makes one without arguments. The command
+    line also uses these members if the object has them:
 
     | member | what | without it |
     |---|---|---|
-    | `optimizer(steps)` | an optax transformation for so many updates | AdamW, warmed up, then along a cosine |
-    | `learning_rates(steps)` | the rate of each update, an array, for the log | the log has none |
-    | `held_out()` | a few batches that training never sees, evaluated at the end and with `--eval-every` | nothing is |
+    | `optimizer(steps)` | an optax transformation for so many updates | AdamW, warmup, cosine |
+    | `learning_rates(steps)` | an array of each update's rate, for the log | the log has no rate |
+    | `held_out()` | batches that are evaluated and never trained on | no evaluation |
     | `batch_size`, `steps` | how many examples a step takes, and how many steps | 32, 1000 |
     | `has_aux` | True: the loss returns `(loss, aux)` | False |
     | `has_state` | True: the loss is `(params, state, batch, rng) -> (loss, new state)` | False |
     | `initial_state()` | with `has_state`: the first state | |
-    | `sizes` | models by name, for `--size`; or classes of them, made without arguments | there is no `--size` |
+    | `sizes` | models by name, or classes without arguments | there is no `--size` |
 
-    The fields of a dataclass, or else the attributes of the object, that are numbers and texts are kept in the run's
-    folder: a run does not go on with others. Fields of a dataclass are replaced by `--set NAME=VALUE`, `dtype` by
-    `--dtype`, `sequence_length` (or `tokens`) by `--sequence-length`. Leaves of batches that are called `tokens`,
-    `input_ids` or `inputs` and hold integers, [examples, positions, ...], are counted for the tokens per second of the
-    log; what the loss returns beside itself (`has_aux`) is logged as far as it is single numbers.
+    The model's settings are the fields of a dataclass, or else the attributes of the object.
+    Settings that are numbers or texts are saved in the run's folder, and a run resumes only with
+    equal settings. For a dataclass, `--set NAME=VALUE` replaces a field, `--dtype` the field
+    `dtype`, and `--sequence-length` the field `sequence_length` or `tokens`.
+
+    The log counts tokens per second. It counts the batch's leaves of integers, [examples,
+    positions, ...], that are called `tokens`, `input_ids` or `inputs`. It also holds those members
+    of `aux` that are single numbers.
     """
 
     def loss_fn(self, params: Tree, batch: Tree, rng: jax.Array, /) -> Any:
-        """The loss of a micro-batch, a scalar or a `jvpipe.Weighted`; each micro-batch has a key of its own."""
+        """Computes the loss of a micro-batch, a scalar or a `jvpipe.Weighted`; `rng` is its own
+        key.
+        """
         ...
 
     def init(self, key: jax.Array, /) -> Tree:
-        """Fresh parameters, a pytree of arrays; it is traced, and run leaf by leaf where the leaves are to lie."""
+        """Makes fresh parameters, a pytree of arrays.
+
+        It is traced. Each leaf is then computed on the device that will hold it.
+        """
         ...
 
     def batches(self, seed: int, batch_size: int, /) -> Iterable[Tree]:
-        """The batches to train on, without end, the same for the same seed: pytrees of arrays, examples first.
+        """Yields the batches to train on without end, the same ones for the same seed.
 
-        The iterator of a Grain dataset keeps its place in checkpoints (it has `get_state` and `set_state`); any other
-        begins again when a run is resumed, and what the run has seen is passed over.
+        A batch is a pytree of arrays whose first axis counts examples. The iterator of a Grain
+        dataset (it has `get_state` and `set_state`) saves its position in checkpoints. Any other
+        iterator starts from the beginning when a run is resumed, and the batches that the run has
+        seen are skipped.
         """
         ...

@@ -1,4 +1,4 @@
-"""Qwen 3 (arXiv:2505.09388): a Llama whose queries and keys are normed head by head, in Flax NNX."""
+"""Qwen 3 (arXiv:2505.09388): a Llama that normalizes queries and keys head by head, in Flax NNX."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ _SMALL = LlamaConfig(
     head_width=128,
     normed_heads=True,
 )
-# Heads are 128 wide whatever the model's width, so H K is not D.
+# Heads are 128 wide whatever the model's width D, so H heads of width K need not make D = H K.
 SIZES = {
     "tiny": replace(llama.SIZES["tiny"], normed_heads=True, head_width=6),
     "mini": replace(llama.SIZES["mini"], normed_heads=True),
@@ -34,5 +34,8 @@ SIZES = {
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Qwen 3 of a size (`tiny`, `mini`, `0.6b`, `1.7b`, `4b`, `8b`), with fields of `LlamaConfig` replaced."""
+    """Makes Qwen 3 of a size (`tiny`, `mini`, `0.6b`, `1.7b`, `4b`, `8b`; `mini` by default).
+
+    `options` replace fields of `LlamaConfig`.
+    """
     return family("qwen3", SIZES, size, options)

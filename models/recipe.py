@@ -1,4 +1,7 @@
-"""How a model is trained unless the user says otherwise."""
+"""The recipe of a training: its optimizer, clipping and learning rates.
+
+New optimizers go into the table `OPTIMIZERS`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,9 +33,10 @@ OPTIMIZERS: Mapping[str, _Made] = {
     "sgd": lambda it, rate, _: optax.sgd(rate),
     "momentum": lambda it, rate, _: optax.sgd(rate, momentum=0.9, nesterov=True),
 }
-"""Optimizers by name, from a recipe, its learning rate and what says which parameters decay; all else as in optax.
+"""Optimizers by name. Each maps a recipe, the learning rate and the mask of decayed parameters.
 
-| name | optax | decay | its rate, beside AdamW's |
+All options that the table does not name are optax's defaults.
+| name | optax | decay | its rate, compared with AdamW's |
 |---|---|---|---|
 | `adamw`, `nadamw` | `adamw`, `nadamw` with the recipe's b2 | yes | the same |
 | `adam` | `adam` with the recipe's b2 | no | the same |
@@ -46,11 +50,18 @@ OPTIMIZERS: Mapping[str, _Made] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer with a clipped gradient and a learning rate that warms up, then falls along a cosine.
+    """An optimizer with a clipped gradient. Its learning rate warms up, then falls along a cosine.
 
-    `optimizer_name` is one of `OPTIMIZERS`, AdamW (arXiv:1711.05101) unless given. `warmup` is a fraction of all steps,
-    `warmup_steps` their number in its place; the last step's rate is near zero. Biases and scales are not decayed.
-    Parameters whose path does not match the pattern `trained` stay as they are.
+    Attributes:
+        learning_rate: the greatest rate, at the end of the warmup. The last step's rate is near
+            zero.
+        warmup: the fraction of all steps that warm up.
+        weight_decay: for matrices. Biases and scales do not decay.
+        clip_norm: the greatest norm of the gradient of all parameters.
+        b2: Adam's decay of second moments.
+        warmup_steps: the number of steps that warm up; overrides `warmup`.
+        optimizer_name: a key of `OPTIMIZERS`; AdamW is arXiv:1711.05101.
+        trained: a pattern. Parameters whose path does not match it stay as they are.
 
     >>> Recipe(learning_rate=1.0, warmup=0.5).learning_rates(4).round(3).tolist()
     [0.5, 1.0, 1.0, 0.5]
@@ -68,29 +79,33 @@ class Recipe:
     trained: str = "*"
 
     def schedule(self, total_steps: int) -> optax.Schedule:
-        """The learning rate as a function of the number of updates so far."""
+        """Returns a function from the number of updates so far to the learning rate."""
         updates = self.warmup_steps
         if updates is None:
             updates = round(self.warmup * total_steps)
         warmup_steps = min(max(1, updates), total_steps)
-        # The first update learns already: its rate is peak / warmup_steps, and the last of the warmup has the peak.
+        # The warmup's first update has the rate peak / warmup_steps, not 0, and its last the peak.
         peak = self.learning_rate
         rise = optax.linear_schedule(peak / warmup_steps, peak, max(1, warmup_steps - 1))
         fall = optax.cosine_decay_schedule(peak, max(1, total_steps - warmup_steps))
         return optax.join_schedules([rise, fall], [warmup_steps])
 
     def learning_rates(self, total_steps: int) -> np.ndarray:
-        """The learning rate of each step, [total_steps] float32, for a log: reading it waits for no device."""
+        """Returns the learning rate of each step for the log, [total_steps] float32.
+
+        They are on the host, so that reading them waits for no device.
+        """
         steps = jnp.arange(total_steps, dtype=jnp.float32)
         return np.asarray(jax.vmap(self.schedule(total_steps))(steps))
 
     def optimizer(self, total_steps: int, *, local: bool = False) -> optax.GradientTransformation:
-        """Clipping by the global norm, then the optimizer under the schedule; `local`: each value clipped by itself.
+        """Makes the optimizer: clipping by the global norm, then the update under the schedule.
 
-        Asynchronous pipelines have no norm of all gradients at one time.
+        With `local`, each number of a gradient is clipped on its own. Asynchronous pipelines need
+        this, because they never have all gradients at once.
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
-        # Matrices decay; biases and scales, vectors all, do not.
+        # Biases and scales, which do not decay, are the vectors among the parameters.
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
         make = OPTIMIZERS[self.optimizer_name]
         update = optax.chain(clip, make(self, self.schedule(total_steps), decayed))
@@ -99,7 +114,7 @@ class Recipe:
         return optax.multi_transform({True: update, False: optax.set_to_zero()}, self._labels)
 
     def _labels(self, params: Any) -> Any:
-        """Tells of each parameter whether it is trained."""
+        """Labels each parameter by whether it is trained."""
 
         def is_trained(path: Any, _: Any) -> bool:
             name = jax.tree_util.keystr(path, simple=True, separator="/")

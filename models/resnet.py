@@ -2,16 +2,16 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Groups of blocks follow one another, each on half the image and twice the channels of the one before; where a block
-halves the image, its 3 x 3 convolution does (as in arXiv:1706.02677). What goes from block to block is the sum before
-its ReLU, with which each convolution begins.
+Each group of blocks works on half the side and twice the channels of the group before. In a block
+that halves the image, the 3 x 3 convolution does it (as in arXiv:1706.02677). Every convolution
+begins with a ReLU, so blocks pass on sums before their ReLU.
 
     x ──┬── reduce 1x1 ── middle 3x3 ── expand 1x1 ──(+)── y     arXiv:1512.03385, figure 5
         └────────────── shortcut 1x1, or ReLU ────────┘
     4 C       C             C               4 C
 
-The loss takes and returns the running averages of batch norm (`has_state=True`); without a key they are used in place
-of the statistics of the batch, and stay.
+The loss takes and returns the running averages of batch norm (`has_state=True`). Without a key, it
+uses the averages instead of the batch's statistics and does not change them.
 """
 
 from dataclasses import dataclass
@@ -36,14 +36,15 @@ from jvpipe.models.workload import Workload, sized
 
 Tree = Any
 BLOCKS = {8: (1, 1), 11: (1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""The blocks of each group, by depth: the number of convolutions on the longest way, and of linear maps."""
+"""The blocks of each group, by depth: the convolutions on the longest path and the linear map."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(ClassConfig):
-    """The shape of a ResNet: its depth, and the `filters` of the first group, which returns four times as many.
+    """The shape of a ResNet: its depth, and the `filters` of the first group.
 
-    `stem_reductions` is 2 if the stem leaves a quarter of the side, 0 for small images.
+    The result of the first group has 4 times as many channels. `stem_reductions` says how often the
+    stem halves the image: 2, or 0 for small images.
     """
 
     depth: int
@@ -73,7 +74,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Three convolutions, the middle one of 3 x 3 on few channels, added to the input or to a projection of it."""
+    """Three convolutions, added to the input or to a projection of it. The middle one is 3 x 3."""
 
     inputs: int
     channels: int
@@ -81,12 +82,12 @@ class Bottleneck:
 
     @property
     def outputs(self) -> int:
-        """The number of channels that it returns."""
+        """The number of channels of the result."""
         return 4 * self.channels
 
     @property
     def units(self) -> dict[str, Convolution]:
-        """The convolutions by name; there is a `shortcut` where the input has another shape."""
+        """The convolutions by name. There is a `shortcut` if the input has another shape."""
         strides = (self.stride, self.stride)
         chain = {
             "reduce": Convolution(self.inputs, self.channels),
@@ -99,7 +100,7 @@ class Bottleneck:
         return chain
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
-        """The image after the block, and the new averages."""
+        """Returns the image after the block, and the new averages."""
         units, new = self.units, {}
 
         def after(name: str, image: Image) -> Image:
@@ -108,7 +109,7 @@ class Bottleneck:
 
         y = after("expand", after("middle", after("reduce", x)))
         if "shortcut" in units:
-            # A projection begins with the ReLU itself.
+            # Unlike the identity below, the projection has its own ReLU.
             return after("shortcut", x) + y, new
         return jax.nn.relu(x) + y, new
 
@@ -121,10 +122,10 @@ class ResNet:
 
     @property
     def stem(self) -> Convolution:
-        """From colours to channels."""
+        """The convolution from colors to channels."""
         size, stride = (7, 2) if self.config.stem_reductions else (3, 1)
         kernel, strides = (size, size), (stride, stride)
-        # No ReLU: colours are not the output of a layer.
+        # No ReLU, because colors may be negative and are not the output of a layer.
         return Convolution(3, self.config.filters, kernel, strides, linear=True)
 
     @property
@@ -135,7 +136,7 @@ class ResNet:
         for group, count in enumerate(BLOCKS[self.config.depth]):
             channels = self.config.filters << group
             for i in range(count):
-                # The stem has halved the image for the first group.
+                # The first group does not halve the image, because the stem has.
                 stride = 2 if group and not i else 1
                 block = Bottleneck(inputs, channels, stride)
                 blocks[f"{len(blocks):03}"] = block
@@ -144,11 +145,11 @@ class ResNet:
 
     @property
     def head(self) -> Head:
-        """From the last block's channels to classes."""
+        """The map from the last block's channels to classes."""
         return Head(list(self.blocks.values())[-1].outputs, self.config.classes)
 
     def init(self, key: jax.Array) -> Tree:
-        """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/middle/kernel`."""
+        """Makes fresh parameters: nested dicts of arrays, e.g. `blocks/003/middle/kernel`."""
         blocks = self.blocks
         keys = [jax.random.fold_in(key, i) for i in range(2 + len(blocks))]
         key_of = dict(zip(blocks, keys[2:], strict=True))
@@ -157,7 +158,7 @@ class ResNet:
         return {"stem": stem, "blocks": of_blocks, "head": self.head.init(keys[1])}
 
     def averages(self) -> Tree:
-        """The running averages before any step: the model state."""
+        """Makes the model state before any step: the running averages."""
         blocks = {
             name: {n: unit.averages() for n, unit in block.units.items()}
             for name, block in self.blocks.items()
@@ -167,14 +168,17 @@ class ResNet:
     def loss_fn(
         self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None
     ) -> tuple[Weighted, Tree, Tree]:
-        """The loss of classes, the new averages, and the top-1; without a key the averages stay and are used."""
+        """Computes the loss of classes, the new averages and the top-1.
+
+        Without a key, the averages are used and stay as they are.
+        """
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)
         x, stem = self.stem(params["stem"], averages["stem"], x, training)
         if self.config.stem_reductions:
             x = nnx.max_pool(x, (3, 3), (2, 2), "SAME")
         new = {}
-        # Only the image goes from block to block, so it is all that a cut between two of them sends.
+        # Only the image passes from block to block, so a cut between two blocks sends nothing else.
         for name, block in self.blocks.items():
             x, new[name] = block(params["blocks"][name], averages["blocks"][name], x, training)
         loss, aux = class_loss(self.head(params["head"], x), batch)
@@ -182,7 +186,10 @@ class ResNet:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """ResNet of a size (`tiny`, `mini`, `50`, `101`, `152`), with fields of `ResNetConfig` replaced by `options`."""
+    """Makes ResNet of a size (`tiny`, `mini`, `50`, `101`, `152`; `mini` by default).
+
+    `options` replace fields of `ResNetConfig`.
+    """
     return sized(
         "resnet",
         SIZES,

@@ -1,4 +1,4 @@
-"""Texts that are streamed: never in memory as a whole, and with a place from which a run can go on."""
+"""Streamed texts: never in memory as a whole, and with a position from which a run can resume."""
 
 import copy
 import hashlib
@@ -21,14 +21,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of a stream: rows that are held out, and rows that say what the rest is like."""
+    """The beginning of a stream: the rows to hold out, and the `first` rows after them."""
 
     held_out: tuple[Row, ...]
     first: tuple[Row, ...]
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the rows."""
+        """The SHA-256 of all these rows."""
         rows = json.dumps([*self.held_out, *self.first], sort_keys=True, default=str)
         return hashlib.sha256(rows.encode()).hexdigest()
 
@@ -37,13 +37,13 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
     """Reads the beginning of a stream.
 
     Args:
-        rows: an iterator at the beginning of the stream.
-        name: the name of the stream, for the message.
-        characters: how many characters are read before training.
-        one_in: n, if one of n characters is held out.
+        rows: opens the stream at its beginning.
+        name: the name of the stream, for messages.
+        characters: how many characters are read.
+        one_in: one of so many characters is held out.
 
     Raises:
-        ValueError: the stream has less than two rows.
+        ValueError: the stream has fewer than two rows.
     """
     head: list[Row] = []
     ends: list[int] = [0]
@@ -56,17 +56,19 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
         raise ValueError(
             f"'{name}' has {len(head)} rows: give two at least, one is held out and one trained on"
         )
-    # Whole rows, the first that have the share together, and never all: the last end always has it.
+    # The fewest rows that have their share of the characters. The last end always has it, so there
+    # is such a number; but at least one row must be left to train on.
     held_out = next(i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
     held_out = min(held_out, len(head) - 1)
     return Head(tuple(head[:held_out]), tuple(head[held_out:]))
 
 
 class Rows(grain.IterDataset):
-    """Rows of a stream without end, except for the first few, which are held out.
+    """The rows of a stream without end, except for the first few, which are held out.
 
     Args:
-        rows: begins the stream, as a data set of Hugging Face: it has `skip`, `state_dict` and `load_state_dict`.
+        rows: opens the stream as a data set of Hugging Face, which has `skip`, `state_dict` and
+            `load_state_dict`.
         skipped: how many rows are held out.
     """
 
@@ -79,7 +81,7 @@ class Rows(grain.IterDataset):
 
 
 class _RowsIterator(grain.DatasetIterator):
-    """Where a stream is: how often it has ended, and what its own place is since."""
+    """The position in a stream: how often it has ended, and the position of the current pass."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         super().__init__()
@@ -90,25 +92,25 @@ class _RowsIterator(grain.DatasetIterator):
     def __next__(self) -> Row:
         for row in self._iterator:
             return row
-        # There is at least one row behind the held-out ones, so the stream never ends twice without a row in between.
+        # `read_head` leaves at least one row, so a new pass is never empty.
         self._epoch += 1
         self._rows = self._begin()
         self._iterator = iter(self._rows)
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """The place, as `set_state` takes it."""
+        """Returns the position, for `set_state`."""
         return {"epoch": self._epoch, "rows": copy.deepcopy(self._rows.state_dict())}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues there."""
+        """Continues at the position `state`."""
         self._epoch, self._rows = state["epoch"], self._begin()
         self._rows.load_state_dict(copy.deepcopy(state["rows"]))
         self._iterator = iter(self._rows)
 
 
 class PackedTexts(grain.IterDataset):
-    """Makes of a stream of texts records of T ids, as `tokens.pack` does of texts at hand."""
+    """Packs a stream of texts into records of T ids, as `tokens.pack` does with texts in memory."""
 
     def __init__(self, texts: grain.IterDataset, tokenizer: Tokenizer, tokens: int) -> None:
         super().__init__(texts)
@@ -119,7 +121,7 @@ class PackedTexts(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """Where a record ends: in the text that was read last, whose place is known, after so many of its ids.
+    """The position between two records: the place of the current text, and how many ids are used.
 
     text          │ a a a a a a a │ b b b │ c c c c c c ...
     record        │ ^ a a a a │ ^ a a a b │ ^ b b c c │         ^ the start mark
@@ -134,7 +136,8 @@ class _PackedIterator(grain.DatasetIterator):
 
     def __next__(self) -> Int32[np.ndarray, "T"]:
         parts, room = [np.array([self._marks.start], np.int32)], self._room
-        # The loop ends: each round fills the record or uses a text up, and no text is empty: it has an end mark.
+        # Each round fills the record or uses up a text. A text has at least its end mark, so this
+        # ends.
         while room:
             if self._ids is None:
                 self._read()
@@ -154,13 +157,13 @@ class _PackedIterator(grain.DatasetIterator):
         self._ids = np.array([*ids, self._marks.end], np.int32)
 
     def get_state(self) -> dict[str, Any]:
-        """The place of the text in which the last record ends, and how much of it is used."""
+        """Returns the place of the text where the last record ends, and how much of it is used."""
         if self._ids is None:
             return {"text": self._parent.get_state(), "used": 0}
         return {"text": self._place, "used": self._used}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues there."""
+        """Continues at the position `state`."""
         self._parent.set_state(state["text"])
         self._ids = None
         if state["used"]:
@@ -171,9 +174,9 @@ class _PackedIterator(grain.DatasetIterator):
 def stream_batches(
     records: grain.IterDataset, transform: Transform, seed: int, batch_size: int, window: int = 256
 ) -> Batches:
-    """Batches of `transform(record, generator)`, shuffled within windows; they are made while devices work.
+    """Makes batches of `transform(record, generator)`, shuffled within windows.
 
-    Their state is the place in the stream at which the window began, and how much of it was taken.
+    Their state is the place in the stream where the window began, and how much of it was taken.
     """
     shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=window, seed=seed)
     return iter(shuffled.seed(seed).random_map(transform).batch(batch_size))

@@ -1,15 +1,16 @@
-"""T5 (arXiv:1910.10683): an encoder reads, a decoder writes, in Flax NNX.
+"""T5 (arXiv:1910.10683): an encoder and a decoder of text, in Flax NNX.
 
-Axes: B batch, T tokens that are read, and as many that are written, D model, H heads, V vocabulary.
+Axes: B batch, T tokens of each half of a record, D model, H heads, V vocabulary.
 
-The decoder predicts the second half of a record, and every block of it looks at the first half as the encoder left
-it. What differs from the paper: layer norm has a bias, products have biases, and tokens know where others are by ALiBi
-(arXiv:2108.12409) in place of learned distances.
+The encoder reads the first half of a record. The decoder predicts the second half, and each of its
+blocks attends to the encoder's result (`read`). Departures from the paper: layer norm and products
+have biases, and ALiBi (arXiv:2108.12409) replaces learned biases of distances. With `published`,
+the model is as in the paper (`t5_published.py`).
 
     inputs ── embeddings ── encoder 0 ── ... ── encoder n ── read ──┬────────────┬──────┐
     tokens ── embeddings ─────────────────────────────────── decoder 0 ── ... ── n ── head
 
-What is read stays alive up to the last decoder block, so a cut in the decoder carries two arrays of [B, T, D].
+All blocks of the decoder read `read`, so a cut in the decoder sends two arrays of [B, T, D].
 """
 
 import dataclasses
@@ -48,11 +49,17 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True)
 class T5Config(TransformerConfig):
-    """The shape of a T5; `blocks` are those of the encoder, and as many has the decoder.
+    """The shape of a T5. The fields from `head_width` on apply only if `published`.
 
-    `published`: as in the paper (`t5_published.py`), with heads of `head_width`, `buckets` for distances up to
-    `distance`, a feed-forward network that may be `gated`, and a projection `tied` to the embedding or not; it reads
-    vectors that are `scaled` by D^-0.5, or are not. None: those for a tied one are.
+    Attributes:
+        blocks: the number of blocks of the encoder, and of the decoder.
+        published: as in the paper (`t5_published.py`).
+        head_width: the width of a head.
+        buckets: how many kinds of distances have a bias.
+        distance: all distances from this one on are of the last kind.
+        gated: whether the feed-forward network is gated.
+        tied: whether the output projection is the transposed token embedding.
+        scaled: whether the projection's input is multiplied by D^-0.5; None: only if tied.
     """
 
     vocabulary: int = 32128
@@ -66,13 +73,13 @@ class T5Config(TransformerConfig):
     scaled: bool | None = None
 
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
-        """What is added to scores: a number that falls with the distance of two tokens."""
+        """Returns the bias of distances (ALiBi)."""
         return distance_bias(self.heads, tokens)
 
 
 class _DecoderConfig(T5Config):
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
-        """The encoder's bias, and tokens ahead are hidden."""
+        """Returns the encoder's bias, with later tokens hidden."""
         return looking_back(tokens) + distance_bias(self.heads, tokens)
 
 
@@ -92,12 +99,15 @@ class Embeddings(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
-        """The vectors that a first block reads."""
+        """Returns the vectors that a first block reads."""
         return dropped(self.dropout, self.tokens(tokens), key)
 
 
 class DecoderBlock(nnx.Module):
-    """A look at what was read, then a block whose tokens look back."""
+    """Attention to the encoder, then a block whose tokens look back.
+
+    The paper has them in the other order: self-attention comes first.
+    """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.norm = layer_norm(config, rngs)
@@ -106,7 +116,7 @@ class DecoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, read: Vectors, key: Key) -> Vectors:
-        """The tokens after one block."""
+        """Returns the tokens after the block."""
         k0, k1, k2 = keys_of(key, 3)
         mixed = self.reading(normed(self.norm, x), read, k0)
         x = x + dropped(self.dropout, mixed, k1)
@@ -114,30 +124,30 @@ class DecoderBlock(nnx.Module):
 
 
 class Head(nnx.Module):
-    """From a position's vector to the logits of the next token, by a projection of its own."""
+    """Maps the vector of a position to logits of the next token. It is not tied."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.norm = layer_norm(config, rngs)
         self.output = linear(config, rngs, config.width, config.vocabulary)
 
     def __call__(self, x: Vectors) -> Float[Array, "B T V"]:
-        """Logits in float32."""
+        """Returns logits in float32."""
         return self.output(normed(self.norm, x)).astype(jnp.float32)
 
 
 class Read(nnx.Module):
-    """What the encoder passes on: its tokens, normed."""
+    """A norm of the encoder's result, which all blocks of the decoder read."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.norm = layer_norm(config, rngs)
 
     def __call__(self, x: Vectors) -> Vectors:
-        """The same for every block of the decoder."""
+        """Returns the normed tokens."""
         return normed(self.norm, x)
 
 
 def parts(config: T5Config) -> Parts:
-    """The model taken apart."""
+    """Lists the kinds of modules of the model."""
     if config.published:
         return t5_published.parts(config)
     kinds = {
@@ -151,17 +161,17 @@ def parts(config: T5Config) -> Parts:
 
 
 def loss_function(config: T5Config) -> LossFunction:
-    """The loss of the tokens that are written, `loss_fn(params, batch, rng)`.
+    """Makes `loss_fn(params, batch, rng)`, the loss of the second halves.
 
-    The batch holds `inputs`, `tokens` and `targets` [B, T] int32, which the encoder reads, the decoder reads and the
-    decoder predicts, and `weights` [B, T] float32; a position of weight 0 does not count. `total` is the sum of the
-    cross entropies in nats, `weight` their number.
+    The batch holds `inputs` (what the encoder reads), `tokens` (what the decoder reads) and
+    `targets` [B, T] int32, and `weights` [B, T] float32, 0 for a position that does not count. The
+    loss has the `total` of the cross entropies in nats and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 
 
 def logits_function(config: T5Config) -> Logits:
-    """The logits of what is written [B, T, V], `logits(params, batch, key)`; no dropout if the key is None."""
+    """Makes `logits(params, batch, key)`, the logits [B, T, V] of the second halves."""
     if config.published:
         return t5_published.logits_function(config)
     model = parts(config)
@@ -180,7 +190,7 @@ def logits_function(config: T5Config) -> Logits:
 
 
 def abstract_batch(config: T5Config, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch."""
+    """Returns the shapes and types of a batch."""
     shape = (batch_size, config.tokens)
     dtypes = {"inputs": np.int32, "tokens": np.int32, "targets": np.int32, "weights": np.float32}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
@@ -189,7 +199,7 @@ def abstract_batch(config: T5Config, batch_size: int) -> dict[str, jax.ShapeDtyp
 def open_data(
     config: T5Config, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Text as records whose second half is written when the first has been read."""
+    """Opens text as records whose second half is predicted from the first."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.text import open_halves
 
@@ -201,7 +211,10 @@ FORMAT = t5_published.FORMAT
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """T5 of a size (`tiny`, `mini`, `small`, `780m`), with fields of `T5Config` replaced by `options`."""
+    """Makes T5 of a size (`tiny`, `mini`, `small`, `780m`; `mini` by default).
+
+    `options` replace fields of `T5Config`.
+    """
     return sized(
         "t5",
         SIZES,

@@ -1,9 +1,10 @@
-"""T5 as it was published (arXiv:1910.10683), so that published weights fit, in Flax NNX.
+"""T5 exactly as published (arXiv:1910.10683), so that published weights fit, in Flax NNX.
 
-Axes: B batch, T tokens, S tokens that are looked at, D model, H heads, F feed-forward, V vocabulary.
+Axes: B batch, T tokens, S attended tokens, D model, H heads, F feed-forward, V vocabulary.
 
-Layer norm neither centres nor shifts, products have no biases, scores are not divided. Tokens know where others are by
-a learned bias for each kind of distance: one table serves all blocks of the encoder, another all blocks of the decoder.
+Layer norm neither centers nor shifts, products have no biases, and scores are not divided. A
+learned bias for each kind of distance gives the distance of two tokens. All blocks of the encoder
+share one table of these biases, and all blocks of the decoder another.
 """
 
 import math
@@ -34,19 +35,23 @@ from jvpipe.models.weights import norm as norm_of
 from jvpipe.models.weights import table as table_of
 
 _TABLE, _HEAD = "shared.weight", "lm_head.weight"
-"""The tensors that are one if the projection is tied to the embedding."""
+"""The embedding and the projection, which are one tensor if tied."""
 Table = Float[Array, "buckets H"]
-"""What each head adds to its scores for each kind of distance. All blocks of one half read the same."""
+"""The bias of each head for each kind of distance. All blocks of a half share a table."""
 
 
 def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[Array, "T T"]:
-    """The kind of each distance from a token (row) to another: near ones exactly, far ones by their logarithm.
+    """Returns the kind of distance from each token (row) to each other one.
+
+    Half of the kinds are for exact, short distances. The others divide longer distances evenly on a
+    log scale.
 
     Args:
-        tokens: the number of tokens.
+        tokens: T.
         buckets: the number of kinds.
-        distance: all distances from this one on are of one kind.
-        ahead: whether half of the kinds are for tokens ahead.
+        distance: all distances from this one on are of the last kind.
+        ahead: whether half of all kinds are for tokens ahead. If not, tokens ahead count as
+            distance 0.
 
     >>> buckets_of(3, 8, 16, ahead=True).tolist()
     [[0, 5, 6], [1, 0, 5], [2, 1, 0]]
@@ -54,8 +59,8 @@ def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[
     forward = jnp.arange(tokens)[None] - jnp.arange(tokens)[:, None]  # [T, T]
     half = buckets // 2 if ahead else buckets
     far = jnp.abs(forward) if ahead else jnp.maximum(-forward, 0)
-    # Half of the kinds are for exact distances, the others divide those up to `distance` evenly on a log scale:
-    #   0 1 2 3 ... exact-1 | exact ... half-1
+    # Kinds in each direction:  0 1 2 3 ... exact - 1  |  exact ... half - 1
+    #                           exact distances        |  up to `distance`, log scale
     exact = half // 2
     ratio = jnp.maximum(far, 1).astype(jnp.float32) / exact
     log = jnp.log(ratio) / math.log(distance / exact) * (half - exact)
@@ -74,12 +79,12 @@ class Embeddings(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
-        """The vectors that a first block reads."""
+        """Returns the vectors that a first block reads."""
         return dropped(self.dropout, self.tokens(tokens), key)
 
 
 class Distances(nnx.Module):
-    """What each head adds to its scores for each kind of distance."""
+    """The table of each head's biases for each kind of distance."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(config.width**-0.5)
@@ -87,12 +92,12 @@ class Distances(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Tokens look at tokens, with H heads."""
+    """Attention with H heads, whose scores are not divided."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, inner = config.width, config.heads * config.head_width
         self.heads = config.heads
-        # Queries begin smaller by the root of a head's width, by which scores are not divided.
+        # Queries begin smaller by the root of a head's width, because scores are not divided by it.
         self.queries = _linear(config, rngs, D, inner, (D * config.head_width) ** -0.5)
         self.keys = _linear(config, rngs, D, inner, D**-0.5)
         self.values = _linear(config, rngs, D, inner, D**-0.5)
@@ -102,14 +107,14 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Vectors, read: Float[Array, "B S D"], bias: Float[Array, "H T S"] | None, key: Key
     ) -> Vectors:
-        """The mixture of the values of what is `read`."""
+        """Mixes the values of the tokens in `read` for each token of `x`."""
         q, k, v = self.queries(x), self.keys(read), self.values(read)
         drop = partial(dropped, self.dropout, key=key)
         return self.output(mixture(q, k, v, self.heads, bias, drop, scale=1.0))
 
 
 class FeedForward(nnx.Module):
-    """F units between; `gated` by as many others."""
+    """A network with one hidden layer of F units. If `gated`, a linear map multiplies them."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, units = config.width, config.feed_forward or 4 * config.width
@@ -119,9 +124,9 @@ class FeedForward(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The tokens, each for itself."""
+        """Maps each token alone."""
         y = self.expand(x)  # [B, T, F]
-        # Version 1.1 is gated (GEGLU, arXiv:2002.05202); what transformers calls wi_0 is activated.
+        # T5 1.1 is gated (GEGLU, arXiv:2002.05202). The activated part is wi_0 of transformers.
         y = jax.nn.relu(y) if self.gate is None else self.gate(x) * jax.nn.gelu(y)
         return self.contract(dropped(self.dropout, y, key))
 
@@ -137,15 +142,16 @@ class EncoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def bias(self, table: Table, tokens: int) -> Float[Array, "H T T"]:
-        """What is added to the scores."""
+        """Returns the bias of scores by distance."""
         kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=True)
         return jnp.moveaxis(table[kinds], -1, 0)
 
     def __call__(self, x: Vectors, table: Table, key: Key) -> Vectors:
-        """The tokens after one block."""
+        """Returns the tokens after the block."""
         k0, k1, k2, k3 = keys_of(key, 4)
         y = _normed(self.attention_norm, x)
-        # Each block looks the bias up again: the table is small to send over a cut, [H, T, T] is not.
+        # Each block looks up the bias itself, because a cut then sends the small table, not [H, T,
+        # T].
         mixed = self.attention(y, y, self.bias(table, x.shape[1]), k0)
         x = x + dropped(self.dropout, mixed, k1)
         y = self.feed_forward(_normed(self.feed_forward_norm, x), k2)
@@ -153,7 +159,10 @@ class EncoderBlock(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Attention that looks back, a look at what was read, then a feed-forward network, each added to its input."""
+    """Attention that looks back, attention to the encoder, then a feed-forward network.
+
+    Each is added to its input.
+    """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -166,19 +175,19 @@ class DecoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def bias(self, table: Table, tokens: int) -> Float[Array, "H T T"]:
-        """What is added to the scores; nobody looks ahead."""
+        """Returns the bias of scores by distance, with later tokens hidden."""
         kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=False)
         ahead = jnp.arange(tokens)[None] > jnp.arange(tokens)[:, None]
         by_distance = jnp.moveaxis(table[kinds], -1, 0)
         return jnp.where(ahead[None], -jnp.inf, by_distance)
 
     def __call__(self, x: Vectors, read: Vectors, table: Table, key: Key) -> Vectors:
-        """The tokens after one block."""
+        """Returns the tokens after the block."""
         k0, k1, k2, k3, k4, k5 = keys_of(key, 6)
         y = _normed(self.attention_norm, x)
         mixed = self.attention(y, y, self.bias(table, x.shape[1]), k0)
         x = x + dropped(self.dropout, mixed, k1)
-        # Positions of two different texts have no distance: what was read gets no bias.
+        # Tokens of two different texts have no distance, so this attention has no bias.
         mixed = self.reading(_normed(self.reading_norm, x), read, None, k2)
         x = x + dropped(self.dropout, mixed, k3)
         y = self.feed_forward(_normed(self.feed_forward_norm, x), k4)
@@ -186,7 +195,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Head(nnx.Module):
-    """From a position's vector to the logits of the next token, by the embedding if that is `tied`."""
+    """Maps the vector of a position to logits of the next token, by the embedding if `tied`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, vocabulary = config.width, config.vocabulary
@@ -196,28 +205,29 @@ class Head(nnx.Module):
         self.output = None if config.tied else _linear(config, rngs, D, vocabulary, D**-0.5)
 
     def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
-        """Logits in float32."""
+        """Returns logits in float32."""
         x = _normed(self.norm, x)
-        # A tied table has rows of variance 1, for embeddings; products with them would be too large.
+        # The numbers of a tied table have variance 1, as embeddings need. D^-0.5 keeps logits
+        # small.
         x = x if self.scale is None else x * self.scale
         logits = tokens.attend(x) if self.output is None else self.output(x)
         return logits.astype(jnp.float32)
 
 
 class Read(nnx.Module):
-    """What the encoder passes on: its tokens, normed."""
+    """A norm of the encoder's result, with dropout. All blocks of the decoder read it."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.norm = _norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """The same for every block of the decoder."""
+        """Returns the normed tokens."""
         return dropped(self.dropout, _normed(self.norm, x), key)
 
 
 def parts(config: TransformerConfig) -> Parts:
-    """The model taken apart."""
+    """Lists the kinds of modules of the model."""
     kinds = {
         "embeddings": Embeddings,
         "encoder_distances": Distances,
@@ -231,7 +241,7 @@ def parts(config: TransformerConfig) -> Parts:
 
 
 def logits_function(config: TransformerConfig) -> Logits:
-    """The logits of what is written [B, T, V], `logits(params, batch, key)`; no dropout if the key is None."""
+    """Makes `logits(params, batch, key)`, the logits [B, T, V] of the decoder's tokens."""
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
@@ -241,9 +251,9 @@ def logits_function(config: TransformerConfig) -> Logits:
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         x = model.through("encoder", params["encoder"], x, key, encoder_table)
         read = model.part("read", params["read"])(x, model.key("read", key))
-        # Tables of distances drop nothing, so their key is free for the second use of the embeddings.
+        # Tables of distances drop nothing, so the second use of the embeddings takes their key.
         y = embeddings(batch["tokens"], model.key("encoder_distances", key))
-        # A cut in the decoder carries two arrays of [B, T, D], y and what was read, and the table.
+        # A cut in the decoder sends two arrays of [B, T, D], y and `read`, and the table.
         y = model.through("decoder", params["decoder"], y, key, read, decoder_table)
         return model.part("head", params["head"])(y, embeddings.tokens)
 
@@ -265,10 +275,11 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """The fields of a `T5Config` that a folder tells.
+    """Reads the fields of a `T5Config` from a folder. What our model lacks is refused.
 
-    A newer config.json calls every head tied, so the presence of its tensor decides. An older one does not say whether
-    logits are `scaled`: they are, unless the file says that the embedding is not tied.
+    A newer config.json calls every projection tied, so the tensors decide: it is tied unless the
+    folder has another tensor for it. An older config.json does not say whether logits are `scaled`:
+    they are unless it says that the projection is not tied.
     """
     gated = settings.get("feed_forward_proj", "relu") == "gated-gelu"
     tied = settings.get("tie_word_embeddings", True)
@@ -300,10 +311,10 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
 
 
 def _sources(config: Any) -> dict[str, Source]:
-    """Where each parameter is in a folder."""
+    """Maps each parameter to its tensors in a folder."""
     sources = table_of("embeddings.tokens", _TABLE.removesuffix(".weight"))
     for half, last_part in (("encoder", "read"), ("decoder", "head")):
-        # The table of a half lies in its first block there, and beside the blocks here.
+        # The folder stores the table of each half in the half's first block.
         first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias"
         sources |= table_of(f"{half}_distances.table", first)
         sources |= norm_of(f"{last_part}.norm", f"{half}.final_layer_norm", bias=False)
@@ -316,7 +327,7 @@ def _sources(config: Any) -> dict[str, Source]:
 
 
 def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
-    """The sources of a block, whose sublayers are numbered there: 0, 1 and, where it decodes, 2."""
+    """Returns the sources of a block. `theirs` numbers its sublayers: 0, 1 and, in a decoder, 2."""
     sources = _attention(f"{ours}.attention", f"{theirs}.0", "SelfAttention")
     last = f"{theirs}.1"
     if decodes:
@@ -331,7 +342,7 @@ def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, S
 
 
 def _attention(ours: str, theirs: str, kind: str) -> dict[str, Source]:
-    """The sources of a sublayer of attention and of the norm before it."""
+    """Returns the sources of an attention and of the norm before it."""
     sources = norm_of(f"{ours}_norm", f"{theirs}.layer_norm", bias=False)
     for part in ("queries", "keys", "values", "output"):
         sources |= linear_of(f"{ours}.{part}", f"{theirs}.{kind}.{part[0]}", bias=False)
@@ -349,4 +360,7 @@ FORMAT = Format(
     },
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
 )
-"""T5ForConditionalGeneration, of version 1.0 (`tied`) and 1.1; of looks at what was read, distances are never used."""
+"""T5ForConditionalGeneration, of version 1.0 (`tied`) and 1.1.
+
+The ignored tensor is a table of distances for attention to the encoder, which never uses it.
+"""

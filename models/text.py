@@ -1,4 +1,4 @@
-"""Text as training data: records of tokens, and how well one can guess them without reading."""
+"""Text as training data: records of tokens, examples, and the loss of a simple guess."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,15 +28,24 @@ def open_text(
     form: Form = PACKED,
     held_out_tokens: int = 32768,
 ) -> Data:
-    """Text as batches of records of `tokens` ids; the tokenizer is kept in `run_dir`.
+    """Opens text as batches of records of `tokens` ids. `run_dir` keeps the tokenizer.
 
-    Data named on a hub, and not by a path, are streamed. `transform` takes the size of the tokenizer's vocabulary and
-    its marks to what makes an example of a record; targets are ids of at least `first`, if the tokenizer is ours.
-    Records that are held out are evaluated up to `held_out_tokens` in all.
+    Args:
+        data_path: a file or folder, or a name on a hub, whose data is streamed.
+        run_dir: the folder of the run.
+        seed: of the order of records.
+        batch_size: in records.
+        vocabulary: the most tokens of a tokenizer.
+        tokens: the length of a record.
+        first: the least id of a target, if we train the tokenizer.
+        transform: maps the size of the vocabulary and the marks to a function that makes an example
+            of a record.
+        form: makes records of documents.
+        held_out_tokens: how many tokens are evaluated at most, in whole records.
 
     Raises:
-        ValueError: what `open_documents` and `open_tokenizer` raise, and a text too short for one record.
-
+        ValueError: what `open_documents` and `open_tokenizer` raise, or the text is too short for
+            one record.
     """
     documents = open_documents(data_path, form.field)
     tokenizer = open_tokenizer(run_dir, documents.first, vocabulary)
@@ -60,7 +69,7 @@ def open_text(
     else:
         streamed = form.streamed(documents.stream, tokenizer, tokens)
         train = stream_batches(streamed, example_of, seed, batch_size)
-    # The baseline knows only the beginning of a stream.
+    # If there is a stream, the baseline counts only the ids at its beginning.
     least = min(first, marks.first)
     return Data(
         train=train,
@@ -72,7 +81,7 @@ def open_text(
 
 
 def _texts(records: Int32[np.ndarray, "N ..."]) -> Int32[np.ndarray, "..."]:
-    """The ids of records; of conversations those that are learned."""
+    """Returns the ids of records; of conversations, only those that are learned."""
     if records.ndim == 2:
         return records
     ids, learned = records[:, 0], records[:, 1]
@@ -88,9 +97,10 @@ def open_next_tokens(
     vocabulary: int,
     tokens: int,
 ) -> Data:
-    """Text as batches whose every token is predicted from those before it; raises what `open_text` does.
+    """Opens text as batches in which every token is predicted from those before it.
 
-    Data with `messages` in place of a `text` are conversations: what the assistant says is predicted.
+    If data has `messages` and no `text`, it holds conversations, and only the assistant is
+    predicted. Raises what `open_text` raises.
     """
     form, transform = PACKED, next_tokens
     if are_conversations(data_path):
@@ -119,7 +129,7 @@ def _template(data_path: Path | None, run_dir: Path) -> ChatTemplate:
 
 
 def next_tokens(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
-    """`tokens`, the `targets` that follow them, and `weights` of 1.
+    """Makes an example of a record: `tokens`, the `targets` that follow them, and `weights` of 1.
 
     >>> example = next_tokens(np.array([1, 7, 8, 9], np.int32), np.random.default_rng(0))
     >>> example["tokens"].tolist(), example["targets"].tolist()
@@ -141,7 +151,7 @@ def open_halves(
     vocabulary: int,
     tokens: int,
 ) -> Data:
-    """Text as batches whose second half is predicted from the first; raises what `open_text` does."""
+    """Opens text as batches whose second half is predicted from the first, like `open_text`."""
     return open_text(
         data_path,
         run_dir,
@@ -155,7 +165,9 @@ def open_halves(
 
 
 def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
-    """`inputs`, then `tokens`, the `targets` that follow these, and `weights` of 1.
+    """Makes an example whose second half is predicted.
+
+    `inputs` is the first half, `tokens` the second, `targets` follow `tokens`, and `weights` are 1.
 
     >>> example = halves(np.array([1, 7, 8, 9, 4], np.int32), np.random.default_rng(0))
     >>> example["inputs"].tolist(), example["tokens"].tolist(), example["targets"].tolist()
@@ -168,8 +180,15 @@ def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Ba
 def frequency_loss(
     records: Int32[np.ndarray, "..."], held_out: Sequence[Batch], vocabulary: int, first: int
 ) -> float:
-    """The mean loss, in nats, of predicting ids from `first` on by how often each occurs in `records`, plus one."""
-    # Plus one: an id that training never sees would cost infinitely many nats (Laplace's rule).
+    """Returns the held-out loss, in nats, of a predictor that knows only how often each id occurs.
+
+    Args:
+        records: the ids that are counted.
+        held_out: batches with `targets` and `weights`.
+        vocabulary: the number of ids.
+        first: the least id that is predicted.
+    """
+    # Laplace's rule: plus one, because an id with a count of 0 would cost infinitely many nats.
     counts = np.bincount(records.reshape(-1), minlength=vocabulary)[first:] + 1.0
     losses = np.log(counts.sum()) - np.log(counts)
     total = weight = 0.0

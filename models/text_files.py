@@ -1,4 +1,7 @@
-"""Texts in files: plain, or a field of the lines of a .jsonl file or of the rows of a .parquet file."""
+"""Reads texts and conversations from files.
+
+A file is a plain text, or has a text or a conversation in each line (.jsonl) or row (.parquet).
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,16 +11,16 @@ from typing import Any
 from jvpipe.util.extras import extra
 
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".parquet")
-"""The names of the files that a folder is searched for; a plain text may have any other."""
+"""The suffixes of the files that are read in a folder. A file named by itself may have any."""
 TEXT, MESSAGES = "text", "messages"
-"""The fields of lines and rows: a text, or a conversation."""
+"""The field of a line or row that has a text, and the one that has a conversation."""
 
 
 def texts_in(file: Path) -> list[str]:
-    """The texts of a file, in their order.
+    """Returns the texts of a file in order.
 
     Raises:
-        ValueError: it cannot be read, or has no texts.
+        ValueError: the file cannot be read, or has no texts.
         MissingExtraError: it is a .parquet file, and pyarrow is not installed.
     """
     match file.suffix.lower():
@@ -30,13 +33,13 @@ def texts_in(file: Path) -> list[str]:
 
 
 def conversations_in(file: Path) -> list[list[Any]]:
-    """Yields the conversations of a file, lists of messages; raises what `texts_in` does."""
+    """Returns the conversations of a file as lists of messages. Raises what `texts_in` raises."""
     of = _of_rows if file.suffix.lower() == ".parquet" else _of_lines
     return list(of(file, MESSAGES, list))
 
 
 def holds_conversations(file: Path) -> bool:
-    """Whether the lines or rows of a file have `messages` in place of a `text`."""
+    """Tells whether the lines or rows of a file have `messages` and no `text`."""
     match file.suffix.lower():
         case ".jsonl":
             lines = (line for line in read_text(file).split("\n") if line.strip())
@@ -58,7 +61,7 @@ def holds_conversations(file: Path) -> bool:
 
 
 def read_text(file: Path) -> str:
-    """A plain text; ValueError if it cannot be read."""
+    """Reads a plain text. ValueError if the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -72,7 +75,7 @@ def read_text(file: Path) -> str:
 
 
 def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
-    # Not splitlines: JSON texts may hold other separators, such as U+2028, unescaped.
+    # splitlines would also split at separators that JSON texts may hold unescaped, such as U+2028.
     for number, line in enumerate(read_text(file).split("\n"), 1):
         if not line.strip():
             continue
@@ -107,7 +110,7 @@ def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
 
 
 def lacks(field: str, names: list[str]) -> str:
-    """Says that a line or a row has no such field, and which it has."""
+    """Returns the end of a message: a line or row has no such field, and which ones it has."""
     what = "text" if field == TEXT else "list"
     present = f", its fields are {', '.join(map(str, names))}" if names else ""
     return f"has no {what} in a field '{field}'{present}"

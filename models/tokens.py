@@ -1,4 +1,4 @@
-"""From text to token ids: byte-pair encoding (arXiv:1508.07909) over UTF-8 bytes, and packed records."""
+"""Token ids of text: byte-pair encoding (arXiv:1508.07909) over UTF-8 bytes, and packed records."""
 
 import hashlib
 import io
@@ -18,12 +18,15 @@ PAD, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
 _STARTS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>", "<pad>")
 _ENDS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 _MASKS = ("[MASK]", "<mask>")
-"""Texts of the tokens that mark a record's start, a document's end and a hidden token, in order of preference."""
+"""The tokens that may mark a record's start, a document's end, a hidden token; the best first."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The ids of a tokenizer that stand for no text: `start`, `end`, `mask` (None: it has none), and all of them."""
+    """The special ids of a tokenizer, which stand for no text.
+
+    `mask` is None if the tokenizer has no token for hidden ones. `special` has all special ids.
+    """
 
     start: int
     end: int
@@ -32,20 +35,20 @@ class Marks:
 
     @property
     def first(self) -> int:
-        """The id behind the special ids if these come first; else 0, because text may have any id."""
+        """The first id of ordinary text if the special ids are 0, 1, ...; else 0."""
         alone = self.special == tuple(range(len(self.special)))
         return len(self.special) if alone else 0
 
 
 OURS = Marks(CLS, SEP, MASK, tuple(range(len(SPECIAL_TOKENS))))
-"""The marks of the tokenizers that are trained here."""
+"""The marks of the tokenizers that `train_tokenizer` makes."""
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """The special ids of a tokenizer, ours or another.
+    """Finds the special ids of a tokenizer, whoever trained it.
 
     Raises:
-        ValueError: it has nothing to end a document with.
+        ValueError: the tokenizer has no token that ends a document.
     """
 
     def first_known(names: Sequence[str]) -> int | None:
@@ -60,15 +63,16 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     added = tokenizer.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     special |= {i for i in (start, end, mask) if i is not None}
-    # GPT-2's tokenizers have one mark for both: what ends a document then starts a record.
+    # GPT-2's tokenizers have a single mark. It ends a document and starts a record.
     start = end if start is None else start
     return Marks(start, end, mask, tuple(sorted(special)))
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of lower-case text with at most `vocabulary` tokens: special ones, the 256 bytes, merges.
+    """Trains a tokenizer of lower-case text: special tokens, the 256 bytes, then merges.
 
-    The same documents give the same tokenizer, which WordPiece, in this library, does not.
+    It has at most `vocabulary` tokens. The same documents give the same tokenizer. (This library's
+    WordPiece does not guarantee that.)
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -85,10 +89,10 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer from a file, as the tokenizers package writes it, without padding or truncation.
+    """Reads a tokenizer from a file of the tokenizers package. It then neither pads nor truncates.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not a tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -100,11 +104,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """The tokenizer in `folder/tokenizer.json`; trained on `documents` and written there if absent.
+    """Opens `folder/tokenizer.json`. If absent, it is trained on `documents` and written.
 
     Raises:
         ValueError: the file is not a tokenizer, or has more tokens than the model.
-
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -115,7 +118,7 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
     except ValueError as error:
         raise ValueError(f"{error}: delete it, and it is trained again") from error
     size = tokenizer.get_vocab_size()
-    # Fewer are fine: the model's table then has rows that are never read.
+    # With fewer tokens, some rows of the model's table are never read, which does no harm.
     if size > vocabulary:
         raise ValueError(
             f"the tokenizer has {size} tokens, the model {vocabulary}: use the size that the run began with, or begin "
@@ -125,11 +128,15 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
 
 
 def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:
-    """Records of T ids without padding: a start, then text, an end after each document; a rest is dropped."""
+    """Packs documents into records of T ids without padding.
+
+    A record is a start mark and then text, in which an end mark follows each document. Text that
+    does not fill a record is dropped.
+    """
     marks = marks_of(tokenizer)
     stream: list[np.ndarray] = []
     remaining = iter(documents)
-    # In chunks: encodings are many times as large as their ids, and are let go after each.
+    # An encoding is many times as large as its ids, so only a chunk of them exists at once.
     while chunk := list(islice(remaining, 256)):
         for encoding in tokenizer.encode_batch(chunk, add_special_tokens=False):
             stream.append(np.array([*encoding.ids, marks.end], np.int32))
@@ -143,10 +150,13 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[n
 def cached(
     name: str, texts: Sequence[str], tokenizer: Tokenizer, rows: Callable[[], np.ndarray]
 ) -> Int32[np.ndarray, "N ..."]:
-    """`rows()`, once: then read from the cache, under the hash of texts and tokenizer, as a memory map."""
+    """Returns `rows()`, computed once and then read from the cache as a memory map.
+
+    The key is the hash of the texts and the tokenizer, with `name`.
+    """
     key = hashlib.sha256(tokenizer.to_str().encode())
     for text in texts:
-        # A digest of each, so that texts cut elsewhere do not give the same bytes.
+        # Hashing digests, not texts, distinguishes the same text split at other places.
         digest = hashlib.sha256(text.encode()).digest()
         key.update(digest)
     path = cache_folder() / f"records-{key.hexdigest()[:32]}-{name}.npy"

@@ -1,10 +1,11 @@
-"""The Transformer (arXiv:1706.03762): an encoder reads a sentence, a decoder writes its translation, in Flax NNX.
+"""The Transformer (arXiv:1706.03762): an encoder and a decoder that translate, in Flax NNX.
 
-Axes: B batch, T tokens that are read, and as many that are written, D model, H heads, V vocabulary.
+Axes: B batch, T tokens of a source sentence and of its translation, D model, H heads, V vocabulary.
 
-As in the paper: layer norm stands after each sublayer, positions are sinusoids, and one table of vectors serves both
-languages and, transposed, the output. Its base model has 65M parameters there, its big one 213M, both rounded; here it
-is 63.1M and 214.2M with a vocabulary of 37,000 and biases of all products.
+As in the paper, layer norm stands after each sublayer, positions are sinusoids, and one table of
+vectors serves both languages and, transposed, the output. The paper rounds its base model to 65M
+parameters and its big one to 213M. Here they have 63.1M and 214.2M, with a vocabulary of 37,000 and
+biases of all products.
 """
 
 from dataclasses import dataclass
@@ -44,18 +45,18 @@ from jvpipe.models.workload import Workload, sized
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(TranslatorConfig, TransformerConfig):
-    """The shape of a Transformer; `blocks` are those of the encoder, and as many has the decoder."""
+    """The shape of a Transformer. The encoder and the decoder have `blocks` blocks each."""
 
     vocabulary: int = 37000
     tokens: int = 128
 
     def bias(self, tokens: int) -> Float[Array, "1 T T"]:
-        """Nobody looks ahead."""
+        """Returns the bias that hides later tokens."""
         return looking_back(tokens)
 
 
 Mask = Float[Array, "B 1 1 T"]
-"""What hides padding from all heads and all rows."""
+"""A bias of scores that hides padding, the same for all heads and all rows."""
 _config = EncoderDecoderConfig
 SIZES = {
     "tiny": _config(
@@ -68,15 +69,16 @@ SIZES = {
 
 
 class Embeddings(nnx.Module):
-    """A vector per token plus one per position; also the output's."""
+    """The sum of a token's scaled vector and its position's sinusoids, and the logits' table."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
-        # Rows of length 1: good for a projection; multiplied by the root of D, good beside sinusoids.
+        # Rows of length 1 suit the projection to logits. Times the root of D (section 3.4), they
+        # suit the sum with sinusoids.
         self.tokens = embedding(config, rngs, config.vocabulary, spread=config.width**-0.5)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
-        """The vectors that a first block reads."""
+        """Returns the vectors that a first block reads."""
         x = self.tokens(tokens)
         T, D = x.shape[1:]
         scaled = x * D**0.5
@@ -89,7 +91,7 @@ class Embeddings(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward network, each added to its input, the sum normed."""
+    """The two sublayers that all blocks share. Each is added to its input, then normed."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
@@ -101,14 +103,14 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def attended(self, x: Vectors, bias: jax.Array, key: Key) -> Vectors:
-        """The tokens after they have looked at each other."""
+        """Returns the tokens after attention among them. `bias` hides some from others."""
         k0, k1 = keys_of(key, 2)
         mixed = dropped(self.dropout, self.attention(x, x, k0, bias), k1)
         return normed(self.attention_norm, x + mixed)
 
     def fed(self, x: Vectors, key: Key) -> Vectors:
-        """The tokens, each for itself."""
-        y = self.contract(jax.nn.relu(self.expand(x)))  # equation 2
+        """Returns the tokens after the feed-forward network."""
+        y = self.contract(jax.nn.relu(self.expand(x)))  # equation 2 of the paper
         return normed(self.feed_forward_norm, x + dropped(self.dropout, y, key))
 
 
@@ -116,13 +118,13 @@ class EncoderBlock(Block):
     """A block of the encoder: attention, then the feed-forward network."""
 
     def __call__(self, x: Vectors, mask: Mask, key: Key) -> Vectors:
-        """The tokens after one block."""
+        """Returns the tokens after the block. `mask` hides padding."""
         k0, k1 = keys_of(key, 2)
         return self.fed(self.attended(x, mask, k0), k1)
 
 
 class DecoderBlock(Block):
-    """A block of the decoder: attention that looks back, attention to what was read, the feed-forward network."""
+    """A block of the decoder: self-attention, attention to the encoder, then feed-forward."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
@@ -131,7 +133,14 @@ class DecoderBlock(Block):
         self.reading_norm = layer_norm(config, rngs)
 
     def __call__(self, x: Vectors, read: Vectors, mask: Mask, key: Key) -> Vectors:
-        """The tokens after one block."""
+        """Returns the tokens after the block.
+
+        Args:
+            x: the tokens.
+            read: the result of the encoder.
+            mask: hides the padding of `read`.
+            key: draws dropped values.
+        """
         k0, k1, k2, k3 = keys_of(key, 4)
         x = self.attended(x, self.config.bias(x.shape[1])[None], k0)
         mixed = dropped(self.dropout, self.reading(x, read, k1, mask), k2)
@@ -140,40 +149,43 @@ class DecoderBlock(Block):
 
 
 def sinusoids(tokens: int, width: int, first: int = 0) -> Float[Array, "T D"]:
-    """The vectors of positions from `first` on: half sines, half cosines, of wave lengths from 2 pi to 20,000 pi."""
+    """Returns the vectors of positions from `first` on (section 3.5 of the paper).
+
+    They are half sines and half cosines, of wavelengths from 2 pi to 20,000 pi.
+    """
     half = width // 2
-    # As in tensor2tensor, sines and cosines lie in two halves and do not alternate as in section 3.5. The order does
-    # not matter, because the maps that follow mix them.
+    # As in tensor2tensor, sines and cosines are two halves, while the paper alternates them. The
+    # order does not matter, because the maps that follow mix all numbers of a vector.
     step = -np.log(1e4) / max(1, half - 1)
     rates = jnp.exp(jax.lax.iota(jnp.float32, half) * step)
     positions = jax.lax.broadcasted_iota(jnp.float32, (tokens, half), 0) + first
     angles = positions * rates[None]
     waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1)  # [T, 2 half]
-    return jnp.pad(waves, ((0, 0), (0, width % 2)))  # an odd width ends with a 0
+    return jnp.pad(waves, ((0, 0), (0, width % 2)))  # a last 0 if D is odd
 
 
 def parts(config: EncoderDecoderConfig) -> Parts:
-    """The model taken apart."""
+    """Lists the kinds of modules of the model."""
     kinds = {"embeddings": Embeddings, "encoder": EncoderBlock, "decoder": DecoderBlock}
     return Parts(config, kinds, stacked=("encoder", "decoder"))
 
 
 def loss_function(config: EncoderDecoderConfig) -> LossFunction:
-    """The loss of the tokens that are written, that of `loss_of`."""
+    """Makes `loss_fn(params, batch, rng)`, the loss of target tokens as in `loss_of`."""
     return loss_of(config, logits_function(config))
 
 
 def logits_function(config: EncoderDecoderConfig) -> Logits:
-    """The logits of what is written [B, T, V], `logits(params, batch, key)`; no dropout if the key is None."""
+    """Makes `logits(params, batch, key)`, the logits [B, T, V] of target tokens."""
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
-        # The mask hides padding of the inputs from both halves: [B, 1, 1, T], for all heads and rows.
+        # The mask [B, 1, 1, T] hides the padding of inputs, from the encoder and the decoder.
         mask = unseen(batch["lengths"], config.tokens)[:, None, None]
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         read = model.through("encoder", params["encoder"], x, key, mask)
-        # The key after that of the last block: the second use of the table drops other numbers.
+        # One past the last block's key, so that the table's second use drops other numbers.
         y = embeddings(batch["tokens"], model.key("decoder", key, config.blocks))
         y = model.through("decoder", params["decoder"], y, key, read, mask)
         return embeddings.logits(y)
@@ -182,7 +194,10 @@ def logits_function(config: EncoderDecoderConfig) -> Logits:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """A Transformer of a size (`tiny`, `mini`, `base`, `big`), with fields replaced by `options`."""
+    """Makes a Transformer of a size (`tiny`, `mini`, `base`, `big`; `mini` by default).
+
+    `options` replace fields of `EncoderDecoderConfig`.
+    """
     return sized(
         "transformer",
         SIZES,

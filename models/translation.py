@@ -1,4 +1,4 @@
-"""Translations as training data: two texts, in which lines with the same number translate each other."""
+"""Sentence pairs as training data: two files of text whose lines translate each other."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,28 +11,28 @@ from jaxtyping import Int32
 from tokenizers import Tokenizer
 
 from jvpipe.models.batches import fixed_batches, train_batches
-from jvpipe.models.catalogues import Pair, catalogue_pairs
+from jvpipe.models.catalogs import Pair, catalog_pairs
 from jvpipe.models.text import frequency_loss, halves
 from jvpipe.models.text_files import read_text
 from jvpipe.models.tokens import SEP, cached, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
 
 _NONE = -1
-"""The id that fills records up; no tokenizer has a token with this id."""
+"""The id of padding in records. No tokenizer has a token with this id."""
 Pairs = Sequence[Pair]
 Records = Int32[np.ndarray, "N T"]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sentences and their translations to train on, and those held out."""
+    """Pairs of a sentence and its translation, to train on and to hold out."""
 
     train: tuple[Pair, ...]
     held_out: tuple[Pair, ...]
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all."""
+        """The SHA-256 of all pairs."""
         whole = hashlib.sha256()
         for pair in (*self.train, *self.held_out):
             line = "\t".join((*pair, "\n"))
@@ -41,13 +41,14 @@ class Parallel:
 
 
 def open_parallel(path: Path | None, languages: str) -> Parallel:
-    """The pairs in a folder; if None, those of the message catalogues that Django carries.
+    """Opens the sentence pairs in a folder; if None, those of Django's message catalogs.
 
-    For `languages` such as `en-de`, the folder has files `NAME.en` and `NAME.de`. Those called `valid` are held out;
-    without them, and in the catalogues, a tenth is.
+    For `languages` of `en-de`, the folder has files `NAME.en` and `NAME.de`. Those named `valid`
+    are held out. Without them, and for the catalogs, a tenth is held out.
 
     Raises:
-        ValueError: there are no such files, they cannot be read, or their numbers of lines differ.
+        ValueError: the folder has no such files, a file cannot be read, or two files differ in
+            their number of lines.
     """
     source, _, target = languages.partition("-")
     if not (source and target and source != target):
@@ -55,7 +56,7 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
             f"languages='{languages}' must be two, that which is read and that which is written: en-de"
         )
     if path is None:
-        return _split(catalogue_pairs(source, target))
+        return _split(catalog_pairs(source, target))
     sources = path.glob(f"*.{source}")
     names = sorted(file.stem for file in sources if file.with_suffix(f".{target}").is_file())
     if not set(names) - {"valid"}:
@@ -79,10 +80,11 @@ def open_translation(
     vocabulary: int,
     tokens: int,
 ) -> Data:
-    """Pairs as batches of `inputs`, their `lengths`, and what is to be written: `tokens`, `targets` and `weights`.
+    """Opens sentence pairs as batches of `inputs`, `lengths`, `tokens`, `targets` and `weights`.
 
-    Both languages have one vocabulary; the tokenizer is kept in `run_dir`. Pairs of more than `tokens` ids on one side
-    are left out.
+    `translators.loss_of` describes the batches. Both languages share one vocabulary, and `run_dir`
+    keeps the tokenizer. A pair with `tokens` ids or more on one side is left out, because its end
+    mark would not fit.
 
     Raises:
         ValueError: what `open_parallel` and `open_tokenizer` raise, or all pairs are too long.
@@ -97,7 +99,7 @@ def open_translation(
             f"{len(held_out_records)} to hold out: give more text, or --sequence-length"
         )
     held_out = fixed_batches(held_out_records, translated, batch_size)
-    written = records[:, tokens + 1 :]  # targets alone: what is read is not predicted
+    written = records[:, tokens + 1 :]  # only targets, because sources are not predicted
     ids, vocab_size = written[written != _NONE], tokenizer.get_vocab_size()
     first = min(SEP, marks_of(tokenizer).first)
     return Data(
@@ -110,11 +112,13 @@ def open_translation(
 
 
 def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
-    """An example of a record; what fills it up is 0, with a weight of 0.
+    """Makes an example of a record. Padding becomes 0, with a weight of 0.
 
     >>> example = translated(np.array([7, 2, -1, 1, 8, 2, -1], np.int32), np.random.default_rng(0))
-    >>> example["inputs"].tolist(), example["lengths"].item(), example["tokens"].tolist(), example["targets"].tolist()
-    ([7, 2, 0], 2, [1, 8, 2], [8, 2, 0])
+    >>> example["inputs"].tolist(), example["lengths"].item()
+    ([7, 2, 0], 2)
+    >>> example["tokens"].tolist(), example["targets"].tolist()
+    ([1, 8, 2], [8, 2, 0])
     >>> example["weights"].tolist()
     [1.0, 1.0, 0.0]
     """
@@ -128,7 +132,7 @@ def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -
 
 
 def pack_pairs(pairs: Pairs, tokenizer: Tokenizer, tokens: int) -> Records:
-    """Records of 2 `tokens` + 1: a sentence and an end, a start, its translation and an end, each filled up with -1.
+    """Makes records of 2 `tokens` + 1 ids: a source, then a target, each padded with -1.
 
     a a a $ - - - - | ^ b b b b $ - - -        `tokens` of 8, ^ the start mark and $ the end mark
     """
@@ -172,7 +176,7 @@ def _plain(line: str) -> str:
 
 
 def _split(pairs: Pairs, one_in: int = 10, limit: int = 2000) -> Parallel:
-    """One sentence in so many is held out, up to a limit: those of least hash, with all their translations."""
+    """Holds out one in `one_in` pairs, at most `limit`: the sentences of least hash."""
     if not pairs:
         return Parallel((), ())
     hashes = [hashlib.sha256(source.encode()).digest() for source, _ in pairs]
@@ -181,6 +185,6 @@ def _split(pairs: Pairs, one_in: int = 10, limit: int = 2000) -> Parallel:
     train: list[Pair] = []
     held_out: list[Pair] = []
     for key, pair in zip(hashes, pairs, strict=True):
-        # Equal sentences have equal hashes: no sentence is in training with one translation and held out with another.
+        # A sentence with several translations has one hash, so all of them are on the same side.
         (held_out if key <= bound else train).append(pair)
     return Parallel(tuple(train), tuple(held_out))

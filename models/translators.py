@@ -1,6 +1,6 @@
-"""What models that translate share: the shapes of their batches, their data and their loss.
+"""What all translation models share: their batches, their data and their loss.
 
-Axes: B batch, T tokens that are read, and as many that are written, V vocabulary.
+Axes: B batch, T tokens of a source sentence and of its translation, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from jvpipe.models.workload import Data
 class TranslatorConfig(TextConfig):
     """The shape of a model that translates.
 
-    The first of the `languages` is read and the second written; `smoothing` is the share of a target that is
-    spread over all tokens.
+    `languages` names the source language, then the target language. `smoothing` is the share of a
+    target's probability that label smoothing spreads over all tokens.
     """
 
     languages: str = "en-de"
@@ -28,18 +28,26 @@ class TranslatorConfig(TextConfig):
 
 
 def abstract_batch(config: TranslatorConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch."""
+    """Returns the shapes and types of a batch, as `loss_of` describes them."""
     shape = (batch_size, config.tokens)
     dtypes = {"inputs": np.int32, "tokens": np.int32, "targets": np.int32, "weights": np.float32}
     shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-    # Only of the inputs: what is written is masked by `weights`, and nobody there looks ahead.
+    # Targets need no lengths: `weights` masks their padding, and the decoder never looks ahead.
     return shapes | {"lengths": jax.ShapeDtypeStruct(shape[:1], np.int32)}
 
 
 def open_data(
     config: TranslatorConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Sentences and their translations."""
+    """Opens sentence pairs as training data.
+
+    Args:
+        config: gives languages, vocabulary and tokens.
+        data_path: as for `open_parallel`.
+        run_dir: the folder that keeps the tokenizer.
+        seed: of the order of examples.
+        batch_size: in sentence pairs.
+    """
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.translation import open_translation
 
@@ -55,21 +63,28 @@ def open_data(
 
 
 def loss_of(config: TranslatorConfig, logits: Logits) -> LossFunction:
-    """The loss of the tokens that are written, `loss_fn(params, batch, rng)`.
+    """Makes the loss of the target tokens, `loss_fn(params, batch, rng)`.
 
-    The batch holds `inputs`, `tokens` and `targets` [B, T] int32, which the encoder reads, the decoder reads and the
-    decoder predicts, the `lengths` [B] int32 of the inputs, and `weights` [B, T] float32; a position of weight 0 does
-    not count. `total` is the sum of the smoothed cross entropies in nats, `weight` their number.
+    Its `total` is the sum of the smoothed cross entropies in nats, and its `weight` is the sum of
+    the batch's `weights`. The batch holds:
+
+    | leaf | shape | what |
+    |---|---|---|
+    | `inputs` | [B, T] int32 | what the encoder reads |
+    | `lengths` | [B] int32 | the lengths of the inputs without padding |
+    | `tokens` | [B, T] int32 | what the decoder reads |
+    | `targets` | [B, T] int32 | what the decoder predicts |
+    | `weights` | [B, T] float32 | 0 for a position that does not count |
     """
     return predicting(logits, config.dropout, config.smoothing)
 
 
 def present(lengths: Int[Array, "B"], tokens: int) -> Bool[Array, "B T"]:
-    """Which tokens are of the sentence, not of what fills it up."""
+    """Tells the tokens of each sentence (True) from its padding (False)."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) < lengths[:, None]
 
 
 def unseen(lengths: Int[Array, "B"], tokens: int) -> Float[Array, "B T"]:
-    """What is added to the scores of attention, so that nobody looks at what fills a sentence up."""
-    # Finite: a sentence of padding alone would have a row of -inf, whose softmax is not a number.
+    """Returns the bias of attention scores that hides padding: 0 for a token, -1e9 for padding."""
+    # Finite, because the softmax of a row of -inf is NaN: a sentence may be padding alone.
     return jnp.where(present(lengths, tokens), 0.0, -1e9)

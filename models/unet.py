@@ -2,16 +2,17 @@
 
 Axes: B batch, Y and X of an image, C and D channels.
 
-Levels go down, each on half the image and twice the channels of the one before, and up again; a level reads on its way
-up what it returned on its way down, across all levels in between. A convolution of 3 x 3 is followed by dropout of
-whole channels, by instance norm, and by a leaky ReLU; none has a bias, the norm no parameters.
+On the way down, each level has half the side and twice the channels of the level before. On the way
+up, a level also reads its own result from the way down (the skip). A convolution of 3 x 3 is
+followed by dropout of whole channels, instance norm and a leaky ReLU. Nothing has a bias, and the
+norm has no parameters.
 
     down_0 ───────────────── skip ───────────────── up_0      Y x X
        └─ down_1 ─────────── skip ─────────── up_1 ─┘         Y/2 x X/2
              └─ down_2 ───── skip ───── up_2 ─┘               Y/4 x X/4
                    └────── bottom ───────┘
 
-A cut carries every skip that it crosses: in the middle that is an image of each level.
+A cut sends every skip that it crosses: in the middle, one image of each level.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +38,10 @@ Mask = Float[Array, "B _Y _X"]
 
 @dataclass(frozen=True, kw_only=True)
 class UNetConfig(ImageConfig):
-    """The shape of a U-Net: torchgpipe's (B, C) are the `convolutions` of a level and the `channels` of the first."""
+    """The shape of a U-Net. torchgpipe's (B, C) are (`convolutions`, `channels`).
+
+    `convolutions` is their number in each level. `channels` is that of the first level.
+    """
 
     convolutions: int
     channels: int
@@ -55,9 +59,8 @@ class UNetConfig(ImageConfig):
             raise ValueError(
                 f"channels={self.channels} must be a multiple of 2: the last level works on half of them"
             )
-        least = (
-            2 << self.levels
-        )  # two pixels are left at the bottom, or instance norm has no variance
+        # The bottom needs a side of 2 or more, because one pixel has no variance to norm by.
+        least = 2 << self.levels
         if self.side % 2**self.levels or self.side < least:
             raise ValueError(
                 f"side={self.side} is halved {self.levels} times: give a multiple of {least}"
@@ -67,7 +70,7 @@ class UNetConfig(ImageConfig):
 
     @property
     def chains(self) -> dict[str, list[int]]:
-        """The channels along each chain of convolutions, in their order, e.g. those of `down_0`."""
+        """For each chain, e.g. `down_0`, its input channels and those after each convolution."""
         chains, channels, inputs = {}, self.channels, 3
         for level in range(self.levels):
             chains[f"down_{level}"] = [inputs] + [channels << level] * self.convolutions
@@ -75,7 +78,8 @@ class UNetConfig(ImageConfig):
         bottom = [2 * inputs] * (self.convolutions - 1)
         chains["bottom"] = [inputs, *bottom, inputs]
         for level in reversed(range(self.levels)):
-            # It reads what comes up and a skip, as many channels each, and returns half of a skip's.
+            # The level below and the skip give `channels << level` each, and half of that is
+            # returned.
             read, returned = channels << level + 1, (channels << level) // 2
             chains[f"up_{level}"] = [read] + [returned] * self.convolutions
         return chains
@@ -94,7 +98,10 @@ SIZES = {
 
 
 def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
-    """Maps a key to fresh parameters: nested dicts of float32 arrays, e.g. `down_0/003` (He's initialisation)."""
+    """Makes a function from a key to fresh parameters (He's initialization).
+
+    They are nested dicts of float32 arrays, e.g. `down_0/003`.
+    """
     draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
 
     def init(key: jax.Array) -> Tree:
@@ -113,7 +120,10 @@ def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
 
 
 def logits_function(config: UNetConfig) -> Callable[[Tree, Image, Key], Mask]:
-    """How much speaks for each pixel, `logits(params, images, key)`; without dropout if the key is None."""
+    """Makes `logits(params, images, key)`, the logit of each pixel's probability to be masked.
+
+    Without a key, there is no dropout.
+    """
     positions = {name: i for i, name in enumerate(config.chains)}
     dropout = nnx.Dropout(config.dropout, broadcast_dims=(1, 2))  # one decision per channel
 
@@ -144,7 +154,7 @@ def logits_function(config: UNetConfig) -> Callable[[Tree, Image, Key], Mask]:
 
 
 def instance_norm(x: Image) -> Image:
-    """Each channel of each image with mean 0 and variance 1 (arXiv:1607.08022), in float32."""
+    """Gives each channel of each image mean 0 and variance 1 (arXiv:1607.08022), in float32."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, (1, 2), keepdims=True)  # [B, 1, 1, C]
     variance = jnp.var(wide, (1, 2), keepdims=True)
@@ -152,13 +162,14 @@ def instance_norm(x: Image) -> Image:
 
 
 def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[str, Weighted]]:
-    """The loss of masks, and beside it how well they are met: Dice's coefficient of all pixels.
+    """Computes the loss of masks, and Dice's coefficient of all pixels (`dice`).
 
-    The batch holds `images` [B, Y, X, 3], `masks` [B, Y, X] of 0 and 1, and `weights` [B], all float32. `total` is the
-    sum of the images' mean cross entropies in nats, `weight` the number of images.
+    The batch holds `masks` [B, Y, X] of 0 and 1, and `weights` [B], both float32. The loss has the
+    `total` of the images' mean cross entropies in nats and the sum of the weights.
     """
     masks, weights = batch["masks"], batch["weights"]
-    # The cross entropy of a sigmoid, -m log s(x) - (1 - m) log(1 - s(x)), without its overflow.
+    # Equals -m log s(x) - (1 - m) log(1 - s(x)), the cross entropy of a sigmoid s, but cannot
+    # overflow.
     nats = jnp.mean(jax.nn.softplus(logits) - masks * logits, (1, 2))  # [B]
     predicted = (logits > 0).astype(jnp.float32)
     both, either = (
@@ -166,12 +177,12 @@ def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[st
         for pixels in (2 * predicted * masks, predicted + masks)
     )
     loss = Weighted(jnp.sum(nats * weights), jnp.sum(weights))
-    # Numerator and denominator are summed over micro-batches before they are divided.
+    # `Weighted` sums both over micro-batches before it divides.
     return loss, {"dice": Weighted(both, either)}
 
 
 def loss_function(config: UNetConfig) -> LossWithAux:
-    """The loss of masks and Dice's coefficient, `loss_fn(params, batch, rng)`, as `mask_loss` has them."""
+    """Makes `loss_fn(params, batch, rng)`, the loss of masks and Dice's coefficient."""
     logits = logits_function(config)
 
     def loss_fn(params: Tree, batch: Tree, rng: Key) -> tuple[Weighted, Tree]:
@@ -183,7 +194,7 @@ def loss_function(config: UNetConfig) -> LossWithAux:
 
 
 def abstract_masks(config: UNetConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch."""
+    """Returns the shapes and types of a batch."""
     square = (batch_size, config.side, config.side)
     shapes = {"images": (*square, 3), "masks": square, "weights": (batch_size,)}
     return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
@@ -192,7 +203,7 @@ def abstract_masks(config: UNetConfig, batch_size: int) -> dict[str, jax.ShapeDt
 def open_data(
     config: UNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Images and masks."""
+    """Opens images with masks."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.image_data import open_masks
 
@@ -200,7 +211,10 @@ def open_data(
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """U-Net of one of `SIZES`, with fields of `UNetConfig` replaced by `options`."""
+    """Makes U-Net of one of `SIZES`; `mini` by default.
+
+    `options` replace fields of `UNetConfig`.
+    """
     return sized(
         "unet",
         SIZES,

@@ -2,8 +2,9 @@
 
 Axes: B batch, Y and X of an image, C channels, U units, K classes.
 
-Groups of convolutions of 3 x 3, each with a bias and a ReLU and nothing that normalises; after each group the image is
-halved. Three linear maps follow, with dropout before the second and the third.
+A group is a chain of convolutions of 3 x 3, each with a bias and a ReLU, but without a norm. Max
+pooling after each group halves the image. Three linear maps follow, with dropout before the second
+and the third.
 """
 
 from collections.abc import Callable
@@ -31,14 +32,15 @@ from jvpipe.models.workload import Workload, sized
 
 Tree = Any
 CONVOLUTIONS = {7: (2, 2), 9: (2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-"""The convolutions of each group, by depth: with the three linear maps, that many layers."""
+"""The convolutions of each group, by depth. The depth counts them and the three linear maps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VggConfig(ClassConfig):
-    """The shape of a VGG: its depth, the `filters` of the first group, and the `units` of the linear maps.
+    """The shape of a VGG: `filters` are those of the first group, and `units` of the linear maps.
 
-    Each group has twice the filters of the one before, the fourth and the fifth have as many.
+    Each of the first four groups has twice the filters of the one before. The fifth has as many as
+    the fourth.
     """
 
     depth: int
@@ -55,7 +57,7 @@ class VggConfig(ClassConfig):
             raise ValueError(f"filters={self.filters} and units={self.units} must be at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        # Each group ends with a pooling by 2, and the first linear map reads what is left of the image.
+        # Each group halves the image, and at least one pixel must be left for the linear maps.
         groups = len(CONVOLUTIONS[self.depth])
         if self.side % 2**groups:
             raise ValueError(
@@ -65,7 +67,7 @@ class VggConfig(ClassConfig):
 
     @property
     def channels(self) -> list[int]:
-        """Before the first group, and after each."""
+        """The channels of the image, then those of each group."""
         groups = range(len(CONVOLUTIONS[self.depth]))
         return [3, *(self.filters << min(group, 3) for group in groups)]
 
@@ -79,7 +81,10 @@ SIZES = {
 
 
 def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
-    """Maps a key to fresh parameters (He's initialisation): nested dicts of arrays, e.g. `groups/1/0/kernel`."""
+    """Makes a function from a key to fresh parameters (He's initialization).
+
+    They are nested dicts of float32 arrays, e.g. `groups/1/0/kernel`.
+    """
     draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
 
     def layer(key: jax.Array, *shape: int) -> Tree:
@@ -95,7 +100,8 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
                 layer_key = jax.random.fold_in(jax.random.fold_in(key, group), i)
                 convolutions[str(i)] = layer(layer_key, 3, 3, after if i else before, after)
             groups[str(group)] = convolutions
-        # What is left of the image is read as one vector; its map has most of the parameters of VGG-16.
+        # The first linear map reads the remaining image as one vector. It has most of the
+        # parameters of VGG-16.
         left = (config.side >> len(counts)) ** 2 * channels[-1]
         widths = (left, config.units, config.units, config.classes)
         maps_key = jax.random.fold_in(key, len(counts))
@@ -109,7 +115,7 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
 
 
 def logits_function(config: VggConfig) -> Logits:
-    """The logits of images [B, K], `logits(params, images, key)`; without dropout if the key is None."""
+    """Makes `logits(params, images, key)`, the logits [B, K]. Without a key: no dropout."""
 
     def logits(params: Tree, x: Image, key: Key) -> Float[Array, "B K"]:
         x = x.astype(config.dtype)
@@ -118,7 +124,7 @@ def logits_function(config: VggConfig) -> Logits:
                 y = convolved(x, p["kernel"].astype(x.dtype), (1, 1))
                 bias = p["bias"].astype(x.dtype)[None, None, None]
                 x = jax.nn.relu(y + bias)
-            # A cut behind the pooling sends a quarter of what one before it would.
+            # A cut after the pooling sends a quarter of what a cut before it would.
             x = nnx.max_pool(x, (2, 2), (2, 2))
         return classified(params["maps"], x.reshape(x.shape[0], -1), key)
 
@@ -135,7 +141,7 @@ def logits_function(config: VggConfig) -> Logits:
 
 
 def loss_function(config: VggConfig) -> LossWithAux:
-    """The loss of classes and the top-1, `loss_fn(params, batch, rng)`, as `class_loss` has them."""
+    """Makes `loss_fn(params, batch, rng)`, the loss of classes and the top-1 as in `class_loss`."""
     logits = logits_function(config)
 
     def loss_fn(params: Tree, batch: Tree, rng: Key) -> tuple[Weighted, Tree]:
@@ -147,7 +153,10 @@ def loss_function(config: VggConfig) -> LossWithAux:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """VGG of a size (`tiny`, `mini`, `16`, `19`), with fields of `VggConfig` replaced by `options`."""
+    """Makes VGG of a size (`tiny`, `mini`, `16`, `19`; `mini` by default).
+
+    `options` replace fields of `VggConfig`.
+    """
     return sized(
         "vgg",
         SIZES,

@@ -1,6 +1,7 @@
-"""What the image models here share: convolutions with batch norm, classes and their data, in plain JAX.
+"""The parts that models of images share: convolutions with batch norm, classes and their data.
 
-Axes: B batch, Y and X of an image, C and D channels, H and W of a kernel, K classes.
+They are in plain JAX. Axes: B batch, Y and X of an image, C and D channels, H and W of a kernel, K
+classes.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,14 +23,14 @@ from jvpipe.util.names import did_you_mean
 Tree = Any
 Image = Float[Array, "B _Y _X _C"]
 LossWithAux = Callable[[Tree, Tree, Key], tuple[Weighted, Tree]]
-"""A function of parameters, a batch and a key: the loss, and what is logged beside it."""
+"""A function from parameters, a batch and a key to the loss, and to what the log also shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
-    """What a model of images reads: squares of `side`.
+    """The shape of a model that reads square images of `side` x `side` pixels.
 
-    `dtype` is that of the computation, float32 or bfloat16; parameters are float32.
+    `dtype` is the type of the computation, float32 or bfloat16. Parameters are float32.
     """
 
     side: int = 224
@@ -44,7 +45,7 @@ class ImageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassConfig(ImageConfig):
-    """The shape of a model that tells to which of some `classes` an image belongs."""
+    """The shape of a model that tells which of `classes` an image belongs to."""
 
     classes: int = 1000
 
@@ -56,7 +57,10 @@ class ClassConfig(ImageConfig):
 
 @dataclass(frozen=True)
 class Convolution:
-    """ReLU (unless `linear`), convolution, batch norm; `shifted`: half the channels see the image moved by a pixel."""
+    """A ReLU (unless `linear`), a convolution and a batch norm.
+
+    If `shifted`, half of the output channels read the image moved by one pixel in Y and X.
+    """
 
     inputs: int
     outputs: int
@@ -66,22 +70,23 @@ class Convolution:
     linear: bool = False
 
     def init(self, key: jax.Array) -> Tree:
-        """Fresh parameters (He's initialisation)."""
+        """Makes fresh parameters (He's initialization)."""
         draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
         kernel = draw(key, (*self.kernel, self.inputs, self.outputs))
         return {"kernel": kernel, "scale": jnp.ones(self.outputs), "bias": jnp.zeros(self.outputs)}
 
     def averages(self) -> Tree:
-        """The running averages before any step."""
+        """Makes the running averages before any step."""
         mean, variance = np.zeros(self.outputs, np.float32), np.ones(self.outputs, np.float32)
         return {"mean": mean, "variance": variance}
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
-        """The image after it, and the new averages."""
+        """Returns the new image and the new averages."""
         x = x if self.linear else jax.nn.relu(x)
         kernel = p["kernel"].astype(x.dtype)
         if self.shifted:
-            # With strides of 2 the image and the one moved by a pixel keep different pixels (factorised reduction).
+            # With strides of 2, each half of the channels reads other pixels (factorized
+            # reduction).
             moved = jnp.pad(x[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
             one, other = jnp.split(kernel, 2, axis=3)  # [H, W, C, D / 2] each
             both = [convolved(x, one, self.strides), convolved(moved, other, self.strides)]
@@ -92,21 +97,22 @@ class Convolution:
 
 
 def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int]) -> Image:
-    """A convolution that keeps the image, except for strides."""
+    """Convolves an image with padding, so that only strides make it smaller."""
     return jax.lax.conv_general_dilated(
         x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
 
 
 def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
-    """Each channel with mean 0 and variance 1 (arXiv:1502.03167), scaled and moved; in float32.
+    """Gives each channel mean 0 and variance 1 (arXiv:1502.03167), then scales and shifts it.
 
-    In training these are of the batch, and move the averages by a tenth.
+    In training, mean and variance are those of the batch, and each average moves a tenth of the way
+    to them. Else they are the averages. All is in float32.
     """
     wide = x.astype(jnp.float32)
     mean, variance = averages["mean"], averages["variance"]
     if training:
-        # The batch is a micro-batch: with more of them each statistic is of fewer images.
+        # Here a batch is a micro-batch, so more micro-batches mean statistics of fewer images.
         mean, variance = jnp.mean(wide, (0, 1, 2)), jnp.var(wide, (0, 1, 2))
         averages = {
             "mean": 0.9 * averages["mean"] + 0.1 * mean,
@@ -119,7 +125,7 @@ def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image
 
 
 def init_units(units: Mapping[str, Convolution], key: jax.Array) -> Tree:
-    """Fresh parameters of convolutions by name."""
+    """Makes fresh parameters of convolutions, by their names."""
     params = {}
     for i, (name, unit) in enumerate(units.items()):
         params[name] = unit.init(jax.random.fold_in(key, i))
@@ -128,19 +134,19 @@ def init_units(units: Mapping[str, Convolution], key: jax.Array) -> Tree:
 
 @dataclass(frozen=True)
 class Head:
-    """A linear map to classes of each channel's mean, after a ReLU."""
+    """A ReLU, the mean of each channel, then a linear map to classes."""
 
     channels: int
     classes: int
 
     def init(self, key: jax.Array) -> Tree:
-        """Fresh parameters."""
+        """Makes fresh parameters."""
         draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
         kernel = draw(key, (self.channels, self.classes))
         return {"kernel": kernel, "bias": jnp.zeros(self.classes)}
 
     def __call__(self, p: Tree, x: Image) -> Float[Array, "B K"]:
-        """Logits, in float32."""
+        """Returns logits in float32."""
         means = jnp.mean(jax.nn.relu(x).astype(jnp.float32), (1, 2))
         return means @ p["kernel"] + p["bias"][None]
 
@@ -148,10 +154,10 @@ class Head:
 def class_loss(
     logits: Float[Array, "B K"], batch: Mapping[str, Any]
 ) -> tuple[Weighted, dict[str, Weighted]]:
-    """The loss of classes, and beside it how many are the likeliest ones (`top_1`).
+    """Computes the loss of classes, and the share of images classified right (`top_1`).
 
-    The batch holds `images` [B, Y, X, 3] float32, `targets` [B] int32 and `weights` [B] float32. `total` is the sum of
-    the cross entropies in nats, `weight` their number.
+    The batch holds `targets` [B] int32 and `weights` [B] float32. The loss has the `total` of the
+    cross entropies in nats and the sum of the weights.
     """
     is_right = jnp.argmax(logits, 1) == batch["targets"]
     right = is_right.astype(jnp.float32) * batch["weights"]
@@ -160,7 +166,7 @@ def class_loss(
 
 
 def abstract_images(config: ClassConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch of images."""
+    """Returns the shapes and types of a batch of images."""
     images = (batch_size, config.side, config.side, 3)
     return {
         "images": jax.ShapeDtypeStruct(images, np.float32),
@@ -172,7 +178,7 @@ def abstract_images(config: ClassConfig, batch_size: int) -> dict[str, jax.Shape
 def open_data(
     config: ClassConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Images of classes."""
+    """Opens images with classes."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.image_data import open_images
 

@@ -1,4 +1,7 @@
-"""Folders of weights as transformers of Hugging Face writes them: `config.json`, `model.safetensors` or its shards."""
+"""Reads folders of weights as transformers of Hugging Face writes them.
+
+A folder has `config.json`, and `model.safetensors` or its shards with an index.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +16,18 @@ from safetensors import SafetensorError, safe_open
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _PREFIXES = ("bert.", "transformer.", "model.")
 _ALSO = {".gamma": ".weight", ".beta": ".bias"}
-"""Endings of names that have changed."""
+"""Old endings of names, and what newer folders have instead."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types of numbers that are read."""
+"""The types of numbers that are read, by their names in files."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of weights; `told` is what its config.json tells, `files` where each tensor is, by its usual name."""
+    """A folder of weights.
+
+    `told` is what its config.json holds. `files` maps the usual name of each tensor (`usual`) to
+    the file that holds it and to its name there.
+    """
 
     path: Path
     told: Mapping[str, Any]
@@ -36,7 +43,7 @@ class Folder:
         """Returns the type of a tensor's numbers.
 
         Raises:
-            ValueError: they are of a type that stands for others, as those of quantized models.
+            ValueError: the type is not in `DTYPES`. Quantized models, for example, store codes.
         """
         file, stored = self.files[name]
         with safe_open(file, "numpy") as tensors:
@@ -48,23 +55,23 @@ class Folder:
         return dtype_of(DTYPES[dtype])
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor as the file has it."""
+        """Reads a tensor as the file has it."""
         file, stored = self.files[name]
         with safe_open(file, "numpy") as tensors:
             return tensors.get_tensor(stored)
 
     def repeats(self, name: str, other: str) -> bool:
-        """Whether a tensor has the numbers of another."""
+        """Tells whether a tensor has the same numbers as another one."""
         if other not in self.files:
             return False
         return np.array_equal(self.array(name), self.array(other))
 
 
 def open_folder(path: Path) -> Folder:
-    """Looks into a folder of weights.
+    """Opens a folder of weights. Only the headers of its files are read.
 
     Raises:
-        ValueError: there is none, a part of it is missing, or a file of it cannot be read.
+        ValueError: the folder does not exist, a part of it is missing, or a file cannot be read.
     """
     try:
         settings = _table(path / CONFIG)
@@ -77,7 +84,7 @@ def open_folder(path: Path) -> Folder:
         for part in sorted(parts):
             with safe_open(path / part, "numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - no dict
-                    # Where names differ in what `usual` takes off alone, one would hide the other.
+                    # Two names with one usual name would hide each other.
                     _, twin = files.setdefault(usual(name), (path / part, name))
                     if twin != name:
                         raise ValueError(f"{twin} and {name} are two tensors for one parameter")
@@ -93,7 +100,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def _table(path: Path, key: str | None = None) -> dict[str, Any]:
-    """What a file of JSON maps names to, or what it has under a key."""
+    """Reads the object in a JSON file, or the object under a key of it."""
     data = json.loads(path.read_text())
     table = data.get(key) if key is not None and isinstance(data, dict) else data
     if not isinstance(table, dict):
@@ -103,7 +110,7 @@ def _table(path: Path, key: str | None = None) -> dict[str, Any]:
 
 
 def usual(name: str) -> str:
-    """The name of a tensor without what differs from folder to folder.
+    """Returns the usual name of a tensor, without the prefixes and old endings of some folders.
 
     >>> usual("bert.embeddings.LayerNorm.gamma")
     'embeddings.LayerNorm.weight'

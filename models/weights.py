@@ -1,4 +1,9 @@
-"""Tables that map the tensors of a folder of weights to a model's parameters; reading and writing by them."""
+"""Reads and writes the weights of a folder by tables from its tensors to a model's parameters.
+
+A table maps each parameter to the tensors that make it (`Source`). `pieces` inverts a table: it
+says where in a parameter each tensor is (`Piece`). Reading uses the first direction, writing the
+second.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -28,14 +33,14 @@ _OTHER_WEIGHTS = (
     ".gguf",
     ".ot",
 )
-"""Files that are not copied, because they hold the weights from before the training."""
+"""Suffixes of files that are not copied, because they hold the weights before training."""
 
 
 class Source(NamedTuple):
     """The tensors of a folder that make a parameter, side by side along the parameter's last axis.
 
-    If they are `turned`, each tensor is transposed. If `layers` is given, the parameter stacks that
-    many layers along its first axis, and each of the `names` has {} in place of a layer's number.
+    If `turned`, each tensor is transposed. If `layers` is given, the parameter stacks that many
+    layers along its first axis, and each of the `names` has {} for the number of a layer.
     """
 
     names: tuple[str, ...]
@@ -43,21 +48,22 @@ class Source(NamedTuple):
     layers: int | None = None
 
     def of(self, layer: int) -> "Source":
-        """The source of one of the stacked layers."""
+        """Returns the source of one of the stacked layers."""
         return Source(tuple(name.format(layer) for name in self.names), self.turned)
 
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a kind of model in folders.
+    """How a kind of model is stored in folders.
 
     Attributes:
         fields: maps the settings of a folder to fields of our configuration. A setting that it does
-            not read, and that is not `harmless`, is refused.
-        sources: maps a configuration to the source of each parameter, by the parameter's path with
-            dots.
+            not read is refused unless it is `harmless`.
+        sources: maps a configuration to the source of each parameter, by the parameter's path,
+            joined by dots.
+        harmless: settings that change nothing for this kind of model.
         copies: for each tensor that repeats another one, the name of that other tensor.
-        ignored: patterns of tensors for which our model has no use.
+        ignored: patterns of tensors that our model does not use.
     """
 
     fields: Callable[[Settings, Folder], dict[str, Any]]
@@ -70,8 +76,8 @@ class Format:
 class Piece(NamedTuple):
     """The place of a tensor in the parameter at `path`.
 
-    The tensor is in `layer` if layers are stacked, is number `part` of `parts` along the last axis,
-    and is transposed if it is `turned`.
+    It is number `part` of `parts` along the last axis, in number `layer` of stacked layers (None:
+    they are not stacked). It is transposed if it is `turned`.
     """
 
     path: str
@@ -81,13 +87,13 @@ class Piece(NamedTuple):
     turned: bool
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor if the parameter has the given shape."""
+        """Returns the shape of the tensor, given that of the whole parameter."""
         *before, last = whole if self.layer is None else whole[1:]
         piece = (*before, last // self.parts)
         return piece[::-1] if self.turned else piece
 
     def cut(self, whole: Any) -> np.ndarray:
-        """The tensor, cut out of a parameter; of a `LazyArray` only the tensor's layer is read."""
+        """Cuts the tensor out of a parameter. A `LazyArray` reads only the tensor's layer."""
         array = np.asarray(whole if self.layer is None else whole[self.layer])
         width = array.shape[-1] // self.parts
         begin = self.part * width
@@ -96,7 +102,7 @@ class Piece(NamedTuple):
 
 
 def pieces(sources: Mapping[str, Source]) -> dict[str, Piece]:
-    """The place of each tensor of a table of sources, by the tensor's name.
+    """Maps the name of each tensor to its place, for a table of sources.
 
     >>> pieces({"blocks.kernel": Source(("h.{}.w",), True, 2)})["h.1.w"]
     Piece(path='blocks.kernel', layer=1, part=0, parts=1, turned=True)
@@ -112,10 +118,10 @@ def pieces(sources: Mapping[str, Source]) -> dict[str, Piece]:
 
 
 def read_fields(folder: Folder, form: Format) -> dict[str, Any]:
-    """The fields of a model's configuration, read from a folder of its kind.
+    """Reads the fields of a model's configuration from a folder.
 
     Raises:
-        ValueError: a setting has a value that our model lacks, or is not known, or a needed one is missing.
+        ValueError: a setting is missing or unknown, or has a value that our model lacks.
     """
     settings = Settings(folder.told)
     try:
@@ -133,22 +139,24 @@ def read_params(
     shapes: Mapping[str, Any],
     dtype: str | None = "float32",
 ) -> dict[str, Any]:
-    """The parameters of a model in a folder, nested dicts of `LazyArray`: each is read when it is needed.
+    """Reads the parameters of a model in a folder as nested dicts of `LazyArray`.
+
+    Only headers are read now. Each array is read when it is needed.
 
     Args:
         folder: a folder of the model's kind.
-        form: how that kind of model lies in folders.
+        form: how that kind of model is stored in folders.
         config: the configuration of the model.
         shapes: nested dicts of objects that have the shape of each parameter.
         dtype: the type of the parameters; None: the type that the files have.
 
     Raises:
-        ValueError: the folder is of another architecture; the message names the first tensor that differs.
+        ValueError: the folder has another architecture; the message names the first tensor that
+            differs.
     """
     sources, leaves = form.sources(config), dict(flat(shapes))
     assert sources.keys() == leaves.keys(), sorted(sources.keys() ^ leaves.keys())
-    # All errors (in names, shapes, types and unread tensors) are found from headers, before numbers
-    # are read.
+    # Headers show all errors in names, shapes and types, before any numbers are read.
     piece_of = pieces(sources)
     for name, piece in piece_of.items():
         shape = piece.shape(leaves[piece.path].shape)
@@ -172,7 +180,7 @@ def read_params(
 
 
 def _check_unread(folder: Folder, form: Format, name: str) -> None:
-    """Checks that every tensor from which no parameter is read may be left out."""
+    """Checks that a tensor that makes no parameter may be left out: it is a copy, or ignored."""
     if name in form.copies:
         if not folder.repeats(name, form.copies[name]):
             raise ValueError(
@@ -189,9 +197,9 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
 
 
 def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.ndarray:
-    """A parameter, or its part at some indices of its first axes."""
+    """Reads a parameter, or its part at the indices `at` of its first axes."""
     if source.layers is not None:
-        # If layers are stacked, only those that are asked for are read, so each stage reads only its own.
+        # With an index, only that layer is read, so each stage reads only its own layers.
         if not at:
             return np.stack([_read(folder, source, dtype, i) for i in range(source.layers)])
         source, at = source.of(at[0]), at[1:]
@@ -205,25 +213,25 @@ def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.
 def write_params(
     folder: Folder, form: Format, config: Any, params: Mapping[str, Any], into: Path
 ) -> None:
-    """Writes parameters in the form of the folder that they were read from: its files, names and types of numbers.
+    """Writes parameters like the folder that they were read from: same files, names and types.
 
-    Tensors that no parameter is read from are written as they were; files of other kinds, such as config.json and the
-    tokenizer's, are copied.
+    Tensors that make no parameter are copied unchanged. So are other files, such as config.json and
+    those of the tokenizer.
 
     Args:
-        folder: the folder whose form is taken.
-        form: how its kind of model lies in folders.
+        folder: the folder whose files, names and types of numbers are used.
+        form: how its kind of model is stored in folders.
         config: the configuration of the model.
         params: nested dicts of arrays, without adapters.
         into: a new folder, or an empty one.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the folder cannot be written.
     """
     piece_of, leaves = pieces(form.sources(config)), dict(flat(params))
 
     def tensor(name: str) -> np.ndarray:
-        # A tensor that repeats another gets the trained numbers of that one, or the two would differ.
+        # A copy of another tensor gets that tensor's trained numbers, so that it stays a copy.
         piece = piece_of.get(name) or piece_of.get(form.copies.get(name, ""))
         if piece is None:
             return folder.array(name)
@@ -242,7 +250,7 @@ def write_params(
 
 
 def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts, by their path joined by dots.
+    """Yields the leaves of nested dicts with their paths, joined by dots.
 
     >>> dict(flat({"head": {"kernel": 1}, "scale": 2}))
     {'head.kernel': 1, 'scale': 2}
@@ -255,7 +263,7 @@ def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts of leaves, which `flat` takes apart again."""
+    """Makes nested dicts from leaves by path. `flat` is the inverse."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *above, last = path.split(".")
@@ -267,12 +275,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def linear(path: str, *names: str, turned: bool = True, bias: bool = True) -> dict[str, Source]:
-    """The sources of a linear map, or of several side by side.
+    """Returns the sources of a linear map that consists of one or several maps side by side.
 
     >>> linear("head", "lm_head", bias=False)
     {'head.kernel': Source(names=('lm_head.weight',), turned=True, layers=None)}
     """
-    # PyTorch keeps a map as [outputs, inputs], so its kernel is turned.
+    # PyTorch stores a kernel as [outputs, inputs], and we as [inputs, outputs].
     weights = tuple(f"{name}.weight" for name in names)
     sources = {f"{path}.kernel": Source(weights, turned)}
     if bias:
@@ -281,7 +289,7 @@ def linear(path: str, *names: str, turned: bool = True, bias: bool = True) -> di
 
 
 def norm(path: str, name: str, bias: bool = True) -> dict[str, Source]:
-    """The sources of a layer norm."""
+    """Returns the sources of a norm."""
     sources = {f"{path}.scale": Source((f"{name}.weight",))}
     if bias:
         sources[f"{path}.bias"] = Source((f"{name}.bias",))
@@ -289,5 +297,5 @@ def norm(path: str, name: str, bias: bool = True) -> dict[str, Source]:
 
 
 def table(path: str, name: str) -> dict[str, Source]:
-    """The source of a table of vectors."""
+    """Returns the source of a table of vectors."""
     return {f"{path}.embedding": Source((f"{name}.weight",))}

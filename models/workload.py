@@ -1,4 +1,7 @@
-"""A workload: what a command line needs to know about a model in order to plan and train it."""
+"""A workload: all that the command line needs to plan and train a model.
+
+A new model of jvpipe is a module with `SIZES` and `workload`, and a name in `NAMES`.
+"""
 
 import dataclasses
 import importlib
@@ -53,28 +56,28 @@ _MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in NAMES}
 
 @runtime_checkable
 class Batches(Iterator[Batch], Protocol):
-    """An endless iterator over batches whose position can be saved: `get_state` gives a JSON object."""
+    """An endless iterator over batches, whose state, a JSON object, lets a run resume."""
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as `set_state` takes it."""
+        """Returns the position, for `set_state`."""
         ...
 
     def set_state(self, state: dict[str, Any], /) -> None:
-        """Continues where `state` was taken."""
+        """Continues at the position `state`."""
         ...
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a training.
+    """Data to train on and to evaluate.
 
     Attributes:
         train: batches without end.
         example: a batch, or its shapes.
         held_out: a few batches that training never sees, the same for every seed.
-        digest: the SHA-256 of the text, or of the first batch.
+        digest: the SHA-256 of the data, or of its first batch.
         baseline_loss: the held-out loss (in nats) of a predictor that knows only how often each
-            token occurs in training; NaN if there is none.
+            token or class occurs in training; NaN if there is none.
     """
 
     train: Batches
@@ -127,12 +130,12 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """The name, and the size if there is one."""
+        """The name, and the size if the model has sizes."""
         return f"{self.name} {self.size}" if self.size else self.name
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of the configuration that are plain data, by name."""
+        """The fields of the configuration that are texts, numbers or None, by name."""
         fields = dataclasses.fields(self.config) if dataclasses.is_dataclass(self.config) else ()
         values = {field.name: getattr(self.config, field.name) for field in fields}
         if not values:
@@ -143,15 +146,17 @@ class Workload:
 
     @property
     def has_state(self) -> bool:
-        """Whether the loss carries a state."""
+        """Whether the loss takes and returns a model state."""
         return self.model_state is not None
 
     def initial_state(self) -> Tree:
-        """The model state before any step; None if there is none."""
+        """Makes the model state before the first step; None if the loss has no state."""
         return None if self.model_state is None else self.model_state()
 
     def to_plan(self, batch_size: int | None = None) -> dict[str, Any]:
-        """The arguments of `plan_for` for this model, with a given or the usual batch size."""
+        """Returns arguments of `plan_for` for this model. By default, `batch_size` is the
+        model's.
+        """
         return {
             "loss_fn": self.loss_fn,
             "params": self.init,
@@ -163,11 +168,11 @@ class Workload:
         }
 
     def batches(self, seed: int, batch_size: int) -> Batches:
-        """The batches to train on, of the default data."""
+        """Opens the batches to train on of the default data."""
         return self._default_data(seed, batch_size).train
 
     def held_out(self) -> Sequence[Tree]:
-        """A few batches of the usual size that training never sees, of the default data."""
+        """Opens a few batches of the default data that training never sees, of the default size."""
         return self._default_data(0, self.batch_size).held_out
 
     def _default_data(self, seed: int, batch_size: int) -> Data:
@@ -176,15 +181,15 @@ class Workload:
 
 
 def load(name: str, size: str | None = None, **options: Any) -> Workload:
-    """The workload called `name`.
+    """Loads the workload called `name`.
 
     Args:
         name: one of `NAMES`.
-        size: one of the model's sizes; its smallest if None.
-        **options: fields of the model's configuration that replace those of the size, e.g. `tokens=512`.
+        size: one of the model's sizes; None for `mini`.
+        **options: fields that replace those of the size's configuration, e.g. `tokens=512`.
 
     Raises:
-        ValueError: an unknown model, size or option, or an option out of range.
+        ValueError: the model, the size or an option is unknown, or an option is out of range.
 
     >>> load("bert").size
     'mini'
@@ -194,7 +199,6 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     Traceback (most recent call last):
     ...
     ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, llama, ...
-
     """
     if name not in _MODULES:
         raise ValueError(did_you_mean("model", name, list(_MODULES)))
@@ -202,12 +206,12 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
 
 
 def sizes(name: str) -> list[str]:
-    """The names of a model's sizes, the smallest first."""
+    """Returns the names of a model's sizes, the smallest first."""
     return list(_module(name).SIZES)
 
 
 def format_of(name: str) -> Any:
-    """The format of a model's published weights in folders, a `jvpipe.models.weights.Format`."""
+    """Returns the format of a model's published weights, a `jvpipe.models.weights.Format`."""
     return _module(name).FORMAT
 
 
@@ -219,23 +223,27 @@ def _module(name: str) -> Any:
 def configured(
     model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]
 ) -> Config:
-    """The configuration of a size, with fields replaced by `options`; ValueError for a name that does not exist."""
+    """Returns the configuration of a size, with fields replaced by `options`.
+
+    Raises:
+        ValueError: the size or an option is unknown.
+    """
     if size not in sizes:
         raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))
     return with_fields(model, sizes[size], options)
 
 
 def _trained(config: Any, init: Callable[[jax.Array], Tree]) -> str:
-    """The pattern of the parameters that are trained: adapters, if the configuration has them.
+    """Returns the pattern of trained parameters: all, or only adapters if there are any.
 
     Raises:
-        ValueError: the configuration asks for adapters of layers that do not exist.
+        ValueError: no layer matches the configuration's pattern of adapted layers.
     """
     if not getattr(config, "lora", 0):
         return "*"
     from jvpipe.models import lora  # needs an extra
 
-    # Only shapes are made, because only the paths of the parameters are needed.
+    # eval_shape computes no numbers, because only the paths of the parameters are needed.
     lora.check_adapted(jax.eval_shape(init, jax.random.key(0)), config.lora_on)
     return lora.TRAINED
 
@@ -262,11 +270,10 @@ def sized(
     supernet: Callable[[Config], Supernet] | None = None,
     has_aux: bool = False,
 ) -> Workload:
-    """A model of one of its sizes, with fields replaced by `options`.
+    """Makes the workload of one of a model's sizes, with fields replaced by `options`.
 
-    Each given function takes the configuration as its first argument. The default size `mini` has
-    a recipe with which it is trained within minutes; the given rate and batch size are for the
-    other sizes.
+    Each given function takes the configuration as its first argument. The default size `mini` has a
+    recipe that trains it within minutes. `learning_rate` and `batch_size` are for the other sizes.
     """
     size = size or "mini"
     config = configured(name, sizes, size, options)

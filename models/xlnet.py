@@ -1,24 +1,29 @@
-"""XLNet (arXiv:1906.08237): tokens predicted in a random order, by two streams of attention, in Flax NNX.
+"""XLNet (arXiv:1906.08237): tokens predicted in a random order, by two streams of attention.
 
-Axes: B batch, T tokens, K predicted ones, Q = T + K rows of both streams, D model, H heads, P distances, V vocabulary.
+It is in Flax NNX. Axes: B batch, T tokens, K predicted tokens, Q = T + K rows of both streams, D
+model, H heads, P distances, V vocabulary.
 
-A row of the first stream knows its token. It sees the tokens that are not predicted and, in the order of prediction,
-the predicted tokens up to its own. A row of the second stream knows only its position. It sees the tokens that are not
-predicted, and the predicted tokens before its own. Both streams run through the same blocks, one below the other.
-Tokens know where others are by learned maps of the sinusoids of their distance (arXiv:1901.02860). A record is one
-segment, and nothing of the record before is remembered.
+The first stream has a row for each token, and the row knows its token. It sees all tokens that are
+not predicted. If its own token is predicted, it also sees the predicted tokens up to its own, in
+the order of prediction. The second stream has a row for each predicted token, which knows only the
+position. It sees all tokens that are not predicted, and the predicted ones before its own. The two
+streams share the blocks' parameters.
 
-The mask if the tokens c and a of the record a b c are predicted, first c and then a (section 2.3, figure 1):
+A learned map of sinusoids gives the distance of two tokens (arXiv:1901.02860). A record is one
+segment, so unlike in the paper, there is no memory of the record before.
+
+The mask of the record a b c, if c is predicted first and then a (section 2.3, figure 1):
 
                         columns: a b c
-    first stream    a            x x x    tokens that are predicted see the earlier ones and themselves
-                    b            . x .    a token that is not predicted sees its like
+    first stream    a            x x x    a predicted token sees earlier ones and itself
+                    b            . x .    any other token sees none of them
                     c            . x x
     second stream   c            . x .    a position never sees its own token
                     a            . x x
 
-The size 24 is the paper's large one: 360.2M parameters, published as 360M; the size 36, published as 500M, has 523.9M:
-each block maps distances by a matrix of its own, as in the authors' code, and without those there are 486.1M.
+The size 24 is the paper's large model: 360.2M parameters, published as 360M. The size 36, published
+as 500M, has 523.9M. As in the authors' code, each block has its own matrix for distances; without
+these matrices, it has 486.1M.
 """
 
 from dataclasses import dataclass
@@ -50,14 +55,14 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True, kw_only=True)
 class XlnetConfig(MaskedConfig):
-    """The shape of an XLNet; of a record's tokens the share `mask_rate` is predicted."""
+    """The shape of an XLNet. The share `mask_rate` of a record's tokens is predicted."""
 
     vocabulary: int = 32000
     tokens: int = 512
     mask_rate: float = 1 / 6
 
     def bias(self, tokens: int) -> None:
-        """Each record has a mask of its own, which says which position sees which."""
+        """Returns None, because `order` makes a mask for each record."""
 
 
 SIZES = {
@@ -71,13 +76,13 @@ SIZES = {
 
 
 Rows = Float[Array, "B Q D"]
-"""Both streams, the first above the second: this is what a cut between two blocks sends."""
+"""Both streams: T rows of the first, then K of the second. A cut between two blocks sends them."""
 Seen = Float[Array, "B 1 Q T"]
-"""What is added to scores: who sees whom, the same for all heads."""
+"""What is added to scores, to say which row sees which token. It is the same for all heads."""
 
 
 class Embeddings(nnx.Module):
-    """A vector per token, and one for all whose token is not known."""
+    """A vector per token, and one vector for every row of the second stream."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary)
@@ -85,7 +90,13 @@ class Embeddings(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], predicted: int, key: Key) -> Rows:
-        """The rows that the first block reads."""
+        """Returns the rows that the first block reads.
+
+        Args:
+            tokens: the record.
+            predicted: K.
+            key: draws dropped values.
+        """
         x = self.tokens(tokens)  # [B, T, D]
         B, _, D = x.shape
         unknown = jnp.broadcast_to(self.unknown[...].astype(x.dtype), (B, predicted, D))
@@ -93,7 +104,7 @@ class Embeddings(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Rows of both streams look at those of the first, by what these are and by how far away they are."""
+    """Attention of the rows of both streams to those of the first, by content and by distance."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         self.config, D = config, config.width
@@ -105,15 +116,22 @@ class Attention(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Rows, at: Int[Array, "B Q"], bias: Seen, key: Key) -> Rows:
-        """The mixture of values; `at` are the rows' positions, `bias` says who sees whom."""
+        """Mixes the values of the first stream for each row.
+
+        Args:
+            x: the rows.
+            at: the position of each row.
+            bias: says which row sees which token.
+            key: draws dropped weights.
+        """
         T, D = bias.shape[3], self.config.width
         q = self.queries(x)
-        # Keys and values come only from the first stream, because rows of the second do not know their tokens.
+        # Only rows of the first stream, which know their tokens, give keys and values.
         k, v = jnp.split(self.inputs(x[:, :T]), 2, axis=2)  # [B, T, D] each
-        # All P = 2 T - 1 distances, from 1 - T to T - 1, are mapped once and looked up afterwards.
+        # All P = 2 T - 1 distances, from 1 - T to T - 1, are mapped once and then looked up.
         waves = sinusoids(2 * T - 1, D, first=1 - T).astype(x.dtype)
         far = self.distances(waves)  # [P, D]
-        # arXiv:1901.02860, section 3.3: the terms (a) and (c), then (b) and (d).
+        # arXiv:1901.02860, section 3.3: by content its terms (a) and (c), by distance (b) and (d).
         by_token = self._split(q + self._bias(self.of_tokens, q))
         near = jnp.einsum("bqhd,bthd->bhqt", by_token, self._split(k))
         by_distance = self._split(q + self._bias(self.of_distances, q))
@@ -137,7 +155,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then a feed-forward network, each added to its input, the sum normed."""
+    """Attention, then a feed-forward network. Each is added to its input, and the sum is normed."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
@@ -149,7 +167,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Rows, at: Int[Array, "B Q"], bias: Seen, key: Key) -> Rows:
-        """The rows after one block."""
+        """Returns the rows after the block."""
         k0, k1, k2 = keys_of(key, 3)
         mixed = dropped(self.dropout, self.attention(x, at, bias, k0), k1)
         x = normed(self.attention_norm, x + mixed)
@@ -158,18 +176,18 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """From a row's vector to the logits of its token."""
+    """Maps the vector of a row to logits of its token."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         self.bias = nnx.Param(jnp.zeros(config.vocabulary))
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
-        """Logits in float32; the embedding of `tokens` is the tied projection."""
+        """Returns logits in float32. The embedding of `tokens` is the tied projection."""
         return tokens.attend(x).astype(jnp.float32) + self.bias[...][None, None]
 
 
 def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
-    """The position of each row, and the bias that hides from it what comes later in the order of prediction."""
+    """Returns the position of each row, and the bias that hides later predictions from it."""
     positions = batch["positions"]
     (B, T), K = batch["tokens"].shape, positions.shape[1]
     place = jax.lax.broadcasted_iota(jnp.int32, (B, T), 1)
@@ -178,32 +196,32 @@ def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
     predicted = is_token & (batch["weights"] > 0)[:, :, None]
     # A token's rank is its turn, 1 to K, or 0 if it is not predicted.
     ranks = jnp.sum(jnp.where(predicted, turns[:, :, None], 0), 1)  # [B, T]
-    # A row sees the ranks below its limit: the first stream up to its own, the second up to those before it.
+    # A row sees the ranks below its limit. Only the first stream's limit is above its own rank.
     ranks_seen = ranks[:, None]  # [B, 1, T]
     limits = jnp.concatenate([ranks + 1, turns], 1)  # [B, Q]
     sees = ranks_seen < limits[:, :, None]  # [B, Q, T]
     at = jnp.concatenate([place, positions], 1)
-    # The bias is finite: if the first prediction of a record sees nothing, -inf would fill its whole row.
+    # A first prediction may see nothing. Then -inf would fill its row, and its softmax be NaN.
     return at, jnp.where(sees, 0.0, -1e9)[:, None]
 
 
 def parts(config: XlnetConfig) -> Parts:
-    """The model taken apart."""
+    """Lists the kinds of modules of the model."""
     return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
 
 
 def loss_function(config: XlnetConfig) -> LossFunction:
-    """The loss of predicted tokens, `loss_fn(params, batch, rng)`.
+    """Makes `loss_fn(params, batch, rng)`, the loss of predicted tokens.
 
-    The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 in the order of prediction, and
-    `weights` [B, K] float32; a position of weight 0 does not count. `total` is the sum of the cross entropies in nats,
-    `weight` their number.
+    The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 in the order of
+    prediction, and `weights` [B, K] float32, 0 for a position that does not count. The loss has the
+    `total` of the cross entropies in nats and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 
 
 def logits_function(config: XlnetConfig) -> Logits:
-    """The logits of tokens at `positions` [B, K, V], `logits(params, batch, key)`; no dropout if the key is None."""
+    """Makes `logits(params, batch, key)`, the logits [B, K, V] of predicted tokens."""
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B K V"]:
@@ -211,7 +229,7 @@ def logits_function(config: XlnetConfig) -> Logits:
         predicted = batch["positions"].shape[1]
         x = embeddings(batch["tokens"], predicted, model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key, *order(batch))
-        # Only the second stream predicts: a row of the first knows its token.
+        # Only the second stream predicts, because rows of the first know their tokens.
         second = x[:, config.tokens :]  # [B, K, D]
         return model.part("head", params["head"])(second, embeddings.tokens)
 
@@ -221,7 +239,7 @@ def logits_function(config: XlnetConfig) -> Logits:
 def open_data(
     config: XlnetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Text as records of which some tokens are predicted, in a random order."""
+    """Opens text as records of which some tokens are predicted in a random order."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.masking import open_permuted_text
 
@@ -229,7 +247,10 @@ def open_data(
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """XLNet of a size (`tiny`, `mini`, `24`, `36` blocks), with fields of `XlnetConfig` replaced by `options`."""
+    """Makes XLNet of a size (`tiny`, `mini`, and by blocks `24`, `36`; `mini` by default).
+
+    `options` replace fields of `XlnetConfig`.
+    """
     return sized(
         "xlnet",
         SIZES,

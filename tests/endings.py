@@ -183,12 +183,12 @@ PLAIN: dict[str, Value] = {
     "greatest": lambda s: jnp.max(s.each),
     "log-sum over examples": lambda s: jax.nn.logsumexp(s.each),
     "soft-max over examples": lambda s: jnp.sum(jax.nn.softmax(s.each) * s.each),
-    "centred": lambda s: jnp.mean((s.each - jnp.mean(s.each)[None]) ** 2),
+    "centered": lambda s: jnp.mean((s.each - jnp.mean(s.each)[None]) ** 2),
     "variance": lambda s: jnp.var(s.each),
     "contrastive": lambda s: -jnp.mean(jnp.diag(jax.nn.log_softmax(s.rows @ s.batch["x"].T))),
     "sorted": lambda s: jnp.mean(jnp.sort(s.each)[:2]),
     "the first example": lambda s: s.each[0],
-    "neighbours": lambda s: jnp.mean((s.each[1:] - s.each[:-1]) ** 2),
+    "neighbors": lambda s: jnp.mean((s.each[1:] - s.each[:-1]) ** 2),
     "by position": lambda s: jnp.mean(s.each * jnp.arange(s.size, dtype=jnp.float32)),
     "by an array of positions": lambda s: jnp.mean(s.each * np.arange(s.size, dtype=np.float32)),
     "items that differ": lambda s: ratio(jnp.sum(s.each * s.mask), jnp.sum(s.mask)),
@@ -203,7 +203,7 @@ PLAIN: dict[str, Value] = {
     "clipped backward": lambda s: jnp.mean(
         backward(lambda g: jnp.clip(g, -0.02, 0.02))(s.rows) ** 2
     ),
-    "centred backward": lambda s: jnp.mean(backward(lambda g: g - g.mean(0)[None])(s.rows) ** 2),
+    "centered backward": lambda s: jnp.mean(backward(lambda g: g - g.mean(0)[None])(s.rows) ** 2),
     "backward by the size": lambda s: jnp.mean(backward(lambda g: g / g.shape[0])(s.rows) ** 2),
     "scaled backward of the loss": lambda s: backward(lambda g: 3 * g)(jnp.mean(s.each)),
     "clipped backward of the loss": lambda s: backward(lambda g: jnp.minimum(g, 0.3))(

@@ -59,9 +59,9 @@ def coupled_loss(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Arr
     x, kept = batch, []
     for layer, mean in zip(params, state, strict=True):
         h = x @ layer["up"]
-        centre, spread = jnp.mean(h, 0, keepdims=True), jnp.var(h, 0, keepdims=True)
-        h = jnp.tanh((h - centre) * jax.lax.rsqrt(spread + 0.1) + layer["bias"][None])
-        kept.append(0.9 * mean + 0.1 * centre[0])
+        center, spread = jnp.mean(h, 0, keepdims=True), jnp.var(h, 0, keepdims=True)
+        h = jnp.tanh((h - center) * jax.lax.rsqrt(spread + 0.1) + layer["bias"][None])
+        kept.append(0.9 * mean + 0.1 * center[0])
         x = x + h @ layer["down"]
     alike = jax.nn.log_softmax(x @ x.T, axis=-1)
     return -jnp.mean(jnp.diagonal(alike)), kept

@@ -91,9 +91,9 @@ def mlp(depth: int = 5, act: Callable = jnp.tanh) -> Case:
 
 
 def norm(p: Tree, x: jax.Array) -> jax.Array:
-    centred = x - jnp.mean(x, -1, keepdims=True)
-    scale = jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
-    return centred * scale * p["scale"][None, None] + p["bias"][None, None]
+    centered = x - jnp.mean(x, -1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-5)
+    return centered * scale * p["scale"][None, None] + p["bias"][None, None]
 
 
 def attention(p: Tree, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -557,10 +557,10 @@ def regularised() -> Case:
     return replace(base, loss_fn=loss_fn)
 
 
-# Normalised rows in front of products: computed again in another program they once had other bits
+# Normalized rows in front of products: computed again in another program they once had other bits
 
 
-def normalised(x: jax.Array) -> jax.Array:
+def normalized(x: jax.Array) -> jax.Array:
     """Rows of length one."""
     return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
@@ -577,12 +577,12 @@ def _norm_params(draw: Callable[..., np.ndarray], *shape: int) -> Tree:
 
 
 def contrastive() -> Case:
-    """Two towers whose normalised outputs are compared with each other: each pair against all others of the batch."""
+    """Two towers whose normalized outputs are compared with each other: each pair against all others of the batch."""
     draw = draws(11)
     params = {name: [draw(D, 2 * D), draw(2 * D, D)] for name in "xy"}
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
-        x, y = (normalised(jax.nn.gelu(batch[n] @ params[n][0]) @ params[n][1]) for n in "xy")
+        x, y = (normalized(jax.nn.gelu(batch[n] @ params[n][0]) @ params[n][1]) for n in "xy")
         similarity = 5 * (x @ y.T)
         return jnp.mean(jax.nn.logsumexp(similarity, -1) - jnp.diagonal(similarity))
 
@@ -590,7 +590,7 @@ def contrastive() -> Case:
 
 
 def mixer(blocks: int = 1) -> Case:
-    """MLP-mixer: products along the tokens of what is normalised along the channels, and the other way round."""
+    """MLP-mixer: products along the tokens of what is normalized along the channels, and the other way round."""
     draw = draws(12)
     params = [
         {
@@ -649,8 +649,8 @@ def stacked_decoder(blocks: int = 2) -> Case:
     return Case(loss_fn, {"embedding": draw(V, D), "blocks": stacked}, token_batch())
 
 
-def normalised_products(depth: int = 2) -> Case:
-    """Products with a derivative of the user's, each of what is normalised."""
+def normalized_products(depth: int = 2) -> Case:
+    """Products with a derivative of the user's, each of what is normalized."""
     draw = draws(14)
     params = [{"w": draw(D, D), "norm": _norm_params(draw, D)} for _ in range(depth)]
 
@@ -788,6 +788,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "contrastive": contrastive,
     "mixer": mixer,
     "stacked-decoder": stacked_decoder,
-    "normalised-products": normalised_products,
+    "normalized-products": normalized_products,
     "noisy": noisy,
 }

@@ -1,13 +1,13 @@
 #!/bin/sh
-# A plain loop: sh loop.sh --run-dir runs/first --model bert --stages 2
-# Exit code 75 says that the same command goes on from the last checkpoint once it is given --resume; others are final.
-# TRIES ends a run that never gets on; COMMAND and PAUSE_S are for tests.
+# Keeps a run going in a plain loop: sh loop.sh --run-dir runs/first --model bert --stages 2
+# Exit code 75 means that the run can go on from its last checkpoint. Only then the loop repeats the
+# command, with --resume. After TRIES starts, it gives up. COMMAND and PAUSE_S are for tests.
 set -u
 command=${COMMAND:-python -m jvpipe.train}
 tries=${TRIES:-20}
 resume=
 while :; do
-    # shellcheck disable=SC2086 # the command is words
+    # shellcheck disable=SC2086 # $command and $resume must be split into words
     $command "$@" $resume
     code=$?
     tries=$((tries - 1))

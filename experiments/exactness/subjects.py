@@ -299,25 +299,25 @@ _product.defvjp(
 
 
 @jax.custom_vjp
-def _normalised_product(x: jax.Array, w: jax.Array) -> jax.Array:
+def _normalized_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return layer_norm(x) @ w
 
 
-def _normalised_forward(
+def _normalized_forward(
     x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     rows = layer_norm(x)
     return rows @ w, (rows, w)
 
 
-_normalised_product.defvjp(
-    _normalised_forward, lambda saved, g: (0.1 * g @ saved[1].T, saved[0].T @ g)
+_normalized_product.defvjp(
+    _normalized_forward, lambda saved, g: (0.1 * g @ saved[1].T, saved[0].T @ g)
 )
 
 _STEPS: dict[str, Callable[[jax.Array, Tree], jax.Array]] = {
     "product with a rule": lambda x, p: x + jnp.tanh(_product(layer_norm(x), p["w"]) + p["b"]),
     "norm and product with a rule": lambda x, p: (
-        x + jnp.tanh(_normalised_product(x, p["w"]) + p["b"])
+        x + jnp.tanh(_normalized_product(x, p["w"]) + p["b"])
     ),
     "cosine attention": lambda x, p: (
         x + jax.nn.softmax(10 * unit(x @ p["w"]) @ unit(x @ p["u"]).T) @ x

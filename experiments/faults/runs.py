@@ -12,7 +12,7 @@ from typing import Any
 from jvpipe.cli.run_folder import RunDir
 
 LIMIT_S = 600
-_WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
+_WORDS = ("quick", "brown", "lazy", "gray", "small", "green", "river", "dog")
 
 
 def page(path: Path) -> Path:

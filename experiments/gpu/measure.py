@@ -250,7 +250,7 @@ def ahead(scale: Scale) -> Found:
 
 
 def _training(scale: Scale, examples: int) -> tuple[Any, Any, Any, Tree]:
-    """The loss, the initialiser, the optimizer and a batch of a scale's model."""
+    """The loss, the initializer, the optimizer and a batch of a scale's model."""
     workload = load(scale.model, scale.size, **scale.options)
 
     def low(x: jax.Array) -> jax.Array:

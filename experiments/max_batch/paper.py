@@ -10,11 +10,11 @@ MODELS = ("BERT", "GPT-2", "T5", "AmoebaNet")
 
 
 class Row(NamedTuple):
-    """A row of both tables: with or without memory optimisation (swap and recompute; GPipe recomputes alone)."""
+    """A row of both tables: with or without memory optimization (swap and recompute; GPipe recomputes alone)."""
 
     schedule: Literal["gpipe", "pipedream"]
     stages: int
-    optimised: bool
+    optimized: bool
     planner: str
 
 

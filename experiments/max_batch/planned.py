@@ -45,7 +45,7 @@ def cell(
 ) -> int:
     """The largest micro-batch of a row."""
     return largest(
-        lambda size: judged(problem(row, costing, size), row.planner, row.optimised), near
+        lambda size: judged(problem(row, costing, size), row.planner, row.optimized), near
     )
 
 
@@ -68,7 +68,7 @@ def table(model: str, asked: Iterable[Row]) -> dict[Row, Found]:
         shown = [
             row.schedule,
             row.stages,
-            "yes" if row.optimised else "no",
+            "yes" if row.optimized else "no",
             row.planner,
             paper or "",
             *found[row],
@@ -91,10 +91,10 @@ def ratios(model: str, found: dict[Row, Found]) -> None:
     )
     for row in (row for row in found if row.planner != "jvpipe"):
         ours, dawnpiper = (
-            row._replace(optimised=True, planner=planner) for planner in ("jvpipe", "dawnpiper")
+            row._replace(optimized=True, planner=planner) for planner in ("jvpipe", "dawnpiper")
         )
-        if not row.optimised and row.planner != "pipedream":
-            ours, dawnpiper = (other._replace(optimised=False) for other in (ours, dawnpiper))
+        if not row.optimized and row.planner != "pipedream":
+            ours, dawnpiper = (other._replace(optimized=False) for other in (ours, dawnpiper))
         at = MODELS.index(model)
         over = [
             f"{mine / max(1, theirs):.2f}"
@@ -104,7 +104,7 @@ def ratios(model: str, found: dict[Row, Found]) -> None:
         shown = [
             row.schedule,
             row.stages,
-            "yes" if row.optimised else "no",
+            "yes" if row.optimized else "no",
             row.planner,
             *over,
             theirs,

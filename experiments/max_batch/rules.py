@@ -48,11 +48,11 @@ def believed(problem: Problem, planner: str) -> Problem:
     )
 
 
-def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
-    """A planner's decision; without memory optimisation everything is kept. None if it finds nothing that fits."""
-    asked = problem if optimised else replace(problem, costs=keeping_all(problem.costs))
+def decided(problem: Problem, planner: str, optimized: bool) -> Decision | None:
+    """A planner's decision; without memory optimization everything is kept. None if it finds nothing that fits."""
+    asked = problem if optimized else replace(problem, costs=keeping_all(problem.costs))
     found = ATTEMPTS[planner](asked)
-    return found if optimised or found is None else Decision.keeping_all(found.bounds)
+    return found if optimized or found is None else Decision.keeping_all(found.bounds)
 
 
 def _joint(problem: Problem) -> Decision | None:
@@ -84,24 +84,24 @@ ATTEMPTS: dict[str, Callable[[Problem], Decision | None]] = {
 """What planners decide, None if nothing; to name a limit that would do takes some of them twelve times as long."""
 
 
-def fits(problem: Problem, planner: str, optimised: bool) -> bool:
+def fits(problem: Problem, planner: str, optimized: bool) -> bool:
     """Whether the planner finds a plan that fits in truth, told the truth or believing its own memory model."""
-    told = _fits(problem, problem, planner, optimised)
-    return told or (planner in BELIEVING and fits_as_believed(problem, planner, optimised))
+    told = _fits(problem, problem, planner, optimized)
+    return told or (planner in BELIEVING and fits_as_believed(problem, planner, optimized))
 
 
-def fits_as_believed(problem: Problem, planner: str, optimised: bool) -> bool:
+def fits_as_believed(problem: Problem, planner: str, optimized: bool) -> bool:
     """Whether the plan that the planner finds by its own memory model fits in truth."""
-    return _fits(problem, believed(problem, planner), planner, optimised)
+    return _fits(problem, believed(problem, planner), planner, optimized)
 
 
-def claims(problem: Problem, planner: str, optimised: bool) -> bool:
+def claims(problem: Problem, planner: str, optimized: bool) -> bool:
     """Whether a plan fits by the planner's own memory model."""
-    return decided(believed(problem, planner), planner, optimised) is not None
+    return decided(believed(problem, planner), planner, optimized) is not None
 
 
-def _fits(problem: Problem, told: Problem, planner: str, optimised: bool) -> bool:
-    decision = decided(told, planner, optimised)
+def _fits(problem: Problem, told: Problem, planner: str, optimized: bool) -> bool:
+    decision = decided(told, planner, optimized)
     limit = problem.memory_limit_bytes
     return decision is not None and (
         limit is None or evaluate_decision(problem, decision).peak_bytes <= limit

@@ -23,7 +23,7 @@ def main() -> None:
     print(f"Device 1 is slow in steps {SLOW.start} to {SLOW.stop - 1}; noise {noise}.\n")
     print(
         "| slower | adapting | steps until repaired | then cuts | steps until it is back | "
-        "s per step before | slow | modelled | after |"
+        "s per step before | slow | modeled | after |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for factor in (1.5, 2.0):
@@ -78,7 +78,7 @@ def row(factor: float, steps_s: list[float], history: list[Any]) -> str:
     before, after = steps_s[5 : SLOW.start], steps_s[SLOW.stop + 5 :]
     cuts = away[-1].new.cuts if away else (LAYERS // 2,) * 2
     parts_s = [n * (FORWARD_S + BACKWARD_S) * f for n, f in zip(cuts, (1.0, factor), strict=True)]
-    modelled_s = (MICRO - 1) * max(parts_s) + sum(parts_s)
+    modeled_s = (MICRO - 1) * max(parts_s) + sum(parts_s)
     found = ["no", "-", f"{cuts[0]}:{cuts[1]}", "-"]
     if away:
         repaired = " and ".join(str(c.step - SLOW.start) for c in away)
@@ -86,7 +86,7 @@ def row(factor: float, steps_s: list[float], history: list[Any]) -> str:
     seconds = (
         statistics.median(before),
         statistics.median(steps_s[SLOW.start + 5 : SLOW.stop]),
-        modelled_s,
+        modeled_s,
     )
     return " | ".join([*found, *(f"{s:.3f}" for s in (*seconds, statistics.median(after)))])
 

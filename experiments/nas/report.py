@@ -18,7 +18,7 @@ from experiments.nas.variants import NAMES
 
 MICRO_BATCHES, STEPS = 16, 8
 """Of a step; of an architecture."""
-COLOURS = {
+COLORS = {
     "static, first": "#8557a8",
     "static": "#b0413e",
     "swap/recompute": "#c8691c",
@@ -96,11 +96,11 @@ def picture(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> Fi
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     most = max(rate for variants in rates.values() for found in variants.values() for rate in found)
     for axes, (schedule, variants) in zip(panels, sorted(rates.items()), strict=True):
-        for variant, colour in COLOURS.items():
+        for variant, color in COLORS.items():
             if values := variants.get(variant):
                 edges, style = range(1, len(values) + 2), ":" if variant == "ideal" else "-"
                 axes.stairs(
-                    values, edges, color=colour, linestyle=style, label=variant, baseline=None
+                    values, edges, color=color, linestyle=style, label=variant, baseline=None
                 )
         axes.set_title(f"{name.replace('_', ', ')}, {schedule}", loc="left", fontsize=10)
         axes.set_xlabel("architecture", fontsize=8)

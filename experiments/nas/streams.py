@@ -76,7 +76,7 @@ def home_bounds(graph: Any, homes: Sequence[int], stages: int = STAGES) -> list[
     """Where the stages of a static partition begin: what is before the first block is on the first stage.
 
     What is behind the last is on the last one, and what is between blocks on the stage of the block before. A stage
-    without a layer takes its neighbour's last one.
+    without a layer takes its neighbor's last one.
     """
     blocks = _slots(graph)
     last = max(i for i, slot in enumerate(blocks) if slot >= 0)

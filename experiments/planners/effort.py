@@ -1,4 +1,4 @@
-"""What each number of effort buys: python -m experiments.planners.effort [--every 7] [--only NAME]
+"""What each number of effort buys: python -m experiments.planners.effort [--every 7] [--longest 0.4] [--only NAME]
 
 Plans every n-th of the recorded problems (tests/record_plans.py) with ten times as much of each
 number of the tables of effort, and with a tenth of it, and tells the simulated step and the
@@ -7,11 +7,13 @@ by ten times more nor less has no place in its table.
 """
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest import mock
@@ -53,11 +55,13 @@ def with_effort(table: str, name: str, factor: float) -> Iterator[None]:
         yield
 
 
-def planned(every: int) -> dict[str, Record]:
-    """The records of every n-th problem."""
+def planned(every: int, longest_s: float) -> dict[str, Record]:
+    """Plans every n-th of the problems whose planning took at most some seconds when recorded."""
+    recorded = json.loads(Path(__file__).with_name("recorded.json").read_text())
+    some = [(name, ask) for name, ask in cases() if recorded[name]["planning_s"] <= longest_s]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: ask() for k, (name, ask) in enumerate(cases()) if k % every == 0}
+        return {name: ask() for name, ask in some[::every]}
 
 
 def row(usual: dict[str, Record], other: dict[str, Record]) -> str:
@@ -80,10 +84,11 @@ def main() -> None:
     """Prints a table, a line as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=7)
+    parser.add_argument("--longest", type=float, default=float("inf"))
     parser.add_argument("--only", default="")
     given = parser.parse_args()
-    planned(given.every)  # what is compiled and read once is not counted
-    usual = planned(given.every)
+    planned(given.every, given.longest)  # what is compiled and read once is not counted
+    usual = planned(given.every, given.longest)
     print(f"{len(usual)} problems\n")
     print(
         "| number | as it is | times | mean step | from, to | planning |\n|---|---|---|---|---|---|"
@@ -95,7 +100,7 @@ def main() -> None:
                 continue
             for factor in (10, 0.1):
                 with with_effort(table, field.name, factor):
-                    told = row(usual, planned(given.every))
+                    told = row(usual, planned(given.every, given.longest))
                 print(f"| `{name}` | {value} | {factor} | {told} |", flush=True)
 
 

@@ -3,7 +3,7 @@ they lie beside the files of dnn-partitioning.
 
 The load of a device is the seconds of its nodes and of its transfers: an output that other devices
 read is sent once, an output of others is received once, and so are their cotangents. The largest
-load is the time per sample, which the paper (Tarnawski et al., 2020) minimises. The field `load` of
+load is the time per sample, which the paper (Tarnawski et al., 2020) minimizes. The field `load` of
 a file is not read: it is -1 if nobody computed it.
 """
 

@@ -11,7 +11,7 @@ from experiments.staleness.subjects import Subject
 from experiments.staleness.table import row
 from experiments.staleness.train import Curve, simulated_s
 
-COLOURS = {
+COLORS = {
     "one device, per batch": "#888888",
     "one device, per micro-batch": "#222222",
     "gpipe": "#4f9ea3",
@@ -21,7 +21,7 @@ COLOURS = {
     "pipemare": "#8557a8",
     "xpipe": "#b0413e",
 }
-_ALONE = [name for name in COLOURS if name.startswith("one device")]
+_ALONE = [name for name in COLORS if name.startswith("one device")]
 
 
 def draw(subject: Subject, curves: Sequence[Curve], folder: Path) -> None:
@@ -30,7 +30,7 @@ def draw(subject: Subject, curves: Sequence[Curve], folder: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(3, 3, sharey=True)
     for stages, line in zip((2, 4, 8), panels, strict=True):
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             found = row(subject, curves, name, 1 if name in _ALONE else stages)
             if found is None:
                 continue
@@ -38,12 +38,12 @@ def draw(subject: Subject, curves: Sequence[Curve], folder: Path) -> None:
                 line, (found.steps * subject.batch_size, found.updates, found.seconds), strict=True
             ):
                 style = {"gpipe": (0, (4, 4)), "one device, per batch": (0, (1, 3))}.get(name, "-")
-                axes.plot(x, found.mean, color=colour, linewidth=1.3, linestyle=style, label=name)
+                axes.plot(x, found.mean, color=color, linewidth=1.3, linestyle=style, label=name)
                 axes.fill_between(
                     x,
                     found.losses.min(0),
                     found.losses.max(0),
-                    color=colour,
+                    color=color,
                     alpha=0.12,
                     linewidth=0,
                 )

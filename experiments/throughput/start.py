@@ -37,12 +37,12 @@ def main() -> None:
         group=GROUP[" ".join(sys.argv[2:])],
     )
     state = pipe.init(workload.init, batch, jax.random.key(0))
-    initialised_s = time.perf_counter() - start_s
+    initialized_s = time.perf_counter() - start_s
     state, _ = pipe.step(state, batch)
     jax.block_until_ready(state)
     found = {
         "imported_s": imported_s,
-        "initialised_s": initialised_s,
+        "initialized_s": initialized_s,
         "start_s": time.perf_counter() - start_s,
     }
     session = pipe.session

@@ -1,4 +1,4 @@
-"""Architecture search inside one pipeline: a stream of models, each trained for a few steps."""
+"""Searches model architectures in one pipeline, which trains one after another for a few steps."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +20,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Candidate:
-    """An architecture with its loss and its fresh parameters, on the host."""
+    """An architecture, with its loss function and its first parameters, which are on the host."""
 
     architecture: Architecture
     loss_fn: Callable[..., Any]
@@ -28,18 +28,18 @@ class Candidate:
 
 
 class ArchitectureSearch:
-    """Regularised evolution of architectures; equal blocks of different ones share parameters.
+    """A search by regularized evolution, in which equal blocks of architectures share parameters.
 
-    The fitness of an architecture is the mean loss of its steps. While one architecture trains, the
-    next one is drawn and prepared in the background. The draw therefore knows the losses of all
-    architectures except the one in training. The sequence of architectures depends only on the seed
-    and the losses.
+    The fitness of an architecture is its mean loss over its steps. While one architecture trains,
+    a thread draws the next one and compiles it. At this draw the evolution knows the losses of all
+    earlier architectures, except the loss of the one in training. So the sequence of architectures
+    depends only on the seed and the losses, and not on how fast the thread is.
 
     Args:
         supernet: the space of architectures, with their losses and parameters.
         seed: the seed of the sequence and of the parameters.
-        steps: how many steps each architecture is trained for before the next one.
-        evolution: draws architectures and gets their losses; unless given, one with this seed.
+        steps: the number of steps for which an architecture is trained before the next one follows.
+        evolution: draws the architectures, and is told their losses; None to make one by the seed.
     """
 
     def __init__(
@@ -54,19 +54,22 @@ class ArchitectureSearch:
         self._key = jax.random.key(seed)
         self._loss_of = cache(
             supernet.loss_of
-        )  # a pipeline recognises a model by the identity of its loss function
+        )  # a pipeline recognizes a model by the identity of its loss function
         self.first = self._candidate(next(self.evolution))
 
     def run(
         self, pipe: Pipeline, state: State, batches: Iterable[Tree], num_steps: int
     ) -> Iterator[tuple[State, Metrics, Architecture]]:
-        """Trains one architecture after another.
+        """Trains one architecture after another, and yields the result of each step.
 
         Args:
-            pipe: trains them.
+            pipe: the pipeline that trains the architectures.
             state: the state that `Pipeline.init` made for the architecture `first`.
-            batches: an iterable of batches.
+            batches: the batches for all steps.
             num_steps: the number of steps of all architectures together.
+
+        Yields:
+            The new state, the metrics of the step, and the architecture that was trained.
         """
         batches, candidate = iter(batches), self.first
         with ThreadPoolExecutor(1) as background:

@@ -1,4 +1,8 @@
-"""Reading of command lines: options, files of options, and the names that `--help` lists."""
+"""Reads command lines and the files of options that they name; lists names for `--help`.
+
+The value of an option comes from the first of these places that has the option: the command line,
+the file of `--config`, the config.json of the run that `--resume` continues, the default.
+"""
 
 import argparse
 import json
@@ -37,31 +41,34 @@ _WORDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError for a mistake, which is then shown in one line."""
+    """A parser that raises ValueError for a user's mistake; the commands print it in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError; argparse itself would print the usage and end the process."""
+        """Raises ValueError, where argparse would print the usage and end the process."""
         raise ValueError(message)
 
 
 def read_options(
     holder: type[PipelineOptions], arguments: Sequence[str] | None, command: str
 ) -> dict[str, Any]:
-    """Returns the options that a command line gives, by name; `--help` and `--version` exit.
+    """Returns the values of the options on a command line, by name.
+
+    Options that are not on the command line are not in the result. `--help` and `--version` print
+    their text and end the process.
 
     Args:
-        holder: the dataclass of the command's options.
-        arguments: the command line; that of this process unless given.
+        holder: the dataclass that defines the command's options.
+        arguments: the words of the command line; None for this process's command line.
         command: the name of the command after `python -m`.
 
     Raises:
-        ValueError: an option is unknown, or its value is of another type.
+        ValueError: an option is unknown, or its value cannot be converted to the option's type.
     """
     options = options_of(holder)
     said = sys.argv[1:] if arguments is None else arguments
-    # Old names of options are replaced before argparse sees them.
+    # argparse must see only present names, so the former names of options are replaced first.
     words = [_word(holder, word) for word in said if not _is_needless(options, word)]
-    # The names of models are looked up only for the help, because packages may have many.
+    # The names of models are looked up only for `--help`, because the search takes time.
     asked = {"-h", "--help"} & {*words}
     parser = _Parser(
         prog=f"python -m {command}",
@@ -82,14 +89,17 @@ def read_options(
 def add_options(
     parser: argparse.ArgumentParser, options: Mapping[str, Option]
 ) -> list[argparse.Action]:
-    """Adds options to a parser, each in its group, and `--version`; returns argparse's actions.
+    """Adds `--version` and options to a parser, each option in its group.
 
     Args:
         parser: the parser of a command.
         options: the options of the command, by name.
+
+    Returns:
+        The argparse action of each option, in the same order.
     """
     version = f"jvpipe {jvpipe.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="Says which it is.")
+    parser.add_argument("--version", action="version", version=version, help="Prints the version.")
     groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
     actions = []
     for name, option in options.items():
@@ -103,21 +113,21 @@ def add_options(
                 "metavar": (option.unit or "name").upper(),
             }
         add = groups[option.group].add_argument
-        # argparse gets no defaults: an option that is not given must differ from one that is given
-        # with its default, because only the former may come from a file.
+        # argparse gets no defaults. So its result shows which options the user gave, and only the
+        # others may come from a file.
         settings = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
         actions.append(add(option.flag, **settings, **kind))
     return actions
 
 
 def _help(option: Option) -> str:
-    """Writes a line of `--help`, with the default in brackets if there is one."""
+    """Writes the help of an option for argparse, with the default in brackets if there is one."""
     line = option.help if not option.default else f"{option.help} ({option.default})"
     return line.replace("%", "%%")
 
 
 def _word(holder: type[PipelineOptions], word: str) -> str:
-    """Rewrites a word that is an option: with hyphens, and with the option's present name."""
+    """Returns a word of a command line; an option gets its present name and hyphens."""
     flag, equals, value = word.partition("=")
     if not flag.startswith("--") or flag == "--":
         return word
@@ -126,7 +136,7 @@ def _word(holder: type[PipelineOptions], word: str) -> str:
 
 
 def _is_needless(options: Mapping[str, Option], word: str) -> bool:
-    """Tells whether a word is a former option that is now always on; warns of it if so."""
+    """Tells whether a word is a former option that has no effect any more, and warns if so."""
     if word != "--no-lossy" or "lossy" not in options:
         return False
     warning = f"warning: {word} holds anyway, and is refused from the next release on"
@@ -135,18 +145,18 @@ def _is_needless(options: Mapping[str, Option], word: str) -> bool:
 
 
 def present(holder: type[PipelineOptions], name: str) -> str:
-    """Returns the present name of an option, and warns if `name` is one that it had before."""
+    """Returns the present name of an option, and warns if `name` is a former name of the option."""
     name = name.replace("-", "_")
     for option in options_of(holder).values():
         if name in option.was:
-            warning = f"warning: {name} is called {option.name} now, and that name alone from the next release on"
+            warning = f"warning: {name} is called {option.name} now: the next release knows only the new name"
             print(warning, file=sys.stderr)
             return option.name
     return name
 
 
 def _of_text(option: Option, text: Any) -> Any:
-    """Converts the value of an option to the option's type."""
+    """Converts the value of an option to the option's type; raises ValueError if it cannot."""
     if isinstance(text, list):
         return tuple(text)
     if text == "None" and NoneType in option.kinds:
@@ -159,7 +169,7 @@ def _of_text(option: Option, text: Any) -> Any:
 
 
 def names() -> str:
-    """Lists models with their sizes, planners, schedules and hardware, one line for each kind.
+    """Lists models (with sizes), planners, schedules and hardware by name, a line for each kind.
 
     >>> print(names())  # doctest: +ELLIPSIS
     Models: bert (tiny, mini, ...), ...; your own as file.py:NAME or package.module:NAME.
@@ -181,7 +191,7 @@ def names() -> str:
 
 
 def names_by_option() -> dict[str, list[str]]:
-    """Returns the names that jvpipe itself has, by the option that takes them."""
+    """Returns the names that jvpipe defines for the values of an option, by the option's name."""
     return {
         "model": list(models.NAMES),
         "planner": [planner.name for planner in PLANNERS],
@@ -191,20 +201,22 @@ def names_by_option() -> dict[str, list[str]]:
 
 
 def _sizes(name: str) -> str:
-    """Lists the sizes of a model; if a package that it needs is not installed, says which."""
+    """Lists the sizes of a model, or says which package that the model needs is not installed."""
     try:
         return ", ".join(models.sizes(name))
     except MissingExtraError as missing:
         return str(missing)
 
 
-# Options of the command line come before those of --config, and these before a resumed run's.
+# An option's value is that of the command line, of --config, of a resumed run, or the default, in
+# this order.
 
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:
-    """Returns the options of the command line, or else of --config, or else the defaults.
+    """Returns the options of the command line and of --config, without those of a resumed run.
 
-    Only those about processes are checked, because processes meet before the rest is checked.
+    Only the options about processes are checked. The others are checked by `parse`, once the
+    processes have met and can fail together.
     """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     options = _over(of_line, _of_config(of_line))
@@ -213,13 +225,15 @@ def given(arguments: Sequence[str] | None) -> TrainOptions:
 
 
 def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptions:
-    """Returns the options of the command line, of --config, or of the resumed run, in this order.
-
-    Options that none of the three has get their defaults.
+    """Returns the checked options of the command line, of --config and of the resumed run.
 
     Args:
-        arguments: the command line; that of this process unless given.
-        writes: whether this process writes the files of the run.
+        arguments: the words of the command line; None for this process's command line.
+        writes: whether this process writes the files of the run, and so checks their paths.
+
+    Raises:
+        ValueError: an option is unknown, is impossible or contradicts another, or the folder of the
+            run cannot be resumed.
     """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     of_file = _of_config(of_line)
@@ -246,9 +260,9 @@ def _resumed(
     """Returns the options of a resumed run.
 
     Args:
-        options: the options of the command line and of --config, the others by default.
-        of_line: the options of the command line.
-        of_file: the options of --config.
+        options: the options of the command line and of --config, and defaults for the rest.
+        of_line: the values on the command line.
+        of_file: the values in the file of --config.
         writes: whether this process writes the files of the run.
     """
     if options.run_dir is None:
@@ -267,7 +281,8 @@ def _resumed(
         )
     trusted, named = options.trust, "model" in {**of_line, **of_file}
     options = _over(of_line, {**saved, **of_file})
-    # One process asks whether the folder's code may be run, and the others follow its answer.
+    # The model that config.json names may be code in the folder. Only the process that writes the
+    # run checks whether this code may be run. If it refuses, the others stop, too.
     if writes and not named and not trusted:
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
@@ -280,7 +295,10 @@ def _resumed(
 
 
 def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
-    """Returns options in which `later` replaces `earlier`, or adds to it if it may be repeated."""
+    """Returns the options of both mappings; if an option is in both, `later` replaces `earlier`.
+
+    The values of an option that may be given several times are added to each other instead.
+    """
     added = {
         name: (*earlier.get(name, ()), *value)
         for name, value in later.items()
@@ -293,10 +311,11 @@ def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
 
 
 def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options in the file of --config, which is TOML, YAML or JSON.
+    """Returns the values in the file of --config, which is TOML, YAML or JSON, by option name.
 
-    Names may have hyphens as on the command line. The config.json of a run may be used as well. Its
-    entries that are not options, and options that were for one start only, are passed over.
+    Names may have hyphens as on the command line. The file may also be the config.json of a run.
+    Some entries of a config.json are not options, and some options applied only to one start of
+    that run. Both are ignored.
 
     Raises:
         ValueError: the file cannot be read, has an unknown option, or a value of another type.
@@ -318,7 +337,7 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
         raise ValueError(f"{where} holds no options by name, but {type(content_by_name).__name__}")
-    # A run's config.json has entries that are not options. It is recognised by its "data_digest".
+    # Only in a run's config.json may entries be ignored. Such a file is known by "data_digest".
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
     if "data_digest" not in content_by_name:
         passed_over = ()
@@ -335,16 +354,18 @@ def _typed(
     passed_over: Collection[str],
     at: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns the options of a file, with lists as tuples, and whole numbers as floats if needed.
+    """Checks the values of a file against the types of their options, and returns them.
+
+    A list becomes a tuple, and a whole number becomes a float if the option is a float.
 
     Args:
-        named: values by the names of options.
-        where: names the file in messages.
-        passed_over: names that may be in the file and are not options.
-        at: the line of each name, for messages.
+        named: the values by the names of options.
+        where: what messages call the file.
+        passed_over: the names of entries that are ignored.
+        at: the line of each name as messages write it; empty if lines are not known.
 
     Raises:
-        ValueError: there is no option of that name, or its value is of another type.
+        ValueError: a name is not that of an option, or a value is of another type.
     """
     options, values = options_of(TrainOptions), {}
     for name, value in named.items():
@@ -355,7 +376,7 @@ def _typed(
             raise ValueError(f"{where}{at.get(name, '')}: {unknown}")
         kinds = options[name].kinds
         value = tuple(value) if isinstance(value, list) and tuple in kinds else value
-        # A file may have 1 as a rate, which is then meant as 1.0.
+        # In a file, 1 may stand for the rate 1.0.
         value = float(value) if type(value) is int and float in kinds else value
         texts = type(value) is not tuple or all(type(text) is str for text in value)
         if type(value) not in kinds or not texts:
@@ -372,14 +393,14 @@ def _text(value: Any) -> str:
 
 
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
-"""Numbers such as 1e-3, which YAML 1.1 takes for a text, because they have no point."""
+"""Matches numbers such as 1e-3. YAML 1.1 reads them as texts, because they have no point."""
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
     r"""Reads a YAML document; returns its value, and the line of each name at the top level.
 
     Raises:
-        ValueError: it is not YAML, or a mapping has a name twice; the message has the line.
+        ValueError: the text is not YAML, or a mapping has a name twice; the message has the line.
 
     >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
     ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})

@@ -1,4 +1,8 @@
-"""The preparation of a command line's run: its folder, its data, its pipeline and its state."""
+"""Prepares a training run of the command line: its folder, its data, its pipeline and its state.
+
+Each process of the run prepares the same `Job`. `Hosts.together` and `Hosts.agree` wait for all
+processes. If one of them fails there, or has another value than the others, all raise an error.
+"""
 
 import dataclasses
 import os
@@ -42,15 +46,15 @@ from jvpipe.util.extras import extra
 
 
 def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Path) -> None:
-    """Copies the tokenizer of `--tokenizer`, with its chat template, to the run's files.
+    """Copies the tokenizer file of `--tokenizer`, and the files of its chat template, to a folder.
 
     Args:
-        options: the options of the command line.
-        workload: the model whose text the tokenizer reads.
-        folder: the folder of files that belong to the run.
+        options: the options of the run.
+        workload: the model of the run.
+        folder: the folder that gets the files.
 
     Raises:
-        ValueError: the file holds no tokenizer, or the run would not use it.
+        ValueError: the file is not a tokenizer, or the run would not use it.
     """
     if options.tokenizer is None:
         return
@@ -77,15 +81,15 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
 
 
 def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
-    """Returns the model with the optimizer, learning rate and warm-up of the command line.
+    """Returns the model with the optimizer, learning rate and warm-up that the options ask for.
 
     Args:
         workload: the model with its own optimizer.
-        options: the options of the command line.
-        updates: how many updates the whole run makes.
+        options: the options of the run; `warmup` counts steps.
+        updates: the number of updates of the whole run, several per step if it is asynchronous.
 
     Raises:
-        ValueError: a rate is given, but the model's own optimizer has none that can be changed.
+        ValueError: a rate is given, but the rate of the model's own optimizer cannot be changed.
     """
     assert options.steps is not None
     rates = {"--learning-rate": options.learning_rate, "--warmup": options.warmup}
@@ -109,8 +113,7 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
     )
 
 
-# `--init-from` begins a run with weights of the package transformers, and `--export-weights` writes
-# weights for it.
+# `--init-from` begins a run with weights from a folder of the package transformers.
 
 Tree = Any
 _DIMENSIONS = (
@@ -125,15 +128,14 @@ _DIMENSIONS = (
     "spans",
     "window",
 )
-"""The fields of a model that --size decides if it is given, so that they are not taken from a
-folder."""
+"""The fields of a model that --size decides. If it is given, they are not taken from a folder."""
 
 
 def as_in_folder(options: TrainOptions) -> TrainOptions:
-    """Adds the fields of the model that the folder of `--init-from` has and the user does not give.
+    """Adds to options the model's fields, size and tokenizer from the folder of `--init-from`.
 
     Raises:
-        ValueError: the folder does not fit the model.
+        ValueError: weights cannot be read for the model, or the folder is of another model.
     """
     if options.init_from is None or options.resume:
         return options
@@ -174,10 +176,10 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
 
 
 def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
-    """Returns the parameters of `--init-from`'s folder, or the function that makes the first ones.
+    """Returns the parameters in the folder of `--init-from`, or else the function that makes them.
 
     Raises:
-        ValueError: the folder is of another architecture; the first tensor that differs is named.
+        ValueError: the folder is of another architecture; the message names a tensor that differs.
     """
     if options.init_from is None or options.resume:
         return workload.init
@@ -190,12 +192,12 @@ def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
         return in_folder(folder, workload, jax.random.key(options.seed))
 
 
-# The parts of a run are opened or made, checked, and written to the folder of the run.
+# The parts of a run are opened or made and checked. Then its files are written to its folder.
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is ready to train."""
+    """A run that is ready to train; its last step has the number `steps`."""
 
     options: TrainOptions
     steps: int
@@ -211,29 +213,35 @@ class Job:
     def stream(
         self, state: Any, steps: int
     ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
-        """Returns the steps of the run: state, metrics, and in a search the blocks' names."""
+        """Trains for some steps; yields the state and the metrics after each of them.
+
+        In a search, the third value has the names of the architecture's blocks. Else it is empty.
+        """
         if self.search is None:
             return ((*after, ()) for after in self.pipe.run(state, self.data.train, steps))
         searched = self.search.run(self.pipe, state, self.data.train, steps)
         return ((state, metrics, architecture.names()) for state, metrics, architecture in searched)
 
     def pauses(self, step: int) -> bool:
-        """Tells whether the run waits for a step: to evaluate, save or change the architecture."""
+        """Tells whether the next step must wait for this one.
+
+        It must if the state is evaluated or saved, or if the search changes the architecture.
+        """
         ends_architecture = self.search is not None and step % self.search.steps == 0
         return self.evaluates(step) or self.saves(step) or ends_architecture
 
     def evaluates(self, step: int) -> bool:
-        """Tells whether held-out batches are evaluated after a step."""
+        """Tells whether the state after a step is evaluated on the held-out batches."""
         period = self.options.eval_every
         return period is not None and step % period == 0
 
     def saves(self, step: int) -> bool:
-        """Tells whether a step has a checkpoint because of its number."""
+        """Tells whether a step is followed by one of the regular checkpoints."""
         return step % self.options.checkpoint_every == 0
 
 
 class Start(NamedTuple):
-    """The options, folder and model of a run, the config.json of a resumed one, and the plan."""
+    """What a run starts from; `before` is a resumed run's config.json, or the default options."""
 
     options: TrainOptions
     run: RunDir
@@ -243,14 +251,14 @@ class Start(NamedTuple):
 
 
 def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job, Any]:
-    """Opens the data, builds the pipeline and makes or restores the state.
+    """Opens the data, builds the pipeline, and makes or restores the state.
 
-    The folder is written only after all else has succeeded, so a run that cannot begin leaves none.
+    The files of the run are written last, so a run that cannot begin leaves none.
 
     Args:
         options: the options of the run.
         hosts: the processes of the run.
-        stack: until it is closed, other runs are kept out of the folder.
+        stack: until it is closed, it keeps other runs out of the folder.
     """
     # Options are compared first: processes with different options would wait for different things.
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
@@ -272,14 +280,14 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
             "data", lambda: _open_data(options, workload, run, files, hosts)
         )
     hosts.agree("the data of the processes", [("their digest", data.digest)])
-    # Held-out batches are checked now, because they are evaluated only at the end of the run.
+    # A held-out batch that cannot be cut into micro-batches must fail here, not after many steps.
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)
     rates = workload.learning_rates(updates)
     job = Job(
         options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search
     )
-    # Planning happens here, before anything is written.
+    # This plans and compiles, which may fail, before anything is written.
     state = _state(job)
     hosts.first(
         "run's files", lambda: _write(job, files if options.resume else run.adopt(new_files))
@@ -288,7 +296,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
 
 
 def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
-    """Reads and locks the folder of the run, finds the model, and sets the number of devices."""
+    """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices."""
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 
     def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
@@ -307,9 +315,9 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
 
     options, before, plan, from_file = hosts.together("run", kept)
     devices = plan.device_count if plan else options.devices_asked
-    with suppress(RuntimeError):  # JAX has made its devices already, perhaps enough of them
+    with suppress(RuntimeError):  # JAX has made its devices before, and perhaps they are enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
-    hosts.connect()  # from here on, a lost process is noticed at once
+    hosts.connect()  # from here on, the other processes notice at once if one is lost
     keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))
     workload = hosts.together(
@@ -329,7 +337,8 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
         run.check(config, {"model_config": usual})
         with run.advising():
             run.check_last()
-        # Layers may have moved since plan.json was written: the last checkpoint has the last plan.
+        # Layers may have moved to other devices during the run. The plan of the last checkpoint is
+        # therefore newer than plan.json.
         if plan and not from_file and run.checkpoints():
             with run.advising():
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
@@ -341,7 +350,7 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
 def _held_folder(
     options: TrainOptions, workload: models.Workload, hosts: Hosts, stack: ExitStack
 ) -> RunDir:
-    """Opens the folder of the run, which all processes must see and the first one locks."""
+    """Opens the folder of the run, which all processes must see; the first process locks it."""
 
     def hold() -> str:
         if options.run_dir is None:
@@ -357,13 +366,13 @@ def _held_folder(
 
 
 def _write(job: Job, files: Mapping[str, str]) -> None:
-    """Writes the files with which a run is resumed; `files` are digests of its further files."""
+    """Writes what a resumed run reads; `files` has the digests of files such as the tokenizer."""
     options, run = job.options, job.run
-    # The plan comes before the options that it was made for: a resumed run with the options in
-    # config.json uses the plan that it finds.
+    # A run that is resumed with the options in config.json uses plan.json. So the plan is written
+    # first: it must never be older than the options.
     run.write_plan(job.pipe.plan)
     config = _config(options, job.workload) | kept_options(options)
-    # A resumed run compares these entries with its own.
+    # A run that is resumed checks that these entries have not changed.
     about_run = {
         "data_digest": job.data.digest,
         "files": files,
@@ -400,21 +409,21 @@ def _open_data(
     files: Mapping[str, str],
     hosts: Hosts,
 ) -> tuple[models.Data, dict[str, bytes]]:
-    """Opens the data, and returns it with the files that opening it made for a new run.
+    """Opens the data; also returns the files that a new run must keep to read the same data again.
 
-    `files` has the digests of the files that a resumed run already has.
+    `files` has the digests of those files if the run is resumed. A tokenizer is such a file.
     """
     run.check_files(files)
     assert options.batch_size is not None
     data_path = None if options.data is None else Path(options.data)
-    # A new run makes its files in another folder, and adopts them once all else has succeeded.
+    # A new run makes these files in a temporary folder, because its own folder is written last.
     with TemporaryDirectory() as scratch:
         kept = run.path if options.resume else Path(scratch)
         keep_tokenizer(options, workload, kept)
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
         new_files = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
     lazily = getattr(data.train, "lazily", None)
-    if hosts.count > 1 and lazily is not None:  # each process reads what its own devices need
+    if hosts.count > 1 and lazily is not None:  # each process reads only what its devices need
         data = replace(data, train=lazily())
     if options.eval_every and not data.held_out:
         raise ValueError(
@@ -427,7 +436,7 @@ def _open_data(
 
 
 def _state(job: Job) -> jvpipe.State:
-    """Makes the first state of the run, or restores its last checkpoint and place in the data."""
+    """Makes the first state of the run, or restores the last state and its position in the data."""
     params = (
         job.search.first.params
         if job.search
@@ -444,30 +453,30 @@ def _state(job: Job) -> jvpipe.State:
 
 
 def _go_back(data: models.Data, last: Path) -> None:
-    """Sets the data to a checkpoint's place in them; DamageError if there is no such place."""
+    """Sets the data to the position in a checkpoint; raises DamageError if that is impossible."""
     extra = jvpipe.checkpoint_extra(last)
     if "data" not in extra:
         raise DamageError(f"{last} tells no place in the data")
     try:
         data.train.set_state(extra["data"])
-    except Exception as problem:  # the data may be a user's, and raise any kind of error
+    except Exception as problem:  # the data may be of a class of the user's, with any kind of error
         reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        raise DamageError(f"{last}: its place in the data is none, {reason}") from problem
+        raise DamageError(f"{last} has no usable place in the data: {reason}") from problem
 
 
 def keep_compiled() -> None:
-    """Keeps compiled programs in the user's cache, so that the next start finds them."""
+    """Makes JAX keep compiled programs in the user's cache folder, for the next start."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "jvpipe" / "compiled"))
-    # By default, JAX keeps only programs that took long to compile. Layers take little time each,
-    # but there are many.
+    # By default, JAX keeps only programs that took long to compile. The program of a layer takes
+    # little time, but there are many of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def stay_on_cpus() -> None:
-    """Keeps JAX from starting accelerators, not needed to plan, unless platforms are named."""
+    """Keeps JAX on CPUs, which is enough for planning; a platform that the user has set wins."""
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
 
@@ -489,7 +498,7 @@ def _search(
 
 
 def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
-    """Returns what a resumed run must share: fixed options, model fields, parameters' shapes."""
+    """Returns what a resumed run must not change: some options, model fields, parameter shapes."""
     shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
     parameters = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()}
     fixed = {name: getattr(options, name) for name in FIXED}
@@ -497,7 +506,7 @@ def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
 
 
 def resume_command(job: Job) -> str:
-    """Returns the command line that resumes a run."""
+    """Returns the command line that resumes a run, with the outputs that were asked for."""
     command = ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume"]
     for name in ("figure", "export", "export_weights"):
         if path := getattr(job.options, name):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, the evaluations that decide which is the best, and early stopping."""
+"""Writes a run's checkpoints, and decides by evaluations which one is best and when to stop."""
 
 import json
 import math
@@ -28,10 +28,10 @@ _KEPT = {
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations of a run so far.
+    """A summary of a run's evaluations so far.
 
-    They are the least loss, the step after which it was measured, and the number of evaluations
-    since then.
+    It has the lowest loss (None before the first evaluation), the step after which this loss was
+    measured, and the number of evaluations since then.
 
     >>> seen = Evaluations().after(10, 2.0).after(20, 1.5).after(30, 1.75)
     >>> seen.best_step, seen.since, seen.over(2), seen.after(40, math.nan).over(2)
@@ -43,17 +43,17 @@ class Evaluations:
     since: int = 0
 
     def after(self, step: int, loss: float) -> "Evaluations":
-        """Adds an evaluation; a loss that is not a number does not count as better."""
+        """Returns the summary after one more evaluation; a NaN never counts as the lowest loss."""
         if loss < (math.inf if self.best_loss is None else self.best_loss):
             return Evaluations(loss, step)
         return replace(self, since=self.since + 1)
 
     def over(self, patience: int | None) -> bool:
-        """Tells whether `patience` evaluations or more have followed the best one."""
+        """Tells whether a run stops early: `patience` evaluations have come after the best one."""
         return patience is not None and self.since >= patience
 
     def told(self, patience: int | None) -> str:
-        """Returns a run's last line, about the best evaluation; empty if there was none."""
+        """Writes a run's last line, about the best evaluation; empty if there was no evaluation."""
         if self.best_loss is None:
             return ""
         stopped = (
@@ -64,12 +64,16 @@ class Evaluations:
         return f"best held-out loss {self.best_loss:.4f} after step {self.best_step}, which best.json names{stopped}\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the values that checkpoints keep; empty if there was no evaluation."""
+        """Returns what a checkpoint keeps of the evaluations; empty if there was none."""
         return {} if self == Evaluations() else asdict(self)
 
 
 def evaluations_before(job: Job) -> Evaluations:
-    """Reads the evaluations that the last checkpoint of a resumed run holds."""
+    """Reads the evaluations from the last checkpoint of a resumed run; a new run has none yet.
+
+    Raises:
+        DamageError: the checkpoint's entry about evaluations is damaged.
+    """
     kept = job.run.checkpoints() if job.options.resume else []
     saved = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
     if not saved and isinstance(saved, dict):
@@ -80,12 +84,12 @@ def evaluations_before(job: Job) -> Evaluations:
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
-    """Returns the mean loss of the held-out batches, without changing the run; None if none exist.
+    """Returns the mean loss over the held-out batches; None if the data has no such batches.
 
     Args:
-        job: the run.
-        state: the newest state.
-        watch: is told that the run goes on.
+        job: the run, which does not change.
+        state: the state to evaluate.
+        watch: is notified before each batch, so that a long evaluation does not count as a hang.
     """
     losses = []
     for batch in job.data.held_out:
@@ -94,15 +98,15 @@ def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-# Checkpoints are written by a thread beside the training, and best.json names the best of them.
+# A thread writes checkpoints while the training goes on. best.json names the best checkpoint.
 
 
 class Keeper:
-    """A writer of a run's states; all processes of the run save together.
+    """A writer of a run's checkpoints; all processes of the run save together.
 
-    A step waits only until its state has been copied to the host; a thread writes the copy. If the
-    write fails, its error is raised at the next step. If there are several processes, it is raised
-    at the next save or at the end, because only there do all processes meet.
+    Training waits only until a state has been copied to the host. A thread then writes the copy. If
+    the write fails, a run of one process raises the error after the next step. A run of several
+    processes raises it at the next save or at the end, because only there all processes meet.
     """
 
     def __init__(self, job: Job, opened: ExitStack) -> None:
@@ -110,32 +114,32 @@ class Keeper:
         self._place = job.run.place()
 
     def check(self) -> None:
-        """Raises the error of the last write, if it has failed by now."""
+        """Raises the error of the last write if the write has failed and there is one process."""
         if self._job.hosts.count == 1:
             self._writer.check()
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is written."""
+        """Waits until the last checkpoint is written; raises the error of a write that failed."""
         self._job.hosts.together("the checkpoint", self._writer.wait)
 
     def save(self, state: Any, step: int, architecture: Sequence[str], seen: Evaluations) -> None:
-        """Saves the state and the place in the data in one checkpoint.
+        """Begins a checkpoint of the state and of the position in the data.
 
-        Older checkpoints are deleted once it is whole.
+        Once the checkpoint is complete, older ones that the run need not keep are deleted.
 
         Args:
             state: the state after the step.
             step: the number of the step, from 1.
-            architecture: the names of the architecture's blocks, in a search.
+            architecture: the names of the architecture's blocks; used only in a search.
             seen: the evaluations so far.
 
         Raises:
-            ValueError: a parameter is NaN, or the folder of the run is gone; no checkpoint is
-                written or deleted.
+            ValueError: a parameter is NaN, or the folder of the run is gone. No checkpoint is
+                written or deleted then.
         """
-        self.finish()  # so that the host never holds two copies of the state
+        self.finish()  # so that the host never holds two copies of a state
         job = self._job
-        # The place in the data is part of the checkpoint, so that it always fits the state.
+        # The position in the data is part of the checkpoint, so that it always fits the state.
         extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
         extra |= {"architecture": list(architecture)} if job.search else {}
         extra |= {"evaluations": kept} if (kept := seen.to_json()) else {}
@@ -166,7 +170,10 @@ class Keeper:
 
 
 def tidy(job: Job, seen: Evaluations) -> None:
-    """Writes best.json, and deletes older checkpoints, with those that a killed run has left.
+    """Writes best.json, and deletes the checkpoints that the run need not keep.
+
+    The run keeps its last `--keep` checkpoints and the best one. Incomplete checkpoints, which a
+    killed run leaves, are deleted, too.
 
     Args:
         job: the run.
@@ -182,5 +189,6 @@ def tidy(job: Job, seen: Evaluations) -> None:
         }
         replace_text(job.run.best, json.dumps(saved, indent=1) + "\n")
     else:
-        job.run.best.unlink(missing_ok=True)  # it may name a checkpoint that was moved away
+        # A file of an earlier start may name a checkpoint that has been moved away since.
+        job.run.best.unlink(missing_ok=True)
     job.run.prune(job.options.keep, seen.best_step)

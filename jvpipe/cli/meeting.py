@@ -1,9 +1,9 @@
-"""The meeting of a command's processes before JAX connects them, over lines signed with a secret.
+"""Lets a command's processes meet before JAX connects them, over lines signed with a secret.
 
-The connections to process 0 stay open during the run. When JAX's own connection between a process
-and the coordinator breaks, JAX ends the process at once, without a message of jvpipe's. A thread of
-the meeting, which waits for nothing else, therefore reports which connection broke first. A process
-that ends in order says farewell before, and is not reported.
+Each process connects to process 0, which checks that all have the secret and equal options, and
+tells them the port for JAX. The connections stay open during the run. If JAX loses a process, it
+ends the others at once, without a message of jvpipe's. So a thread of the meeting, which waits for
+nothing else, reports the connection that ended, unless the process said farewell before.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ VARIABLE = "JVPIPE_SECRET_FILE"
 
 
 def read_secret(path: str | None) -> bytes:
-    """Returns the secret in a file, without white space at its ends; empty if no file is named.
+    """Returns the secret in a file, without white space around it; empty if no file is named.
 
     Args:
-        path: the file of `--secret-file`; None: the file that the environment variable names.
+        path: the file of `--secret-file`; None for the file that the environment variable names.
 
     Raises:
         ValueError: the file is empty, cannot be read, or may be used by others than its owner.
@@ -47,7 +47,7 @@ def read_secret(path: str | None) -> bytes:
         return b""
     with ExitStack() as stack:
         try:
-            # O_NONBLOCK: opening a pipe without a writer would wait forever.
+            # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.
             file = stack.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
             status = os.fstat(file.fileno())
             secret = file.read(LINE_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
@@ -68,7 +68,7 @@ def read_secret(path: str | None) -> bytes:
     return secret
 
 
-# A connection between two processes, which prove with each line that they have the same secret.
+# A connection between two processes. Each line proves that its sender has the secret.
 
 _GREETING = "jvpipe-meeting-1"
 LINE_BYTES = 1 << 16
@@ -78,20 +78,20 @@ End = Literal["server", "client"]
 
 
 class AnotherSecretError(Exception):
-    """The other end's line is not signed with the secret of this end."""
+    """The error for a line that was not signed with the secret of the process that reads it."""
 
 
 class SignedLines:
-    """One end of a connection: lines of JSON, each with an HMAC that is keyed with the secret.
+    """One end of a connection: lines of JSON, each signed by an HMAC that is keyed with the secret.
 
-    Both ends begin with a fresh nonce. An HMAC covers the text of the line; its number, so that it
-    cannot be sent again; the end that speaks, so that it cannot be sent back; and both nonces, so
-    that it cannot be used in another connection. The secret itself is never sent.
+    At the start, both ends send a new nonce. The HMAC covers a line's text and number, so that the
+    line cannot be sent again. It covers which end sends, so that the line cannot be sent back. And
+    it covers both nonces, so that the line cannot be used in another connection.
 
     Args:
         reader: reads from the connection.
         writer: writes to the connection.
-        secret: the secret; if it is empty, lines prove nothing and anyone is believed.
+        secret: the secret, which is never sent; if it is empty, anyone can sign lines.
         end: which end of the connection this is.
     """
 
@@ -119,7 +119,7 @@ class SignedLines:
         self._nonces = " ".join(ordered)
 
     async def say(self, **words: Any) -> None:
-        """Sends the other end a JSON object with these entries."""
+        """Sends a JSON object with the given entries to the other end."""
         text = json.dumps(words).encode()
         proof = self._proof(self._end, self._said, text)
         self._said += 1
@@ -136,7 +136,7 @@ class SignedLines:
         """
         proof, _, text = (await self._line()).partition(b" ")
         other: End = "client" if self._end == "server" else "server"
-        # The comparison takes constant time, so that its time tells nothing about the right proof.
+        # The comparison takes equally long for any proof, so its time reveals nothing.
         if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
             raise AnotherSecretError
         self._heard += 1
@@ -149,7 +149,7 @@ class SignedLines:
         return words
 
     def close(self) -> None:
-        """Ends the connection once all lines have been sent."""
+        """Closes the connection once all lines have been sent."""
         self._writer.close()
 
     def _proof(self, end: End, place: int, text: bytes) -> bytes:
@@ -157,30 +157,30 @@ class SignedLines:
         return hmac.new(self._secret, signed, "sha256").hexdigest().encode()
 
     async def _line(self) -> bytes:
-        line = await self._reader.readline()  # ValueError for a longer one than the reader's limit
+        line = await self._reader.readline()  # raises ValueError if the line is over the limit
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the connection was closed")
         return line[:-1]
 
 
-# The meeting: each process says its number and what it was given, and learns JAX's port.
+# In the meeting, each process sends its number and its values, and learns the port for JAX.
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long processes wait for each other, in the meeting and later, and for how many strangers.
+    """How long processes wait for each other, in the meeting and during the run.
 
     Attributes:
-        handshake_s: the most seconds from the connection of a process to its introduction.
-        knock_s: seconds between two tries to reach process 0.
-        say_s: seconds between two lines in which a waiting process says for whom it waits.
-        farewell_s: the most seconds for process 0 to tell the others how the meeting ended, and for
-            any process to send its farewells.
-        crowd: the most open connections, so that strangers cannot use up the process's files.
-        look_s: seconds between two checks whether a run goes on, while processes train.
-        grace_s: seconds that the training thread, which knows the task, has to report a lost
-            process before another thread does.
-        ending_s: seconds that a process that ends gives the others to say why they end.
+        handshake_s: the longest time from a connection to the line that introduces the process.
+        knock_s: the time between two tries to reach process 0.
+        say_s: the time between two lines in which a waiting process says for whom it waits.
+        farewell_s: the longest time in which process 0 tells the others how the meeting ended, and
+            in which a process sends its farewells.
+        crowd: the largest number of connections, so that strangers cannot use up all open files.
+        look_s: the time between two checks, during training, whether the run makes progress.
+        grace_s: the time that the training thread, which knows the failed task, has to report a
+            lost process. After this time another thread reports the process.
+        ending_s: how long an ending process waits at most for the others or for JAX's shutdown.
     """
 
     handshake_s: float = 5.0
@@ -196,11 +196,11 @@ class Patience:
 PATIENCE = Patience()
 
 Parts = Mapping[str, Sequence[str]]
-"""By name, the digest of a value and the first characters of its text."""
+"""For each named value, its digest and the first characters of its text."""
 
 
 class Given(NamedTuple):
-    """The named values that a process was given, equal in all processes, and a secret or none."""
+    """The named values that must be equal in all processes, and the secret, which may be empty."""
 
     values: Sequence[tuple[str, str]]
     secret: bytes
@@ -212,7 +212,7 @@ class Given(NamedTuple):
 
 
 class Bonds:
-    """The connections that stay open after a meeting until one of their ends leaves."""
+    """The connections that stay open after a meeting, each until one of its two processes ends."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -223,12 +223,12 @@ class Bonds:
         return lines in self._held
 
     def hold(self, lines: SignedLines, left: Awaitable[object], whom: str) -> asyncio.Task[None]:
-        """Keeps a connection open; reports at once if the other end leaves without a farewell.
+        """Keeps a connection open, and reports at once if it ends without a farewell.
 
         Args:
             lines: this end of the connection.
-            left: waits for the other end's next line, which is its farewell.
-            whom: names the other end.
+            left: waits for the other end's next line, which can only be its farewell.
+            whom: what messages call the other process.
         """
         self._loop = asyncio.get_running_loop()
         self._held[lines] = self._loop.create_task(self._hear(lines, left, whom))
@@ -245,7 +245,7 @@ class Bonds:
             lines.close()
 
     def end(self) -> None:
-        """Says farewell to all connected processes, and no longer reports who leaves."""
+        """Says farewell to all connected processes, and no longer reports connections that end."""
         self._is_over = True
         if self._loop is None:
             return
@@ -257,14 +257,14 @@ class Bonds:
 
 
 class _Meeting:
-    """A side of a meeting, held in a thread of its own that stays during the whole run."""
+    """One side of a meeting, in a thread of its own that goes on during the whole run."""
 
     def __init__(self) -> None:
         self._met: Future[Any] = Future()
         self.bonds = Bonds()
 
     def _meet(self, meeting: Coroutine[Any, Any, None]) -> Any:
-        """Begins the meeting, and waits for its result."""
+        """Begins the meeting in a new thread, and waits for its result."""
 
         def run() -> None:
             try:
@@ -272,7 +272,7 @@ class _Meeting:
             except Exception as error:
                 if self._met.done():
                     raise
-                self._met.set_exception(error)  # or this process would wait forever
+                self._met.set_exception(error)  # without it, this process would wait forever
 
         threading.Thread(target=run, name="jvpipe-meeting", daemon=True).start()
         return self._met.result()
@@ -281,15 +281,15 @@ class _Meeting:
 class MeetingServer(_Meeting):
     """Process 0's side: waits for the others, and during the run refuses processes that come late.
 
-    All connections are served at the same time, in one thread, so that a slow, silent or faulty one
-    does not delay the others. Only a process that has the secret, and a number not yet taken, can
-    end the meeting because its values differ.
+    One thread serves all connections at the same time, so that a slow, silent or faulty process
+    does not delay the others. If the values of a process differ, the meeting ends. Only a process
+    with the secret and with a number that is not yet taken can cause this.
 
     Args:
-        listener: a socket that listens.
+        listener: the socket where this process listens.
         kept: a socket that reserves the port where JAX will connect the processes.
         count: the number of processes, including this one.
-        agreed: the values that this process was given, and the secret.
+        agreed: the values that must be equal in all processes, and the secret.
     """
 
     def __init__(
@@ -302,14 +302,14 @@ class MeetingServer(_Meeting):
         self._refusals: set[str] = set()
 
     def wait(self, timeout_s: float) -> Bonds:
-        """Returns the connections to all processes once all have come.
+        """Waits for all processes, and returns the connections to them.
 
         Args:
-            timeout_s: the most seconds that they may take.
+            timeout_s: the longest time that this may take, in seconds.
 
         Raises:
-            ValueError: a process was given other values.
-            HostLost: some process has not come in time.
+            ValueError: the values of a process differ from those of this one.
+            HostLost: a process has not come in time.
         """
         _port_in(self._meet(self._serve(timeout_s)))
         return self.bonds
@@ -326,13 +326,13 @@ class MeetingServer(_Meeting):
                 _say(f"waiting for {self._missing()}")
         if not self._end.done():
             self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
-        if self._visits:  # this process may end once it has the result, so the others get it first
+        if self._visits:  # the others get the result first, because this process may end with it
             await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
         self._met.set_result(self._end.result())
         await server.serve_forever()
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection; that of a stranger is closed without an answer."""
+        """Serves a connection; closes it without an answer if a stranger has made it."""
         lines = SignedLines(reader, writer, self._given.secret, "server")
         visit = asyncio.current_task()
         assert visit is not None, "the server runs each in a task"
@@ -362,7 +362,7 @@ class MeetingServer(_Meeting):
             self._refuse(f"a second process {process}, on {host}")
             why = f"there is a process {process} already: the run goes on without another one"
             await lines.say(refused=why, again=True)
-        # Only a process with the secret comes here, so its values may end the meeting.
+        # Only a process that has the secret comes this far, so its values may end the meeting.
         elif differing := _differing(mine, parts, 0, process):
             if self._end.done():
                 self._refuse(f"process {process} on {host}: {differing}")
@@ -373,14 +373,14 @@ class MeetingServer(_Meeting):
             await self._keep(lines, process)
 
     async def _keep(self, lines: SignedLines, process: int) -> None:
-        """Counts a process as present until it leaves; keeps its connection if the meeting ends."""
+        """Counts a process as present until it leaves; tells it how the meeting ends."""
         self._present.add(process)
         self._end_if_complete()
         left = asyncio.ensure_future(lines.hear())  # its next line can only be a farewell
         try:
             while not self._end.done() and not left.done():
                 await lines.say(missing=self._missing())
-                # The names of missing processes, sent now and then, show that process 0 is alive.
+                # These lines also show the process that process 0 is alive.
                 awaited = {self._end, left}
                 await asyncio.wait(
                     awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
@@ -405,7 +405,7 @@ class MeetingServer(_Meeting):
         return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
 
     def _refuse(self, whom: str) -> None:
-        """Reports each refusal once, so that a process that tries again does not fill the log."""
+        """Reports a refusal once, so that a process that tries again does not fill the log."""
         if whom not in self._refusals and len(self._refusals) < PATIENCE.crowd:
             self._refusals.add(whom)
             _say(f"refused {whom}")
@@ -418,7 +418,7 @@ class Attendance(_Meeting):
         host: the host of process 0.
         port: the port where process 0 listens.
         process: the number of this process.
-        agreed: the values that this process was given, and the secret.
+        agreed: the values that must be equal in all processes, and the secret.
     """
 
     def __init__(self, host: str, port: int, process: int, agreed: Given) -> None:
@@ -426,14 +426,14 @@ class Attendance(_Meeting):
         self._host, self._port, self._process, self._given = host, port, process, agreed
 
     def wait(self, timeout_s: float) -> int:
-        """Returns the port where JAX will connect the processes, once all have come.
+        """Waits for all processes, and returns the port where JAX will connect them.
 
         Args:
-            timeout_s: the most seconds that the others may take.
+            timeout_s: the longest time that this may take, in seconds.
 
         Raises:
-            ValueError: process 0 has not answered, or was given other values.
-            HostLost: the number of this process is taken, or some process has not come in time.
+            ValueError: process 0 has not answered, or has another secret or other values.
+            HostLost: the number of this process is taken, or a process has not come in time.
         """
         return self._meet(self._attend(timeout_s))
 
@@ -443,7 +443,7 @@ class Attendance(_Meeting):
         lines = await _reached(self._host, self._port, self._process, self._given.secret, timeout_s)
         missing = ""
         try:
-            # Process 0 decides when the time is over. It may have begun to wait before this one.
+            # Process 0 decides when the time is over. So this process waits a little longer for it.
             async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + PATIENCE.farewell_s):
                 await lines.say(process=self._process, parts=self._given.parts)
                 while "missing" in (words := await lines.hear()):
@@ -451,7 +451,7 @@ class Attendance(_Meeting):
                     _say(f"waiting for {missing}")
                 port = _port_in(words)
             bond = self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
-            self._met.set_result(port)  # last, because the caller may say farewell at once
+            self._met.set_result(port)  # after `hold`, because the caller may say farewell at once
             await bond
         except AnotherSecretError as problem:
             raise ValueError(
@@ -469,7 +469,7 @@ class Attendance(_Meeting):
 async def _reached(
     host: str, port: int, process: int, secret: bytes, timeout_s: float
 ) -> SignedLines:
-    """Connects to process 0, trying again until it listens or the time is over."""
+    """Connects to process 0; tries again until process 0 listens or the time is over."""
     start_s = said_s = time.monotonic()
     while True:
         lines = None
@@ -495,14 +495,14 @@ async def _reached(
 
 
 def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
-    """Returns a process's number and values; raises ValueError if its line has none."""
+    """Returns the process's number and values in its first line; raises ValueError without them."""
     pattern = {"process": whole_in(1, 2**31 - 1), "parts": {str: (str, str)}}
     compare("who comes", words, pattern)
     return words["process"], words["parts"]
 
 
 def _port_in(words: Mapping[str, Any]) -> int:
-    """Returns the port in the last line of a meeting; raises an error if the line refuses one."""
+    """Returns the port in a meeting's last line; raises HostLost or ValueError if there is none."""
     match words:
         case {"port": int(port)} if 0 < port < 2**16:
             return port
@@ -512,7 +512,7 @@ def _port_in(words: Mapping[str, Any]) -> int:
 
 
 def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
-    """Says which values differ, as `process` sees it; empty if none does."""
+    """Writes which values differ, those of `process` first; returns an empty text if none do."""
     absent = ("", "")
     differences = [
         f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"

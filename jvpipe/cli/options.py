@@ -1,6 +1,9 @@
-"""The options of `jvpipe.train` and `jvpipe.plan` that no pipeline has, and checks between them.
+"""Defines the options of `jvpipe.train` and `jvpipe.plan` that a `Pipeline` does not have.
 
-Options of a pipeline are defined in session/options.py.
+The options of a `Pipeline` are defined in session/options.py, as is `option`, whose arguments are
+the default, the check, the help, the group, the unit, and what a resumed run does with the option.
+`TrainOptions.check` compares options with each other. To add an option, add a field. The help and
+the page docs/options.md are generated from the fields.
 """
 
 import os
@@ -31,17 +34,17 @@ from jvpipe.session.options import (
 from jvpipe.util.given import checked_flag, checked_path, several
 
 MOST = 2**31 - 1
-"""The largest count: steps are counted in 32 bits."""
+"""The largest count of anything, because steps are counted in 32 bits."""
 _COUNT = partial(whole_number, most=MOST)
 
 
 def file_option(flag: str, value: Any) -> Path:
-    """Checks that a text can be a path, whether or not there is a file."""
+    """Returns a text as a path; raises ValueError if it cannot be one. The file need not exist."""
     return checked_path(value, flag)
 
 
 def name_option(flag: str, value: Any) -> str:
-    """Checks that a value can be a name; what it names is looked up later."""
+    """Returns a value if it can be a name, or raises ValueError. The name is looked up later."""
     return checked_name(flag, value, "tiny")
 
 
@@ -51,7 +54,7 @@ def _texts(flag: str, value: Any) -> list[str]:
 
 
 def fields_option(flag: str, value: Any) -> dict[str, str]:
-    """Returns values by the names of a model's fields, given as NAME=VALUE."""
+    """Returns the values in texts of the form NAME=VALUE, by the names of the model's fields."""
     for text in value:
         if "=" not in text:
             raise ValueError(f"{flag} {text}: give a field of the model and its value, NAME=VALUE")
@@ -60,7 +63,7 @@ def fields_option(flag: str, value: Any) -> dict[str, str]:
 
 
 def address_option(flag: str, value: Any) -> tuple[str, int]:
-    """Returns the host and the port of HOST:PORT."""
+    """Returns the host and the port in a text of the form HOST:PORT."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"{flag} must be HOST:PORT, such as host0:12345, not {value}")
@@ -69,12 +72,12 @@ def address_option(flag: str, value: Any) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class ModelOptions(PipelineOptions):
-    """What both command lines say of a model."""
+    """The options about a model that both command lines have."""
 
     size: str | None = option(
         None,
         name_option,
-        "Which of its sizes; the smallest one if left out, or your object as it is.",
+        "The model's size, by name; if left out the smallest one, or your own model as it is.",
         "model",
         "",
         resumed="fixed",
@@ -82,7 +85,7 @@ class ModelOptions(PipelineOptions):
     dtype: str | None = option(
         None,
         name_option,
-        "The type to compute in (float32 or bfloat16); parameters are float32. The model's own if left out.",
+        "The type to compute in, float32 or bfloat16; the model's own if left out. Parameters are float32.",
         "model",
         "",
         resumed="fixed",
@@ -97,7 +100,7 @@ class ModelOptions(PipelineOptions):
     set: tuple[str, ...] = option(
         (),
         fields_option,
-        "NAME=VALUE replaces a field of the model, such as blocks=12; may be given again and again.",
+        "NAME=VALUE replaces a field of the model, such as blocks=12; may be given several times.",
         "model",
         "NAME=VALUE",
     )
@@ -112,7 +115,7 @@ class ModelOptions(PipelineOptions):
     figure: str | None = option(
         None,
         file_option,
-        "Draws the timeline to this file (png, svg or pdf), a plan's with memory under it.",
+        "Draws the timeline to this file (png, svg or pdf); the figure of a plan also shows its memory.",
         "run",
         "file",
         resumed="start",
@@ -128,7 +131,7 @@ class TrainOptions(ModelOptions):
     config: str | None = option(
         None,
         file_option,
-        "A file with any of these options, TOML, YAML or JSON such as a run's config.json; those given here win.",
+        "A file with any of these options: TOML, YAML, or JSON such as a run's config.json. The command line wins.",
         "run",
         "file",
         resumed="start",
@@ -144,7 +147,7 @@ class TrainOptions(ModelOptions):
     plan: str | None = option(
         None,
         file_option,
-        "A plan to follow, such as the plan.json of a run: nothing is planned then.",
+        "A plan to use, such as the plan.json of a run; no planner is asked then.",
         "pipeline",
         "file",
         resumed="plans",
@@ -159,7 +162,7 @@ class TrainOptions(ModelOptions):
     optimizer: str | None = option(
         None,
         one_of("optimizer", OPTIMIZERS),
-        f"What updates parameters: {', '.join(OPTIMIZERS)}, with a clipped gradient; the model's own if left out.",
+        f"The optimizer, which gets clipped gradients: {', '.join(OPTIMIZERS)}; the model's own if left out.",
         "model",
         "",
         resumed="fixed",
@@ -167,32 +170,32 @@ class TrainOptions(ModelOptions):
     learning_rate: float | None = option(
         None,
         positive,
-        "Its highest learning rate; the model's own if left out.",
+        "The highest learning rate; the model's own if left out.",
         "model",
         "rate",
     )
     warmup: int | None = option(
         None,
         partial(whole_number, least=0, most=MOST),
-        "In how many steps the learning rate rises to that; the model's own share of all steps if left out.",
+        "Steps in which the learning rate rises to its highest; the model's own share of all steps if left out.",
         "model",
         "steps",
     )
     data: str | None = option(
         None,
         file_option,
-        'A text file or a folder of them, .jsonl and .parquet files with a field "text" or "messages" among them, '
-        "or OWNER/NAME of a hub; by default the "
-        "English prose that comes with Python. For models of images a folder with a folder for each class; by default "
-        "the digits of scikit-learn. For models that translate a folder with files such as train.en and train.de; by "
-        "default the message catalogues of Django.",
+        "For models of text: a file or a folder of files, which are text, or .jsonl or .parquet with a field "
+        '"text" or "messages"; or OWNER/NAME of a hub; by default the English prose that comes with Python. '
+        "For models of images: a folder with a folder for each class; by default the digits of scikit-learn. "
+        "For models that translate: a folder with files such as train.en and train.de; by default the message "
+        "catalogs of Django.",
         "data",
         "path",
     )
     tokenizer: str | None = option(
         None,
         file_option,
-        "Reads text by this tokenizer.json of the tokenizers package; by default one is trained on the text.",
+        "Reads text with this tokenizer.json of the tokenizers package; by default one is trained on the text.",
         "data",
         "file",
         resumed="start",
@@ -201,23 +204,23 @@ class TrainOptions(ModelOptions):
         None,
         file_option,
         "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and "
-        "model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model is as "
-        "config.json tells, and so is the tokenizer, if there is a tokenizer.json.",
+        "model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model's fields are "
+        "those in config.json, and its tokenizer is the tokenizer.json if there is one.",
         "model",
         "folder",
     )
     lora: int | None = option(
         None,
         _COUNT,
-        "Trains adapters of this rank alone; all other parameters stay as they are.",
+        "Trains only adapters of this rank; all other parameters stay as they are.",
         "model",
         "rank",
     )
     lora_on: str | None = option(
         None,
         name_option,
-        "With --lora: patterns of the paths of linear maps that have adapters, with commas between them; by default "
-        '"*attention*".',
+        "With --lora: patterns for the paths of the linear maps that get adapters, with commas between them; by "
+        'default "*attention*".',
         "model",
         "patterns",
     )
@@ -225,7 +228,7 @@ class TrainOptions(ModelOptions):
         None,
         file_option,
         "Writes the trained model to this new folder, laid out as that of --init-from, for transformers to load; "
-        "adapters are added to what they adapt.",
+        "adapters are added to the parameters that they adapt.",
         "run",
         "folder",
         resumed="start",
@@ -241,15 +244,15 @@ class TrainOptions(ModelOptions):
     run_dir: str | None = option(
         None,
         file_option,
-        "Where the run is kept; by default a new folder in runs/.",
+        "The folder of the run; by default a new one in runs/.",
         "run",
         "folder",
     )
     resume: bool = option(
         False,
         checked_flag,
-        "Continues the run in --run-dir, under its plan. Options that are not given are as they were in it; with other "
-        "stages, another planner, schedule or limit it is planned again.",
+        "Continues the run in --run-dir with its plan. Options that are not given keep the values of the run; other "
+        "stages, or another planner, schedule or limit, make a new plan.",
         "run",
         "",
         resumed="start",
@@ -265,7 +268,7 @@ class TrainOptions(ModelOptions):
     checkpoint_every: int = option(
         100,
         _COUNT,
-        "Steps between checkpoints; there is always one of the last step.",
+        "Steps between checkpoints; the last step always has one.",
         "run",
         "steps",
     )
@@ -279,14 +282,14 @@ class TrainOptions(ModelOptions):
     eval_every: int | None = option(
         None,
         _COUNT,
-        "Steps between evaluations on batches that training never sees; the best one's checkpoint is kept.",
+        "Steps between evaluations on batches that training never sees; the best checkpoint is kept.",
         "run",
         "steps",
     )
     early_stop: int | None = option(
         None,
         _COUNT,
-        "Ends the run after so many evaluations that were no better than the best.",
+        "Ends the run once this many evaluations have come after the best one.",
         "run",
         "evaluations",
     )
@@ -294,7 +297,7 @@ class TrainOptions(ModelOptions):
         (),
         _texts,
         "Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, or the tracker of an installed "
-        "package; may be given again.",
+        "package; may be given several times.",
         "run",
         "tracker",
     )
@@ -307,7 +310,7 @@ class TrainOptions(ModelOptions):
     nas: bool = option(
         False,
         checked_flag,
-        "Searches architectures by regularised evolution: one after another is trained, blocks keep their parameters.",
+        "Searches architectures by regularized evolution: trains one after another; equal blocks share parameters.",
         "model",
     )
     nas_steps: int = option(
@@ -327,7 +330,7 @@ class TrainOptions(ModelOptions):
     profile: int | None = option(
         None,
         _COUNT,
-        "Profiles so many steps, from the second on, with jax.profiler; timeline.json shows these.",
+        "Profiles this many steps, from the second on, with jax.profiler; timeline.json shows the same steps.",
         "run",
         "steps",
         resumed="start",
@@ -343,7 +346,7 @@ class TrainOptions(ModelOptions):
     coordinator: str | None = option(
         None,
         address_option,
-        "Over several processes, on one host or many: where process 0 waits for the others.",
+        "For several processes, on one host or many: the address where process 0 waits for the others.",
         "processes",
         "HOST:PORT",
         resumed="processes",
@@ -351,7 +354,7 @@ class TrainOptions(ModelOptions):
     process_id: int | None = option(
         None,
         partial(whole_number, least=0, most=MOST),
-        "Which of the processes this is, from 0; all run the same command except for this.",
+        "The number of this process, from 0; all run the same command except for this number.",
         "processes",
         "number",
         resumed="own",
@@ -367,7 +370,8 @@ class TrainOptions(ModelOptions):
     distributed: bool = option(
         False,
         checked_flag,
-        "Finds the other processes as Slurm, Open MPI, Kubernetes or a TPU pod tells, in place of the three above.",
+        "Finds the other processes through Slurm, Open MPI, Kubernetes or a TPU pod, in place of --coordinator, "
+        "--process-id and --num-processes.",
         "processes",
         "",
         resumed="processes",
@@ -375,7 +379,7 @@ class TrainOptions(ModelOptions):
     host_address: str | None = option(
         None,
         name_option,
-        "This host's address for the other processes; by default that over which it reaches the coordinator.",
+        "This host's address for the other processes; by default the one from which it reaches the coordinator.",
         "processes",
         "address",
         resumed="own",
@@ -383,8 +387,8 @@ class TrainOptions(ModelOptions):
     secret_file: str | None = option(
         None,
         file_option,
-        "A file of mode 0600 with a secret that all processes have: who has another one is refused. Without it the "
-        "file that JVPIPE_SECRET_FILE names; needs the three options above.",
+        "A file of mode 0600 with a secret that all processes share; a process with another secret is refused. By "
+        "default the file that JVPIPE_SECRET_FILE names. Needs --coordinator.",
         "processes",
         "file",
         resumed="own",
@@ -392,7 +396,8 @@ class TrainOptions(ModelOptions):
     host_timeout: float = option(
         300.0,
         partial(positive, largest=threading.TIMEOUT_MAX),
-        "Seconds without a sign of another process, or without a step, after which a run over several is given up.",
+        "Seconds without a sign of another process, or without a step, after which a run of several processes is "
+        "given up.",
         "processes",
         "seconds",
         resumed="processes",
@@ -405,26 +410,26 @@ class TrainOptions(ModelOptions):
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """How many devices each stage has; empty if each has one, or the planner decides."""
+        """The number of devices of each stage; empty if each has one, or the planner decides."""
         counts = self.replicas
         return () if counts is None or self.shares else read_whole_numbers("--replicas", counts)
 
     @property
     def stages_asked(self) -> int | None:
-        """How many stages there are; None if the planner decides."""
+        """The number of stages that the options ask for; None if the planner decides."""
         return (
             self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
         )
 
     @property
     def devices_asked(self) -> int:
-        """How many devices the run needs; CPU devices are made to this number."""
+        """The number of devices that the run needs; on a CPU, JAX makes as many devices."""
         if self.shares:
             return self.devices or max(self.stages or 1, os.cpu_count() or 1)
         return sum(self.replica_counts) or self.stages_asked or 1
 
     def check(self) -> None:
-        """Raises ValueError for an option with an impossible value, or that contradicts another."""
+        """Raises ValueError if an option has an impossible value or contradicts another option."""
         check_each(self)
         if self.early_stop and not self.eval_every:
             raise ValueError(
@@ -453,33 +458,34 @@ class TrainOptions(ModelOptions):
 
 
 def check_each(options: PipelineOptions, group: Group | None = None) -> None:
-    """Raises ValueError for the first option, of one group or of all, with an impossible value."""
+    """Raises ValueError if an option, of one group or of all, has an impossible value."""
     for name, one in options_of(type(options)).items():
         if group in (None, one.group):
             one.checked(one.flag, getattr(options, name))
 
 
-# Which options are kept for a resumed run, and which ones all processes must share.
+# The tables below say which options a resumed run keeps, and which ones all processes must share.
 
 _OWN = resumed(TrainOptions, "own")
 OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
 FIXED = resumed(TrainOptions, "fixed")
-"""The options that a resumed run cannot change, because they decide what is computed. Others decide
-about placement, or how long to go on."""
+"""The options that a resumed run cannot change, because they decide what is computed. All others
+decide about placement, or about how long to train."""
 DECIDES = resumed(TrainOptions, "plans")
-"""The options that decide a plan: a run that is resumed with other values is planned again."""
+"""The options that decide a plan. If a run is resumed with other values, a new plan is made."""
 NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
+"""The options that hold for one start of a run only."""
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:
-    """Returns the options that a run is resumed with, by name."""
-    # A resumed run may have other processes.
+    """Returns the options that config.json keeps, by name."""
+    # Options about processes are not kept, because a resumed run may have other processes.
     names = (name for name in options_of(TrainOptions) if name not in OF_PROCESSES)
     return {name: getattr(options, name) for name in names}
 
 
 def agreed_options(options: TrainOptions) -> list[tuple[str, str]]:
-    """Returns the options that all processes of a run must share, as text by name."""
+    """Returns the flags and values of the options that all processes of a run must share."""
     options_of_run = options_of(TrainOptions).values()
     return [
         (one.flag, str(getattr(options, one.name)))
@@ -489,7 +495,7 @@ def agreed_options(options: TrainOptions) -> list[tuple[str, str]]:
 
 
 def fields_of(options: ModelOptions) -> dict[str, Any]:
-    """Returns the fields of the model that options set, by name.
+    """Returns the fields of the model that the options set, by name.
 
     >>> fields_of(TrainOptions(set=("blocks=12", "dropout=0"), sequence_length=64))
     {'blocks': '12', 'dropout': '0', 'sequence_length': 64}

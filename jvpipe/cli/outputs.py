@@ -1,4 +1,4 @@
-"""The outputs of a command: files, whose paths are checked first, printed lines, and a display."""
+"""Writes the outputs of a command: files, whose paths are checked first, and what is printed."""
 
 import logging
 import os
@@ -28,11 +28,13 @@ from jvpipe.util.paths import path_names
 def check_outputs(
     outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
 ) -> None:
-    """Raises ValueError unless a different file can be written at each path; changes no file.
+    """Raises ValueError unless a file can be written at each path; changes no file.
+
+    Two options must not name the same file.
 
     Args:
-        outputs: paths by the options that name them; None is passed over.
-        inputs: paths of files that are read, by their options; no output may overwrite them.
+        outputs: the paths of files to write, by option; None if an option is not given.
+        inputs: the paths of files to read, by option; no output may overwrite one of them.
 
     >>> check_outputs({"--json": "nowhere/plan.json"})
     Traceback (most recent call last):
@@ -57,7 +59,12 @@ def check_outputs(
 
 
 def check_figure(path: str) -> None:
-    """Raises ValueError or MissingExtraError unless `--figure` can be drawn at its path."""
+    """Checks that `--figure` can be drawn to a path.
+
+    Raises:
+        ValueError: no file can be written there, or the ending of its name is not that of a format.
+        MissingExtraError: the package that draws is not installed.
+    """
     with extra("figures"):
         from jvpipe.report.figures import check_format
     check_outputs({"--figure": path})
@@ -66,7 +73,7 @@ def check_figure(path: str) -> None:
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[Path]:
-    """Yields the path of an output; an OSError inside gets a message that names the option."""
+    """Yields the path of an output; makes the message of an OSError inside name the option."""
     try:
         yield Path(path)
     except OSError as error:
@@ -76,7 +83,7 @@ def writing(option: str, path: str) -> Iterator[Path]:
 
 
 def _reason(path: str) -> str | None:
-    """Says why no file can be written at a path; None if one can."""
+    """Returns the reason why no file can be written at a path; None if one can be."""
     file = Path(path)
     try:
         if file.is_dir():
@@ -84,9 +91,9 @@ def _reason(path: str) -> str | None:
         if not file.parent.is_dir():
             return f"there is no folder {file.parent}: make it, or give another path"
         if file.exists() and not file.is_file():
-            return None  # a pipe or a device: its other end would notice that it is opened
+            return None  # a pipe or a device is not tried, because its other end would notice
         there = file.exists()
-        # The file is opened for writing, because permissions do not show a read-only disk.
+        # The file is really opened, because its permissions do not show that a disk is read-only.
         with file.open("ab"):
             pass
         if not there:
@@ -100,7 +107,9 @@ def _reason(path: str) -> str | None:
 
 
 def parameter_names(params: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a pytree by their paths with dots; `path_names` keeps names distinct.
+    """Returns the leaves of a pytree by name; a name is the path of the leaf, with dots.
+
+    All names are different, because `path_names` escapes keys that contain dots if it must.
 
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
@@ -111,7 +120,7 @@ def parameter_names(params: PyTree) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ValueError if it is clear that no safetensors file can be written at a path."""
+    """Raises ValueError if `--export` surely cannot write a safetensors file at a path."""
     if not path.parent.is_dir():
         raise ValueError(f"--export {path}: there is no folder {path.parent}")
     if path.is_dir():
@@ -127,7 +136,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raises ValueError if it is clear that no folder of weights can be made at a path."""
+    """Raises ValueError if `--export-weights` surely cannot make a folder at a path."""
     flag = f"--export-weights {path}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{flag} exists already: name a new folder, or an empty one")
@@ -138,13 +147,14 @@ def check_new_folder(path: Path) -> None:
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:
-    """Writes host arrays to a `.safetensors` file, keyed by parameter path.
+    """Writes arrays on the host to a `.safetensors` file, with the names of `parameter_names`.
 
     Raises:
-        OSError: the file cannot be written; there is then no part of it.
+        OSError: the file cannot be written. No part of it is left.
     """
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in parameter_names(params).items()}
-    # The file is written under another name and renamed, which is atomic: nobody reads half a file.
+    # The file gets its name only when it is complete. Renaming is atomic, so no other program ever
+    # reads a part of the file.
     draft = path.with_name(path.name + ".draft")
     try:
         array_file.save(draft, arrays)
@@ -154,23 +164,23 @@ def write_safetensors(path: Path, params: PyTree) -> None:
         raise OSError(f"cannot write {path}: {problem}") from problem
 
 
-# While it works, a command prints lines if stdout is not a terminal, and shows a display if stderr
-# is one.
+# While a command works, it prints lines to stdout or shows a display on stderr (see `Speech`).
 
 _log = logging.getLogger("jvpipe")
 
 
 class Speech:
-    """A context manager that shows the log of jvpipe, the phases of the work, and the steps.
+    """A context manager that shows a command's progress: its phases, its steps, and jvpipe's log.
 
-    If stderr is a terminal, it shows the log and a display; otherwise only warnings. Stdout gets
-    lines, unless both are terminals: the display then shows all that the lines would.
+    stderr is a terminal         it gets the log, and a display of the training
+    stderr is not a terminal     it gets the warnings of the log
+    stderr and stdout both are   stdout gets no lines, because the display shows the same
+    otherwise                    stdout gets lines
     """
 
     def __init__(self) -> None:
         self._screen = Console(stderr=True)
         shown = self._screen.is_terminal
-        # If both are terminals, the display shows everything.
         self._lines = None if shown and sys.stdout.isatty() else Lines(sys.stdout)
         self._display: TrainingDisplay | None = None
         self._total = 0
@@ -193,16 +203,16 @@ class Speech:
         self._opened.close()
 
     def doing(self, what: str) -> None:
-        """Notes what the command does now."""
+        """Prints, as a line on stdout, what the command does now."""
         if self._lines:
             self._lines.doing(what)
 
     def training(self, total: int, first: int) -> TrainingDisplay:
-        """Returns the display of a training, a context manager that shows it while it is open.
+        """Returns the display of a training; it is a context manager, and visible while open.
 
         Args:
             total: the number of the last step.
-            first: how many steps are done.
+            first: the number of steps that are done.
         """
         self._total = total
         self._display = TrainingDisplay(total, first, self._screen)
@@ -222,7 +232,7 @@ class Speech:
 
 
 def places(pipe: Pipeline) -> dict[str, DeviceRow]:
-    """Returns the layers and the limit of each device of a pipeline now, by the device's name."""
+    """Returns the present layers and the memory limit of each device, by the device's name."""
     session, layers = pipe.session, defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
         for device in stage.devices:
@@ -243,13 +253,15 @@ def progress() -> Iterator[None]:
 
 @contextmanager
 def _heard(level: int, handlers: Sequence[logging.Handler]) -> Iterator[None]:
-    """Sends the log of jvpipe, from a level on, to handlers while the context is open.
+    """Sends the log of jvpipe to handlers while the context is open.
 
-    A handler may have a higher level of its own.
+    Args:
+        level: the lowest level that is sent; a handler may have a higher level of its own.
+        handlers: the handlers.
     """
     level_before, propagate = _log.level, _log.propagate
     _log.setLevel(level)
-    _log.propagate = False  # a library may have added a handler to the root, which would repeat it
+    _log.propagate = False  # a handler of another library, at the root, would print all of it again
     for handler in handlers:
         _log.addHandler(handler)
     try:
@@ -268,7 +280,10 @@ def _to_stderr(level: int) -> logging.Handler:
 
 
 class _ToLines(logging.Handler):
-    """A handler that prints log messages as lines, and the beginning and end of phases."""
+    """A handler that prints log messages as lines, and reports when phases begin and end.
+
+    A phase logs its beginning at the level DEBUG, and its end at the level INFO.
+    """
 
     def __init__(self, lines: Lines) -> None:
         super().__init__(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""`python -m jvpipe`: prints the version, the commands and their names, or runs a command."""
+"""Runs `python -m jvpipe`: prints an overview of the commands, or runs one of them."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ _OPTIONS = {"train": TrainOptions, "plan": plan.PlanOptions}
 
 
 def _print_completion(arguments: Sequence[str]) -> int:
-    """Prints the script that completes `jvpipe` in a shell."""
+    """Prints the script for completion in a shell; returns the exit code."""
     try:
         (shell,) = arguments
         print(completion(shell, _OPTIONS))
@@ -32,13 +32,13 @@ _COMMANDS = {"train": train.main, "plan": plan.main, "completion": _print_comple
 _TOLD = """\
 python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
 python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs
-jvpipe completion bash                                   prints what completes jvpipe there, or in zsh or tcsh
+jvpipe completion bash                                   prints a script for completion in bash, zsh or tcsh
 python -m jvpipe train --help, python -m jvpipe plan --help
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code is 2 for a user's mistake."""
+    """Runs the command line; returns the exit code, which is 2 for a user's mistake."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words and words[0] in _COMMANDS:
         return _COMMANDS[words[0]](words[1:])
@@ -55,14 +55,14 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str:
-    """Returns the completion script of `jvpipe` for a shell.
+    """Returns a script with which a shell completes command lines of `jvpipe`.
 
     Args:
-        shell: one of SHELLS.
-        commands: the dataclass of options of each command, by the command's name.
+        shell: one of `SHELLS`.
+        commands: for each command by name, the dataclass that defines its options.
 
     Raises:
-        ValueError: the shell is not one of SHELLS.
+        ValueError: the shell is not one of `SHELLS`.
         MissingExtraError: shtab is not installed.
     """
     if shell not in SHELLS:
@@ -82,7 +82,13 @@ def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str
 
 
 def _complete(action: Any, file: Mapping[str, Any], folder: Mapping[str, Any]) -> None:
-    """Sets what the shell may complete after an option: some names, a file or a folder."""
+    """Sets what a shell offers after an option: names that jvpipe defines, files or folders.
+
+    Args:
+        action: the option, as argparse holds it.
+        file: the value by which shtab offers files.
+        folder: the value by which shtab offers folders.
+    """
     action.choices = names_by_option().get(action.dest)
     if action.metavar in ("FILE", "PATH"):
         action.complete = file

@@ -1,4 +1,8 @@
-"""Models that `--model` names, of jvpipe or of the user: found, checked, completed, given data."""
+"""Finds the model that `--model` names, which is jvpipe's, an installed package's or the user's.
+
+A user's model is any object with the members in `_MUST`. It is checked, its missing members get
+defaults (`completed`), and its batches become the data of a run (`Batches`).
+"""
 
 import dataclasses
 import hashlib
@@ -32,18 +36,18 @@ Tree = Any
 def own_data(
     where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> models.Data:
-    """Opens the data of a user's model, which the model gives itself.
+    """Opens the data of a user's model, which are what its `batches` and `held_out` return.
 
     Args:
         where: the value of `--model`, for messages.
-        model: the model, with its `batches` and `held_out`.
+        model: the user's model.
         data_path: the path of `--data`, which must be None, because such a model does not read it.
-        run_dir: the folder of the run.
+        run_dir: the folder of the run, in which such a model keeps no files.
         seed: the seed of the batches.
-        batch_size: how many examples a batch has.
+        batch_size: the number of examples in a batch.
 
     Raises:
-        ValueError: a path is given, or the model does not give batches of this size.
+        ValueError: a path is given, or the model does not return batches of this size.
     """
     if data_path is not None:
         raise ValueError(
@@ -59,14 +63,18 @@ def shapes(where: str, model: Any, batch_size: int) -> Tree:
 
     Args:
         where: the value of `--model`, for messages.
-        model: the model, which gives the batches.
-        batch_size: how many examples a batch has.
+        model: the user's model, whose first batch is made.
+        batch_size: the number of examples in a batch.
     """
     return abstract(_begun(where, model, 0, batch_size)[1], "batch leaf")
 
 
 def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches", Tree]:
-    """Begins a model's batches; also returns the first batch, which the stream will still yield."""
+    """Begins a model's stream of batches; returns the stream, and the batch that it yields first.
+
+    Raises:
+        ValueError: the first batch does not have `batch_size` examples.
+    """
     called = f"--model {where}: batches(seed={seed}, batch_size={batch_size})"
     batches = Batches(called, model.batches(seed, batch_size))
     first = batches.peek()
@@ -80,14 +88,14 @@ def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches
 
 
 class Batches:
-    """A user's stream of batches, whose place can be saved and restored.
+    """A user's stream of batches, whose position can be saved and restored.
 
-    A stream with `get_state` and `set_state`, such as Grain's, keeps its place itself; a place in
-    bytes is saved as text. For other streams the place is the number of batches taken so far, and
-    restoring it begins the same stream again and passes over as many.
+    A stream with the methods `get_state` and `set_state`, such as Grain's, has its own notion of a
+    position. For any other stream, the position is the number of batches taken so far. A new stream
+    goes to that position by skipping as many batches, so it must yield the same batches again.
 
     Args:
-        called: the call that gave the stream, for messages.
+        called: the call that returned the stream, for messages.
         stream: an iterable of batches.
 
     >>> batches = Batches("batches", iter("abc"))
@@ -121,8 +129,9 @@ class Batches:
         return batch
 
     def peek(self) -> Tree:
-        """Returns the next batch without taking it."""
-        # A stream that keeps its place is set back. For others the batch is put before the rest.
+        """Returns the next batch without taking it: `next` will return the same batch."""
+        # A stream with a position of its own is set back. In any other stream, the batch is put
+        # back in front.
         before = self.get_state()
         batch = next(self)
         if self._keeps_place:
@@ -133,7 +142,7 @@ class Batches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place in the stream, in values that JSON can hold."""
+        """Returns the position in the stream, in values that JSON can hold; bytes become a text."""
         if not self._keeps_place:
             return {"batches": self._taken}
         place = self._iterator.get_state()
@@ -142,7 +151,12 @@ class Batches:
         return {"place": place}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place; a stream that does not keep its place passes over earlier batches."""
+        """Goes to a position that `get_state` returned.
+
+        Raises:
+            ValueError: this stream has a position of its own and the saved one had none, or the
+                other way around.
+        """
         saved = "without" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:
             keeps = "a place" if self._keeps_place else "no place"
@@ -158,7 +172,7 @@ class Batches:
 
 
 def digest_of(batch: Tree) -> str:
-    """Computes the SHA-256 of a batch: its containers, and the bytes of its leaves.
+    """Computes the SHA-256 of a batch: of its containers, its shapes and the bytes of its leaves.
 
     >>> digest_of({"x": np.zeros(2)}) == digest_of({"x": np.zeros(2)}) != digest_of({"x": np.ones(2)})
     True
@@ -169,22 +183,21 @@ def digest_of(batch: Tree) -> str:
     return digest.hexdigest()
 
 
-# A user's model is checked, and completed by defaults. Members that it must have are named if they
-# are missing.
+# A user's model is checked. Members that it may lack get defaults.
 
 _MUST = {
     "loss_fn": "a function of (params, batch, rng) that gives the loss",
     "init": "a function of a key that gives the parameters",
     "batches": "a function of (seed, batch_size) that gives an iterator of batches",
 }
-"""The members that a model must have, with what they should be."""
+"""The members that a model must have, with what each should be, as messages say it."""
 _MAY = {
     "optimizer": ("steps",),
     "learning_rates": ("steps",),
     "held_out": (),
     "initial_state": (),
 }
-"""The functions that a model may have, with the names of their arguments."""
+"""The functions that a model may have, with the names of the arguments that they get."""
 _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
 """The defaults of a model: examples in a batch, steps of a run, and the highest learning rate."""
 
@@ -192,14 +205,14 @@ _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
 def completed(
     where: str, name: str, value: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """Makes a workload of a user's model, with defaults for members that it lacks.
+    """Makes a workload of a user's model, with defaults for members that the model lacks.
 
     Args:
         where: the value of `--model`, for messages.
         name: the name of the model.
-        value: an object, or a class that can be called without arguments.
-        size: the name of one of the model's `sizes`.
-        options: values that replace fields of the model, if it is a dataclass.
+        value: the model, or a class that makes the model when called without arguments.
+        size: the name of one of the model's `sizes`; None for the model as it is.
+        options: values that replace fields of the model, which must then be a dataclass.
 
     Raises:
         ValueError: the value is not a model; the message says which member is missing or wrong.
@@ -231,8 +244,8 @@ def completed(
             loss_fn=model.loss_fn,
             abstract_batch=lambda batch_size: shapes(where, model, batch_size),
             open_data=partial(own_data, where, model),
-            # `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer is
-            # used as it is, and the pipeline checks whether it fits.
+            # `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer
+            # ignores the request, and the pipeline checks whether the optimizer fits.
             optimizer=(lambda n, local=False: model.optimizer(n))
             if has_optimizer
             else recipe.optimizer,
@@ -247,7 +260,7 @@ def completed(
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Adds the value of `--model` to the message of a ValueError."""
+    """Makes the message of a ValueError inside the context begin with the value of `--model`."""
     try:
         yield
     except ValueError as problem:
@@ -255,7 +268,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _sized(name: str, named: Any, size: str | None) -> Any:
-    """Returns the model of an object or a class, in a size if one is given."""
+    """Returns the model that an object or a class stands for, in a size if one is given."""
     model = _made(named)
     if size is None:
         return model
@@ -268,7 +281,7 @@ def _sized(name: str, named: Any, size: str | None) -> Any:
 
 
 def _made(named: Any) -> Any:
-    """Returns an object as it is, and calls a class without arguments."""
+    """Returns an object as it is; if it is a class, calls it without arguments."""
     if not isinstance(named, type):
         return named
     try:
@@ -281,7 +294,7 @@ def _made(named: Any) -> Any:
 
 
 def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
-    """Returns the model with some of its fields replaced."""
+    """Returns the model with some of its fields replaced; raises ValueError if it has no fields."""
     if not options:
         return model
     kind = type(model).__name__
@@ -294,7 +307,7 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _check(model: Any, *, has_state: bool) -> None:
-    """Raises ValueError if a member of a model is not as it should be."""
+    """Raises ValueError if a function of a model is missing or does not take its arguments."""
     if has_state and not hasattr(model, "initial_state"):
         raise ValueError("has_state needs initial_state(), a function that gives the first state")
     check_loss(model.loss_fn, has_state=has_state)
@@ -325,11 +338,11 @@ def _flag(model: Any, name: str) -> bool:
     return value
 
 
-# `--model` names a model of jvpipe, a model of an installed package, or an object in a file or
-# module of the user's.
+# The value of `--model` is looked up: first among jvpipe's models, then among those of installed
+# packages, and then as an object in a file or a module.
 
 ENTRY_POINTS = "jvpipe.models"
-"""The group of entry points in which packages announce their models."""
+"""The group of entry points by which installed packages announce their models."""
 
 
 def find_model(
@@ -340,8 +353,9 @@ def find_model(
     Args:
         name: a model of jvpipe such as `bert`, or a name that an installed package announces in the
             group `jvpipe.models`, or `file.py:name`, or `package.module:name`.
-        size: one of the model's sizes.
-        fields: values that replace fields of the model, such as `dtype`; texts are converted.
+        size: one of the model's sizes; None for the smallest of jvpipe's, or the object as it is.
+        fields: values that replace fields of the model, such as `dtype`; texts are converted to the
+            type of the field, and None is ignored.
 
     Raises:
         ValueError: there is no such model, or a member of it is missing or wrong.
@@ -376,17 +390,18 @@ def find_model(
 
 
 def is_installed(name: str) -> bool:
-    """Tells whether a model is jvpipe's or an installed package's, and not code in some file."""
+    """Tells whether a model belongs to jvpipe or is announced by an installed package."""
     return name in models.NAMES or name in entry_points(group=ENTRY_POINTS).names
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Imports a file as a module, once; the module may import other files of its folder."""
+    """Imports a file as a module; the module may import other files of its folder."""
     file = path.resolve()
     if not file.is_file():
         raise ValueError("there is no such file")
     name = f"{file.stem}_of_{file.parent.name}"
-    # A second import would make other classes with the same names.
+    # The file is imported only once. A second import would make its classes a second time, and
+    # objects of the two would not be of the same class.
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(file):
         return loaded
@@ -395,7 +410,7 @@ def _of_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
-    # The module is in `sys.modules` while it runs, because dataclasses look it up there.
+    # The module enters `sys.modules` before it runs, because dataclasses look it up there.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -406,7 +421,7 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _loaded(name: str, load: Any) -> Any:
-    """Imports a user's code; makes any error of it a ValueError that names `--model`."""
+    """Calls `load`, which imports a user's code; turns any error into a ValueError."""
     try:
         return load()
     except Exception as problem:
@@ -418,11 +433,11 @@ def _loaded(name: str, load: Any) -> Any:
 
 
 def _line_of(name: str, problem: Exception) -> str:
-    """Returns the line of the user's file that raised an error; empty if none did."""
+    """Writes which line of the user's file led to an error; empty if none did."""
     at, trace = None, problem.__traceback__
     file = Path(name.rpartition(":")[0]).name
     while trace is not None:
-        # The last frame in the user's file is the one that is nearest to the error.
+        # The traceback ends at the error, so the last frame in the user's file is nearest to it.
         code = trace.tb_frame.f_code
         at = trace.tb_lineno if Path(code.co_filename).name == file else at
         trace = trace.tb_next

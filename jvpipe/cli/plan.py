@@ -1,4 +1,4 @@
-"""`python -m jvpipe.plan`: plans a model at its real size, or a profiled graph; runs no model."""
+"""Runs `python -m jvpipe.plan`: plans a model at its real size, or a graph file; runs no model."""
 
 import json
 import sys
@@ -51,29 +51,29 @@ class PlanOptions(ModelOptions):
     compare: str | None = option(
         None,
         planner_names,
-        "Several planners side by side: `all`, or names with commas between.",
+        "Compares several planners: `all`, or names with commas between them.",
         "pipeline",
         "planners",
     )
     target: str | None = option(
         None,
         checked_target,
-        "With --compile: another device than the hardware's, such as h200 or v5e:4x4.",
+        "With --compile: compiles for another device than the hardware's, such as h200 or v5e:4x4.",
         "memory",
         "target",
     )
     export: str | None = option(
         None,
         lambda flag, value: find_format(value.partition(":")[0]),
-        "FORMAT[:FILE] writes the plan for another system, to stdout without a file: megatron, torchtitan, torch-csv, "
-        "maxtext or jaxpp.",
+        "FORMAT[:FILE] writes the plan for another system: megatron, torchtitan, torch-csv, maxtext or jaxpp. Without "
+        "a file it goes to stdout.",
         "run",
         "FORMAT[:FILE]",
     )
     lossy: bool = option(
         False,
         checked_flag,
-        "With --export: what the format cannot say is lost, and told in a comment.",
+        "With --export: writes the nearest plan that the format can express; a comment says what is lost.",
         "run",
     )
     import_: str | None = option(
@@ -86,26 +86,30 @@ class PlanOptions(ModelOptions):
     json: str | None = option(
         None,
         file_option,
-        "Writes the plan to this file; of several planners all plans, the best first.",
+        "Writes the plan to this file; with several planners all their plans, the best first.",
         "run",
         "file",
     )
     timeline: str | None = option(
         None,
         file_option,
-        "Writes the simulated timeline to this file, for Perfetto; of several planners that of the best.",
+        "Writes the simulated timeline to this file, for Perfetto; with several planners that of the best plan.",
         "run",
         "file",
     )
 
     @property
     def shared(self) -> dict[str, int | str]:
-        """The given options that let stages have several devices; empty if each stage has one."""
+        """The given options by which a stage may have several devices; empty if there are none."""
         by_name = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
         return {name: value for name, value in by_name.items() if value is not None}
 
     def check(self) -> list[str]:
-        """Returns the planners to ask; raises ValueError for mistakes that show before any work."""
+        """Checks the options before any work is done; returns the names of the planners to ask.
+
+        Raises:
+            ValueError: an option is impossible or contradicts another.
+        """
         if (self.model is None) == (self.graph is None):
             raise ValueError("give one of --model and --graph")
         for name in _OF_MODELS if self.graph is not None else ():
@@ -128,7 +132,7 @@ class PlanOptions(ModelOptions):
             stages = self.stages or USUAL_STAGES
             schedule.check(stages, self.microbatches or USUAL_MICROBATCHES)
             limits_of_each(parse_limits(self.memory_limit), stages)
-        # A format without a file writes to stdout.
+        # `--export FORMAT` without a file writes to stdout, where nothing needs to be checked.
         target = (self.export or "").partition(":")[2]
         source = (self.import_ or "").partition(":")[2]
         if self.lossy and not self.export:
@@ -160,11 +164,15 @@ _OF_MODELS = (
     "frozen",
     "state_fates",
 )
-"""The options that cannot be given with a graph file, which decides them itself."""
+"""The options that are for models only, and cannot be given with a graph file."""
 
 
 def read_import(flag: str, text: str) -> tuple[str, str]:
-    """Returns the format that --import names, and the text of the file."""
+    """Returns the format that --import names, and the text of the file that it names.
+
+    Raises:
+        ValueError: the format is unknown, or the file is not named, cannot be read or is not text.
+    """
     format, _, file = text.partition(":")
     find_format(format)
     if not file:
@@ -178,14 +186,15 @@ def read_import(flag: str, text: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code is 2 for a user's mistake, 1 if no plan fits."""
+    """Runs the command line; returns the exit code: 2 for a user's mistake, 1 if no plan fits."""
     try:
         options = PlanOptions(**read_options(PlanOptions, arguments, "jvpipe.plan"))
         names = options.check()
         forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
-    # If the exported plan goes to stdout, everything else goes to stderr.
+    # An exported plan without a file goes to stdout, so that it can be piped. Then stdout must hold
+    # nothing else.
     piped = options.export is not None and not options.export.partition(":")[2]
     forecast.show(Console(width=160, stderr=piped))
     if not forecast.fits:
@@ -199,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _planned(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners; shows the progress if programs are compiled as well."""
+    """Asks planners about the model or the graph; shows the progress if programs are compiled."""
     stay_on_cpus()
     if options.graph is not None:
         return of_graph(options, names)
@@ -226,7 +235,7 @@ def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners about a profile; its limit and links are used unless others are given."""
+    """Asks planners about a graph file; options replace the memory limit and link in the file."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
     stages, microbatches = (
@@ -235,7 +244,7 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
     )
     schedule.warn_of_idle(stages, microbatches)
     limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
-    # The profile's link is replaced below if a cluster is given.
+    # The link of the file is replaced below if --hardware is given.
     problem = Problem(
         file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link
     )
@@ -247,7 +256,7 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def _exchange(options: PlanOptions, forecast: Forecast) -> None:
-    """Writes the plan for another system, and compares it with another system's layout."""
+    """Does what --import and --export ask: compares with another system's plan, writes a plan."""
     if options.import_ is not None:
         if forecast.problem.replicated or forecast.problem.costs.outline is None:
             raise ValueError(f"--import {options.import_} is for a --model with a device per stage")
@@ -269,7 +278,7 @@ def _exchange(options: PlanOptions, forecast: Forecast) -> None:
 
 
 def _write(options: PlanOptions, forecast: Forecast) -> None:
-    """Writes all answers as JSON, and the timeline and figure of the best one."""
+    """Writes the plans of all planners as JSON, and the timeline and figure of the best plan."""
     if options.json is not None:
         with writing("--json", options.json) as path:
             path.write_text(json.dumps(forecast.to_json(), indent=2) + "\n")

@@ -1,4 +1,8 @@
-"""The processes of a run: how they meet, exchange metrics after each step, are watched, and end."""
+"""Connects the processes of a run, exchanges their metrics after each step, watches and ends them.
+
+`meeting.py` has the protocol by which the processes meet. An exchange waits for all processes, so
+all of them must make the same exchanges in the same order.
+"""
 
 import json
 import os
@@ -27,25 +31,26 @@ from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
 from jvpipe.session.settings import library_versions
 
 Own = tuple[StepMetrics, Busy]
-"""The metrics of a step as one process measured it, and how busy its devices were."""
+"""What one process measured of a step: the metrics, and how busy its devices were."""
 
 
 def shared(
     hosts: Hosts, signum: int | None, ours: Own | None
 ) -> tuple[int | None, StepMetrics | None]:
-    """Exchanges the metrics and signals of a step; all processes must call this after each step.
+    """Exchanges metrics and signals between all processes, each of which must make the same call.
 
     Args:
         hosts: this process and the others.
-        signum: the signal that this process was sent, if any.
-        ours: what this process measured of the step; None if there is no step to report.
+        signum: the number of the signal that this process has received, if any.
+        ours: what this process measured of a step; None if there is no step to report.
 
     Returns:
-        The signal that some process was sent, and the joined metrics of all.
+        The number of a signal that some process has received, or None; and the metrics of the step
+        for all processes together, or None if there is no step.
     """
     if hosts.count == 1:
         return signum, ours and ours[0]
-    # One exchange carries both the signal and the metrics, so that a step costs one round only.
+    # The signal travels together with the metrics, so that each step costs only one exchange.
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
     answers = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((answer for answer, _ in answers if answer is not None), None)
@@ -71,12 +76,12 @@ _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "mfu": min,
 }
 _JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "recomputed_s"), sum)
-"""How numbers of all processes are joined: seconds and rates are the slowest process's; bytes, and
-seconds of copies and of recomputing, are summed."""
+"""How the numbers of all processes become one. The time and the rates of a step are those of the
+slowest process. Bytes are summed, and so are the seconds of copying and recomputing."""
 
 
 def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """Joins the metrics of a step that each process has measured."""
+    """Joins what all processes measured of a step; what is equal in all is taken from `ours`."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
     numbers: dict[str, Any] = {}
     for name, join_numbers in _JOINED.items():
@@ -96,11 +101,14 @@ def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
 
 
 def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
-    """Joins the pictures of all processes; an exchange gives their clocks a common zero."""
+    """Joins the pictures of all processes, whose clocks differ, into one picture.
+
+    All processes leave an exchange at nearly the same time. This time becomes the zero of all
+    clocks.
+    """
     if hosts.count == 1:
         return picture
     hosts.exchange("clock", b"")
-    # All processes leave the exchange at nearly the same time.
     zero_s = time.perf_counter()
     spans = [
         [s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)]
@@ -129,12 +137,14 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
 
 
 def join(options: TrainOptions) -> Hosts:
-    """Connects the processes that the options name; to be called before JAX makes any device.
+    """Connects this process to the others that the options name.
+
+    It must be called before JAX makes any device.
 
     Raises:
-        ValueError: the options do not say where processes meet, process 0 does not answer, or a
-            process was given other options.
-        HostLost: some process does not come, or the number of this one is taken.
+        ValueError: the options do not say where the processes meet, process 0 does not answer, or
+            the processes have different options or secrets.
+        HostLost: a process does not come in time, or the number of this one is taken.
         SystemExit: the user stops the command before all have come.
     """
     secret = read_secret(options.secret_file)
@@ -146,7 +156,7 @@ def join(options: TrainOptions) -> Hosts:
     if met is None:
         return ALONE
     where, bonds = met
-    # All have met, so if JAX waits for a process without success, any of the others may be lost.
+    # JAX does not say for which process it waits. All have met before, so it may be any of them.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
     with _given_up_after(options.host_timeout, awaited):
@@ -154,7 +164,7 @@ def join(options: TrainOptions) -> Hosts:
             jax.distributed.initialize(
                 **where,
                 initialization_timeout=round(options.host_timeout)
-                + 60,  # `_given_up_after` comes before JAX's timeout and has a clearer message
+                + 60,  # `_given_up_after` ends the process first, with a clearer message than JAX's
                 heartbeat_timeout_seconds=round(options.host_timeout) + 60,
                 shutdown_timeout_seconds=10,
             )
@@ -173,7 +183,10 @@ def join(options: TrainOptions) -> Hosts:
 
 
 def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
-    """Returns the arguments for `--distributed`: JAX finds the processes, without a meeting."""
+    """Prepares `--distributed`, with which JAX itself finds the processes, without a meeting.
+
+    Its result is like that of `_meeting`, but has no arguments and no connections.
+    """
     if secret:
         raise ValueError(
             "with --distributed the processes meet through JAX, which knows no secret: give --coordinator HOST:PORT, "
@@ -184,10 +197,11 @@ def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
 
 
 def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bonds] | None:
-    """Holds the meeting of the processes; returns None if there is one process.
+    """Holds the meeting of the processes.
 
-    Otherwise returns the arguments of `jax.distributed.initialize`, and the connections that stay
-    open.
+    Returns:
+        The arguments of `jax.distributed.initialize`, and the connections that stay open after the
+        meeting; None if there is only one process.
     """
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
@@ -203,7 +217,8 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
         raise ValueError(
             f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
         )
-    # These values are compared before JAX connects, because JAX would hang if some differ.
+    # Different values would make the processes wait for each other forever once JAX has connected
+    # them. So the values are compared before.
     agreed = Given(
         [*library_versions(), *agreed_options(options), _model_file(options.model)], secret
     )
@@ -226,8 +241,10 @@ def _opened(
 ) -> tuple[dict[str, Any], Bonds]:
     """Opens the meeting as process 0, and waits until all have come.
 
-    Returns JAX's address, which no other program can take before JAX does, and the connections that
-    stay open.
+    Returns:
+        The address where JAX will connect the processes, as arguments of
+        `jax.distributed.initialize`, and the connections that stay open. The port of the address is
+        reserved, so no other program can take it before JAX does.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -252,8 +269,8 @@ def _opened(
             f"warning: whoever reaches {here} can join or end this run: give --secret-file",
             file=sys.stderr,
         )
-    # This socket stays bound, so that no other program can take the port. JAX's server can open it
-    # although it is bound, because both set SO_REUSEPORT.
+    # This socket stays bound to the port, so that no other program can take it. JAX's server can
+    # still listen there, because both set SO_REUSEPORT.
     port_holder = socket.socket(family, socket.SOCK_STREAM)
     port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     port_holder.bind((here, 0))
@@ -264,9 +281,10 @@ def _opened(
 
 
 def _model_file(model: str) -> tuple[str, str]:
-    """Returns the digest of a user's model file under a name, or an empty one for other models.
+    """Returns a name for messages, and the digest of the user's file that has the model.
 
-    Processes compare it, because two hosts may have different versions of the file.
+    If `--model` names no such file, the digest is empty. Processes compare the digests, because two
+    hosts may have different versions of the file.
     """
     file = Path(model.rpartition(":")[0])
     is_own = file.suffix == ".py" and file.is_file()
@@ -277,7 +295,10 @@ def _model_file(model: str) -> tuple[str, str]:
 
 @contextmanager
 def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
-    """Ends the process if the code inside, which no signal can interrupt, takes longer."""
+    """Ends the process if the code inside the context takes longer than `timeout_s` seconds.
+
+    The code waits in JAX, where neither an exception nor a signal could interrupt it.
+    """
     message = f"error: not all processes have come within {timeout_s:g} s: JAX waited for {awaited}"
 
     def give_up() -> None:
@@ -294,11 +315,15 @@ def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
 
 
 class Watch:
-    """A context manager that ends this process if another process is lost or no step goes on.
+    """A context manager that ends this process if another process is lost or nothing goes on.
 
     It acts only if there are several processes. The training thread cannot be interrupted while it
-    waits for a device, so a second thread checks; its message is the last line of the process.
-    `say` is also called with each piece of progress.
+    waits for a device, so another thread checks. If it finds a loss, its message is the last line
+    of this process.
+
+    Args:
+        hosts: this process and the others.
+        say: is called, with what the run does next, at each sign of progress.
     """
 
     def __init__(self, hosts: Hosts, say: Callable[[str], None] = lambda doing: None) -> None:
@@ -321,8 +346,9 @@ class Watch:
     def _look(self) -> None:
         while not self._stopped.wait(PATIENCE.look_s):
             if lost := self._hosts.lost():
-                # The training thread may report the loss itself, with the task. If process 0 is
-                # lost there is no time for that, because JAX then ends all others at once.
+                # The training thread gets some time to report the loss itself, because it also
+                # knows the task. If process 0 is lost there is no such time: JAX then ends all
+                # other processes at once.
                 if 0 not in lost and self._stopped.wait(PATIENCE.grace_s):
                     return
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
@@ -331,7 +357,7 @@ class Watch:
                 self._end(f"nothing has gone on for {silent_s:.0f} s: {self._awaited(silent_s)}")
 
     def _awaited(self, silent_s: float) -> str:
-        """Names the processes without a sign of life, or else the one that this one waits for."""
+        """Names the silent processes; if there are none, the process that this one waits for."""
         if silent := self._hosts.silent(silent_s / 2):
             return silent
         awaited = self._hosts.awaited()
@@ -346,7 +372,9 @@ class Watch:
 
 
 def leave(hosts: Hosts, code: int) -> NoReturn:
-    """Ends one of several processes at once; at Python's usual end, JAX would wait for lost ones.
+    """Ends this one of several processes at once.
+
+    At Python's usual end, JAX would wait for the other processes, even for a lost one.
 
     Args:
         hosts: this process and the others.

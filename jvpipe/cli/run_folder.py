@@ -1,4 +1,8 @@
-"""The folder of a run: its files, its last whole checkpoint, and whether it fits a resumed run."""
+"""Manages the folder of a run: files, checkpoints, a lock, and checks before a run is resumed.
+
+A file is sealed if it holds a digest of its content, so that a change by hand is noticed. A
+checkpoint is whole if all of it was written and nothing has changed since.
+"""
 
 import fcntl
 import hashlib
@@ -35,7 +39,7 @@ from jvpipe.util.pattern import anything, compare
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes entries and their digest as JSON; a crash leaves the old file or the new one."""
+    """Writes entries and their digest as JSON; a crash leaves the whole old file or the new one."""
     replace_text(path, json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n")
 
 
@@ -44,13 +48,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        DamageError: the file has changed since it was written.
+        DamageError: the file has changed since it was written, or is not such a file.
     """
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        # The digest is that of all other entries.
+        # The digest was computed without its own entry.
         digest, expected = content.pop("digest", None), _digest(content)
     except (ValueError, RecursionError) as problem:
         raise DamageError(f"{path} is damaged: {problem}") from problem
@@ -66,7 +70,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-# The folder of a run: its files and checkpoints, the lock, and the comparison with a resumed run.
+# The folder of a run.
 
 RECORDED = {
     "model_config": {str: anything},
@@ -74,18 +78,18 @@ RECORDED = {
     "data_digest": str,
     "files": {str: str},
 }
-"""The entries of config.json that are not options, with the types of their values."""
+"""The entries of config.json that are not options, with their patterns (see util/pattern.py)."""
 
 
 class HeldError(ValueError):
-    """Another process holds the lock of a folder."""
+    """The error for a folder that another process has locked."""
 
 
 @dataclass(frozen=True)
 class RunDir:
     """The folder of a run, with the paths of its files.
 
-    Checkpoints are folders named by their steps; `checkpoints` lists those that are whole.
+    A checkpoint is a folder inside, named by its step.
     """
 
     path: Path
@@ -97,7 +101,7 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """The file with the plan, as `jvpipe.Plan.load` reads it."""
+        """The file with the plan, which `jvpipe.Plan.load` reads."""
         return self.path / "plan.json"
 
     @property
@@ -112,7 +116,7 @@ class RunDir:
 
     @property
     def best(self) -> Path:
-        """The file that names the checkpoint with the least held-out loss."""
+        """The file that names the checkpoint with the lowest held-out loss."""
         return self.path / "best.json"
 
     @property
@@ -127,7 +131,7 @@ class RunDir:
 
     @property
     def holder(self) -> Path:
-        """The file that names the process at work in the folder; `held` makes and deletes it."""
+        """The file that names the process that has locked the folder; it exists inside `held`."""
         return self.path / ".held-by"
 
     def checkpoint(self, step: int) -> Path:
@@ -135,19 +139,20 @@ class RunDir:
         return self.path / "checkpoints" / f"{step:08d}"
 
     def checkpoints(self) -> list[Path]:
-        """Returns the whole checkpoints, oldest first."""
+        """Returns the folders of all complete checkpoints, oldest first."""
         return [path for path in self._folders(r"\d{8,}") if is_checkpoint(path)]
 
     def prune(self, keep: int, best_step: int = 0) -> None:
-        """Deletes all checkpoints except the last ones and the best one; deletes no other files.
+        """Deletes all checkpoints except the last ones and the best one.
 
-        Also deletes checkpoints that a killed process left incomplete or half deleted.
+        Checkpoints that a killed process left incomplete or half deleted are deleted, too. Nothing
+        else in the folder is touched.
 
         Args:
-            keep: how many of the last checkpoints are kept.
+            keep: the number of last checkpoints to keep.
             best_step: the step of the best checkpoint; 0 if there is none.
         """
-        # Incomplete folders are not in `checkpoints()`, so they are deleted as well.
+        # `checkpoints()` has no incomplete ones, so these are deleted as well.
         kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
@@ -157,16 +162,17 @@ class RunDir:
                 shutil.rmtree(path)
 
     def _folders(self, pattern: str) -> list[Path]:
-        """Returns the folders among the checkpoints whose names match a pattern."""
+        """Returns the folders of checkpoints whose names match a regular expression, sorted."""
         folder = self.path / "checkpoints"
         names = folder.iterdir() if folder.is_dir() else ()
         return sorted(p for p in names if re.fullmatch(pattern, p.name) and p.is_dir())
 
     def read_config(self) -> dict[str, Any]:
-        """Reads the configuration of the run in this folder.
+        """Returns the entries of config.json.
 
         Raises:
-            ValueError: there is no run here.
+            ValueError: there is no run here, or an entry is of another type.
+            DamageError: the file has changed since it was written.
         """
         try:
             config = read_sealed(self.config)
@@ -187,13 +193,13 @@ class RunDir:
         write_sealed(self.plan, plan.to_json())
 
     def adopt(self, files: Mapping[str, bytes]) -> dict[str, str]:
-        """Writes files that belong to the run, such as its tokenizer; returns their digests."""
+        """Writes further files of the run, such as its tokenizer; returns their digests by name."""
         for name, content in files.items():
             replace_bytes(self.path / name, content)
         return {name: file_digest(self.path / name) for name in files}
 
     def check_files(self, digests: Mapping[str, str]) -> None:
-        """Compares the run's files with the digests of `adopt`; files may be missing.
+        """Compares the files of `adopt` with their digests; files may be missing.
 
         Raises:
             DamageError: the content of a file has changed.
@@ -206,7 +212,9 @@ class RunDir:
                 )
 
     def identity(self) -> str:
-        """Returns a text that differs for every folder and is the same on all hosts.
+        """Returns a text by which processes on several hosts check that they see the same folder.
+
+        The text is the same on all hosts, and differs from that of any other folder.
 
         Raises:
             ValueError: there is no such folder.
@@ -222,15 +230,15 @@ class RunDir:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Makes the folder if there is none, and keeps other processes out of it.
+        """Makes the folder if there is none, and locks it while the context is open.
 
-        The system frees the lock when the process ends, in whatever way. A folder that was made
-        here and is still empty at the end is removed.
+        The system frees the lock however the process ends. At the end of the context, the folder is
+        removed if it was made here and is still empty.
 
         Raises:
             HeldError: another process holds the lock.
         """
-        # Folders are listed from the inside out, the order in which they can be removed.
+        # The innermost folder comes first, because folders must be removed in this order.
         new_folders = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -243,8 +251,8 @@ class RunDir:
                 ) from None
             holder, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
             replace_bytes(self.holder, f"{holder}, on {gethostname()}".encode())
-            # Writing the holder's file has changed the folder's time of change. Other hosts may see
-            # the old time for a while, so their `identity` would differ from that of this host.
+            # Writing this file has changed the folder's time of change, which `identity` contains.
+            # Other hosts may see the old time for a while, and would take this for another folder.
             # Therefore the old time is set again.
             with suppress(OSError):
                 os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
@@ -252,7 +260,7 @@ class RunDir:
             try:
                 yield
             finally:
-                with suppress(OSError):  # `descriptor` stays right if the folder was moved
+                with suppress(OSError):  # `descriptor` finds the folder also if it was moved
                     os.unlink(self.holder.name, dir_fd=descriptor)
                 with suppress(OSError):  # `rmdir` refuses a folder that is not empty
                     for path in new_folders if self.place() == place else ():
@@ -261,14 +269,17 @@ class RunDir:
             os.close(descriptor)
 
     def _holder(self) -> str:
-        """Returns the process that holds the folder, in brackets; empty if it is not known."""
+        """Describes the process that has locked the folder, in brackets; empty if not known."""
         with suppress(OSError):
             text = self.holder.read_bytes()[:200].decode(errors="replace")
             return f" ({text})" if text.isprintable() else ""
         return ""
 
     def place(self) -> tuple[int, int] | None:
-        """Returns numbers that change if another folder takes this path; None without a folder."""
+        """Returns the system's numbers for the folder at this path; None if there is no folder.
+
+        They change if the folder is moved away and another one takes its path.
+        """
         try:
             seen = self.path.stat()
         except OSError:
@@ -277,7 +288,10 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds to a DamageError of the last checkpoint the newest whole one before it, if any."""
+        """Adds advice to a DamageError about the last checkpoint that is raised in the context.
+
+        The message then names the newest whole checkpoint before it, or says that there is none.
+        """
         try:
             yield
         except DamageError as damage:
@@ -305,15 +319,15 @@ class RunDir:
         """Checks that entries of this folder's config.json are as expected.
 
         Args:
-            expected: the entries.
-            usual: defaults by entry, for entries that are mappings. A default counts for a field
-                that this folder's config.json lacks because an older jvpipe did not write it.
+            expected: the expected entries by name.
+            usual: defaults for the fields of entries that are mappings. If config.json lacks a
+                field, because an older jvpipe has written it, the field has its default.
 
         Raises:
-            ValueError: some entries differ. The message names each of these entries; for an entry
-                that is a mapping, it also names the first field that differs.
+            ValueError: entries differ. The message names each of them; if an entry is a mapping, it
+                also names the first field that differs.
         """
-        # JSON makes lists of tuples, so the expected values are passed through JSON as well.
+        # JSON turns tuples into lists, so the expected values are passed through JSON as well.
         there, here = dict(self.read_config()), json.loads(json.dumps(expected))
         for key, fields in json.loads(json.dumps(usual or {})).items():
             there[key] = fields | there.get(key, {})
@@ -325,7 +339,10 @@ class RunDir:
 
 
 def hold_new(stack: ExitStack, name: str) -> RunDir:
-    """Makes and locks a new folder with a name, to which a number is added if the name is taken."""
+    """Makes a new folder, and locks it until `stack` is closed.
+
+    If the name is taken, a number is added to it.
+    """
     for number in count(1):
         run = RunDir(Path(name if number == 1 else f"{name}-{number}"))
         with suppress(HeldError):
@@ -359,9 +376,9 @@ def _short(value: Any) -> str:
 def _differences(
     there: Mapping[str, Any], here: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, value there, value here) of entries that differ.
+    """Yields (name, value there, value here) for each entry that differs.
 
-    An entry that is itself a mapping yields only the first of its fields that differ.
+    For an entry that is a mapping, only its first field that differs is yielded.
     """
     for key in dict.fromkeys([*here, *there]):
         old, new = there.get(key, "missing"), here.get(key, "missing")
@@ -373,15 +390,18 @@ def _differences(
             yield key, old, new
 
 
-# The plan of a run: from the file of --plan, or from the folder of a resumed run.
+# The plan of a run comes from the file of --plan, from the folder of a resumed run, or a planner.
 
 
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """Returns the plan that --plan names; None without --plan, or if the resumed run used it too.
+    """Returns the plan that --plan names, or None.
+
+    It is None without --plan. It is also None if the resumed run had the same --plan, because that
+    plan is in its folder.
 
     Args:
         options: the options of this run.
-        before: the options of the run that is resumed, or else the defaults.
+        before: the options of the run that is resumed; the defaults for a new run.
 
     Raises:
         ValueError: the file holds no plan, or --stages, --replicas or --schedule contradict it.
@@ -391,7 +411,7 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
         return None
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
-    # Users may write replicas as 2,1 or as 2:1.
+    # Users may write the replicas of stages as 2,1 or as 2:1.
     counts = [between.join(map(str, plan.replicas)) for between in ",:"]
     chosen = {
         "stages": [pipeline_length(plan, schedule)],
@@ -407,15 +427,18 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
 
 
 def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """Returns the plan that a resumed run left; None if a new plan has to be made.
+    """Returns the plan in the folder of a resumed run; None if a new plan must be made.
 
-    A new one is needed if an option that decides plans has changed, or layers are to be measured
-    again.
+    A new plan must be made if there is none, if it has another schedule or other stages than the
+    options, if an option in `DECIDES` has changed, or if --remeasure is given.
 
     Args:
         path: the plan.json of the run.
         options: the options of this run.
-        before: the options of the run that is resumed.
+        before: the options with which the run was started.
+
+    Raises:
+        DamageError: the file has changed since the run wrote it.
     """
     if (
         options["remeasure"]
@@ -423,7 +446,7 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
         or any(options[name] != before.get(name) for name in DECIDES)
     ):
         return None
-    # Reading checks the digest, so a plan that was changed by hand is refused.
+    # This only checks the digest: a plan that was changed by hand is refused.
     read_sealed(path)
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
@@ -434,20 +457,21 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     return plan if same else None
 
 
-# A folder's config.json may name code, which --resume would run. Folders that this user made at
-# this place bear a mark, and only their code is run without asking.
+# The config.json of a folder may name code, which --resume would run. If the folder comes from
+# somewhere else, this code may be malicious. So a run writes a mark into config.json, which only
+# this user can make, and only for this folder. Code is run without asking if the mark is right.
 
 MARK = "made_here"
-"""The name of the mark in config.json."""
+"""The name of the entry of config.json that holds the mark."""
 _KEY_BYTES = 32
-"""The size of the key: that of a SHA-256 digest. A file with another size is not used as a key."""
+"""The size of the key, which is that of a SHA-256 digest. A key of another size is not used."""
 
 
 def mark(folder: Path, model: str) -> str:
-    """Computes the mark of this user's runs of a model in a folder; empty if there is no key.
+    """Computes the mark of this user's run of a model in a folder; empty if there is no key.
 
-    The mark is a digest of user, folder and model, keyed with a secret in the user's home. So a
-    folder that comes from somewhere else, or was moved, has no valid mark.
+    The mark is an HMAC of user, folder and model. Its key is a secret in the user's home. So a
+    folder that was moved, or that comes from somewhere else, does not have the right mark.
 
     Args:
         folder: the folder of the run.
@@ -467,12 +491,11 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
 
     Args:
         folder: the folder of the run.
-        config: the entries of its config.json.
+        config: the entries of the folder's config.json.
         model: the model that config.json names.
 
     Raises:
-        ValueError: the model is code that is not installed, and the folder's mark is not that of
-            this user and this place.
+        ValueError: the model is code that is not installed, and the mark in `config` is not right.
     """
     found, ours = config.get(MARK), mark(folder, model)
     if is_installed(model) or (ours and isinstance(found, str) and found == ours):
@@ -484,13 +507,16 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
 
 
 def _key() -> bytes | None:
-    """Returns the user's key, made at the first call; None if others could read or change it."""
+    """Returns the user's secret key, which the first call makes.
+
+    Returns None if the key cannot be made, or if others may read or change it.
+    """
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = state / "jvpipe" / "key"
         if not path.exists():
-            # The file is linked to its name only when it is whole. If two processes make a key at
-            # the same time, the second link fails and both use the first key.
+            # The file gets its name only when it is complete. If two processes make a key at the
+            # same time, the second link fails, and both use the first key.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=path.parent) as file:  # only its owner can read it
                 file.write(secrets.token_bytes(_KEY_BYTES))

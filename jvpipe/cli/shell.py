@@ -1,4 +1,4 @@
-"""The shell around a command: its exit codes, its signals, and one line about a missing package."""
+"""Runs a command with what all commands share: exit codes, signals, a line for missing packages."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from jvpipe.util.extras import MissingExtraError, extra
 
 
 class ExitCode(IntEnum):
-    """How the command has ended; one that a signal has stopped ends with 128 + the signal's number.
+    """The exit code of a command; if a signal stopped it, STOPPED + the number of the signal.
 
     >>> ExitCode.TRY_AGAIN, ExitCode.STOPPED + 2
     (<ExitCode.TRY_AGAIN: 75>, 130)
@@ -29,19 +29,19 @@ class ExitCode(IntEnum):
     STOPPED = 128
 
 
-# Ctrl-C and SIGTERM: the first signal asks the command to stop, which a training does between two
-# steps. The second signal ends the process at once.
+# The first Ctrl-C or SIGTERM asks a command to stop. A training does so between two steps. A second
+# signal ends the process at once.
 
 _AGAIN_S = 0.001
-"""Seconds after which an interrupt is raised again if Python could not raise it."""
+"""Seconds after which a KeyboardInterrupt is raised again if Python has dropped it."""
 _ENDING = threading.Lock()
 
 
 def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
-    """Ends the process with one line, whatever it does."""
+    """Ends the process with one line, whatever the process does at the moment."""
     if _ENDING.acquire(blocking=False):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
-    else:  # the other of the two threads that see a second signal is printing the line
+    else:  # two threads can see the second signal, and the other one is printing the line
         time.sleep(_AGAIN_S)
     os._exit(ExitCode.STOPPED + signum)
 
@@ -49,10 +49,10 @@ def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
 def hear_interrupts() -> None:
     """Makes the first Ctrl-C raise KeyboardInterrupt, and a second signal end the process at once.
 
-    Python runs its handlers in the main thread, which may be waiting for a device and then runs
-    them only afterwards. So a second thread counts the signals.
+    Python runs signal handlers in the main thread. While this thread waits for a device, no handler
+    runs. So another thread counts the signals.
     """
-    # Python writes the number of each signal to this pipe at once, before it runs a handler.
+    # Python writes the number of each signal to this pipe at once, before any handler runs.
     heard, rings = os.pipe()
     os.set_blocking(rings, False)
     signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
@@ -76,7 +76,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _again(handler: Callable[[Any], object], lost: Any) -> None:
-    """Interrupts again if Python could not raise, for example during a garbage collection."""
+    """Raises an interrupt again if Python has dropped it, as in a garbage collection."""
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
@@ -84,10 +84,9 @@ def _again(handler: Callable[[Any], object], lost: Any) -> None:
 
 
 def leave_stopped(code: int) -> NoReturn:
-    """Ends a stopped process without Python's own ending, where a signal would print a traceback.
+    """Ends a stopped process at once.
 
-    Args:
-        code: the exit code.
+    At Python's usual end, a further signal would print a traceback.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,7 +94,7 @@ def leave_stopped(code: int) -> NoReturn:
 
 
 class StopRequest:
-    """A context manager that notes the first signal in `signum`; a second one ends the process.
+    """A context manager that notes the first signal in `signum`; a second signal ends the process.
 
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -124,11 +123,11 @@ class StopRequest:
         print("\nfinishing the step and saving; once more stops at once", file=sys.stderr)
 
 
-# A command is imported and run. If a package that it needs is missing, one line says so.
+# Commands are imported late, so that a missing package can be reported in one line.
 
 
 def run_module(module: str) -> int:
-    """Runs a module's `main` and returns its exit code, which is 2 if a package is missing.
+    """Runs the `main` of a module, and returns its exit code, or 2 if a package is missing.
 
     Args:
         module: the name of a module of `jvpipe.cli`, such as `train`.
@@ -144,7 +143,7 @@ def run_module(module: str) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = ExitCode.STOPPED + signal.SIGINT
-    # An interrupt from here on could only hit Python's own ending, whose traceback helps nobody.
+    # The command is done. An interrupt from here on would only print a traceback of Python's end.
     signal.signal(signal.SIGINT, end_at_once)
     if code > ExitCode.STOPPED:
         leave_stopped(code)

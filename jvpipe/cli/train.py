@@ -1,7 +1,9 @@
-"""`python -m jvpipe.train`: trains a model of the user's or of `jvpipe.models` as a pipeline.
+"""Runs `python -m jvpipe.train`: trains a model of the user's or of `jvpipe.models` as a pipeline.
 
 The file has, in this order: the metrics of a step, the recording of timelines and profiles, the
-training itself, and the command.
+training itself, and the command. JAX runs a step while the controller already dispatches the next
+one. So the training reads the metrics of a step only after the next step has been dispatched,
+except if it must wait for the step, to evaluate or to save.
 """
 
 import errno
@@ -29,7 +31,7 @@ from jvpipe.cli.options import TrainOptions, kept_options
 from jvpipe.cli.outputs import Speech, places, writing
 from jvpipe.cli.processes import Watch, join, leave, shared, shared_picture
 from jvpipe.cli.shell import ExitCode, StopRequest
-from jvpipe.cost.utilisation import ideal_s
+from jvpipe.cost.utilization import ideal_s
 from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
 from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
@@ -40,15 +42,15 @@ from jvpipe.trace.graph import Traced
 from jvpipe.util.paths import path_name
 
 Done = tuple[int, dict[str, Any], Sequence[str]]
-"""A dispatched step: its number, its metrics, and the blocks of its architecture (in a search)."""
+"""A dispatched step: its number, its metrics, and in a search the blocks of its architecture."""
 
 
 _TOKENS = ("tokens", "input_ids", "inputs")
-"""The names of a batch's leaves that hold the tokens that a model reads."""
+"""The names of the leaves of a batch that hold the tokens that a model reads."""
 
 
 class StepNumbers:
-    """A reader of the metrics of steps, in the process where it is."""
+    """A reader of the metrics of steps, as this process measures them."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._tokens = job, tokens_in(job.data.example)
@@ -60,7 +62,7 @@ class StepNumbers:
         Args:
             done: the step.
             measured: the spans and seconds of its tasks.
-            seconds: how long the step took.
+            seconds: the seconds that the step took.
         """
         job, (step, metrics, architecture) = self._job, done
         ideal = self._ideal_s()
@@ -89,13 +91,13 @@ class StepNumbers:
         )
 
     def _ideal_s(self) -> float | None:
-        """Returns the least seconds that a step of the present model can take on these devices."""
+        """Returns the seconds of a step at the devices' peak rates; None if a rate is not known."""
         pipe = self._job.pipe
         traced = pipe.session.compiled.traced
         if traced is not self._ideal[0]:
             settings = pipe.session.settings
             kinds = [device.device_kind for device in set(settings.devices)]
-            # Computed once per model, because it goes through every equation.
+            # This goes through every equation, so it is computed once per model.
             self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
         return self._ideal[1]
 
@@ -103,8 +105,8 @@ class StepNumbers:
 def tokens_in(batch: Any) -> int | None:
     """Counts the tokens of a batch: the integers in leaves called tokens, input_ids or inputs.
 
-    The first two axes of a leaf, examples and positions, are counted, with padding. Returns None if
-    there is no such leaf.
+    A leaf has as many tokens as its first two axes have elements: examples times positions, padding
+    included. The count is None if there is no such leaf.
 
     >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
     24
@@ -122,23 +124,25 @@ def tokens_in(batch: Any) -> int | None:
 
 
 class Recording:
-    """A context manager around a run's steps that writes the timeline of the last or profiled ones.
+    """A context manager around the steps of a run; it writes a timeline, and a profile if asked to.
 
-    With --profile N, N steps are profiled, beginning with the second, because the first one also
-    compiles. If there are not as many, the first one is profiled as well. A profile shows each task
-    twice by its name, such as `1F2[layer 4]`: once on the dispatching thread, and once on a thread
-    of its device. There, the task begins when it was dispatched, or when the task before it on the
-    device ended, whichever is later.
+    The timeline has the last steps, or the profiled ones. With --profile N, N steps are profiled
+    from the second one on, because the first step also compiles. If there are too few steps, the
+    first one is profiled as well.
+
+    A profile shows each task, such as `1F2[layer 4]`, in two places: on the thread that dispatches
+    it, and on a thread of its device. On the device, the task begins when it was dispatched, or
+    when the task before it on this device ended, whichever is later.
 
     Args:
         job: the run.
-        first: how many steps are done.
+        first: the number of steps that are done.
     """
 
     def __init__(self, job: Job, first: int) -> None:
         self._job, count = job, job.options.profile
         self._steps = min(count or job.options.timeline_steps, job.steps - first)
-        # The second step is the first that has compiled everything.
+        # By the second step, everything has been compiled.
         self._begin = None if count is None else min(first + 1, job.steps - self._steps)
         self._begun: int | None = None
         self._done = False
@@ -154,10 +158,10 @@ class Recording:
             self._stop_profile()
 
     def after(self, step: int, state: Any) -> None:
-        """Begins or ends the profile, if it is time.
+        """Begins or ends the profile if that is due after this step.
 
         Args:
-            step: how many steps are done.
+            step: the number of steps that are done.
             state: the state after these steps.
         """
         if step == self._begin:
@@ -167,7 +171,7 @@ class Recording:
             self._job.pipe.wait(state)
             self._write(
                 self._steps
-            )  # before the profile ends: a task is in it once its thread has seen the task's end
+            )  # before the profile ends, because this waits until all its tasks have ended
             self._stop_profile()
             self._done = True
 
@@ -192,7 +196,7 @@ class Recording:
         return folder if hosts.count == 1 else folder / f"process-{hosts.process}"
 
     def _write(self, steps: int) -> None:
-        """Writes the timeline of the last steps, of all processes."""
+        """Writes the timeline of the last `steps` steps, with the devices of all processes."""
         picture = shared_picture(
             self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps))
         )
@@ -202,7 +206,7 @@ class Recording:
                 self._draw(self._job.options.figure, picture)
 
     def _draw(self, path: str, picture: Picture) -> None:
-        """Draws steps to a file, with the memory limits of the devices."""
+        """Draws a timeline to a file, with the memory limits of the devices."""
         from jvpipe.report.figures import timeline_figure
 
         session = self._job.pipe.session
@@ -217,20 +221,20 @@ class Recording:
 def train(
     job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech
 ) -> tuple[Any, int | None]:
-    """Runs the remaining steps of a run, logs each of them, and saves checkpoints.
+    """Runs the remaining steps of a run, logs each step, and saves checkpoints.
 
-    Checkpoints are saved at regular steps, at the best step, and at the last step, whether the run
-    is complete, stops early or was stopped by a signal.
+    Checkpoints are saved at regular steps, after the best evaluation, and after the last step. The
+    last step may be the end of the run, an early stop, or the step at which a signal came.
 
     Args:
         job: the run.
         state: the state from which the run goes on.
-        stop: a signal to stop, which any process may get; it takes effect between two steps.
-        watch: is told that steps go on.
+        stop: notes a signal; a signal to any process stops all processes after a step.
+        watch: is notified of each step.
         speech: prints each step.
 
     Returns:
-        The state, and the signal that stopped the run, if one did.
+        The last state, and the number of the signal that stopped the run; None if none did.
     """
     first, patience = state.step, job.options.early_stop
     seen = evaluations_before(job)
@@ -240,7 +244,7 @@ def train(
     print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
     if job.hosts.process == 0:
         tidy(job, seen)
-    # A run that ended early ends again when it is resumed.
+    # A run that stopped early also stops when it is resumed.
     if first >= job.steps or seen.over(patience):
         print(seen.told(patience), end="")
         return state, None
@@ -289,7 +293,7 @@ def train(
 class _Log:
     """A log of steps, which only the first process writes.
 
-    In all processes, each call also tells whether some process was sent a signal to stop.
+    All processes must make the same calls, because each call exchanges their metrics and signals.
     """
 
     def __init__(
@@ -317,13 +321,13 @@ class _Log:
         loss: float | None = None,
         hosts: Hosts | None = None,
     ) -> int | None:
-        """Logs a step; returns the signal that some process was sent, if one was.
+        """Logs a step; returns the number of a signal that some process has received, or None.
 
         Args:
-            done: the step; None if there is none to log.
-            before: whether another step was dispatched since.
-            loss: the loss on held-out batches after the step, if they were evaluated.
-            hosts: the processes that exchange the metrics and signals; all unless given.
+            done: the step; None if there is no step to log.
+            before: whether another step has been dispatched since.
+            loss: the loss on held-out batches after the step; None if they were not evaluated.
+            hosts: the processes that exchange metrics and signals; None for all of the run.
         """
         ours = None
         if done is not None:
@@ -345,7 +349,7 @@ class _Log:
 
 
 def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
-    """Yields the trackers of --track, such as TensorBoard, which end when `opened` is closed."""
+    """Yields the trackers of --track, such as TensorBoard; they close when `opened` is closed."""
     run = TrackedRun(job.run.path, kept_options(job.options), first)
     for name in dict.fromkeys(job.options.track):
         tracker = find_tracker(name)(run)
@@ -354,13 +358,16 @@ def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
 
 
 class Clock:
-    """A clock for the seconds of a run and of each step, without work between steps."""
+    """A clock for the seconds of a run and of each step.
+
+    The time of a step leaves out the work inside `standing`, such as an evaluation.
+    """
 
     def __init__(self) -> None:
         self._begin = self._at = time.perf_counter()
 
     def lap_s(self) -> float:
-        """Returns the seconds since the last call, without those inside `standing`."""
+        """Returns the seconds since the last call, without the seconds inside `standing`."""
         before, self._at = self._at, time.perf_counter()
         return self._at - before
 
@@ -370,7 +377,7 @@ class Clock:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Leaves the seconds inside the context out of the step's."""
+        """Leaves the seconds inside the context out of `lap_s`."""
         before = time.perf_counter()
         yield
         self._at += time.perf_counter() - before
@@ -380,12 +387,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        The exit code. If there are several processes, this function does not return: each ends.
+        The exit code. If the run has several processes, the function ends this process instead.
     """
     hosts, code = ALONE, int(ExitCode.UNEXPECTED)
     try:
         with ExitStack() as stack:
-            # Processes meet before the other options are checked, so that all fail if one does.
+            # Processes meet before most options are checked, so that all end if one has a mistake.
             hosts = join(given(arguments))
             if hosts.process:  # only the first process prints
                 stack.enter_context(
@@ -420,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(mistake: Exception) -> str:
-    """Returns the message of a mistake, with the cure if a disk is full and no file is named."""
+    """Returns the message of a mistake; adds what to do if a disk is full and no file is named."""
     if isinstance(mistake, OSError) and mistake.errno == errno.ENOSPC and mistake.filename is None:
         return f"{mistake}: make room where the folder of the run lies, and go on with --resume"
     return str(mistake)
@@ -430,10 +437,10 @@ def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -
     """Prepares a run, trains and evaluates; returns the exit code.
 
     Args:
-        options: the options of the command line.
+        options: the options of the run.
         hosts: the processes of the run.
-        stack: is closed when the command ends; until then other runs are kept out of the folder.
-        speech: prints how the run goes.
+        stack: is closed when the command ends; until then it keeps other runs out of the folder.
+        speech: prints the progress of the run.
     """
     print(f"jvpipe {jvpipe.__version__}: {options.model}", flush=True)
     speech.doing("preparing")
@@ -462,12 +469,12 @@ def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -
 
 
 def finish(job: Job, state: Any, watch: Watch) -> None:
-    """Evaluates on held-out batches, exports if asked to, and prints what a search has found.
+    """Evaluates the last state, exports it if asked to, and prints what a search has found.
 
     Args:
         job: the run.
         state: the last state of the run.
-        watch: is told what goes on.
+        watch: is notified of what goes on.
     """
     if job.search:
         best, loss = job.search.evolution.best
@@ -498,7 +505,7 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
             to_folder(job.workload, params, begun_from, job.options.export_weights)
             print(f"weights in {job.options.export_weights}")
     except OSError as problem:
-        # The training is done, and the export can be tried again without it.
+        # The training need not be repeated: the same command with --resume only exports.
         saved = job.run.checkpoints()[-1]
         raise OSError(
             f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"

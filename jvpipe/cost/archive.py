@@ -1,9 +1,10 @@
 """Measured numbers on disk, so that two runs of a command plan on the same numbers.
 
-A description, which is a tuple of texts, says what was measured and where. The numbers of each
-description have a file of their own, named by a digest of the description. So processes need not
-wait for each other, and a damaged file is treated as missing. The digest ties files to the exact
-texts: if code changes a description, the number is measured again.
+A description is a tuple of texts that says what was measured and where. The numbers of each
+description have a file of their own. Its name is a digest of the description: if any text changes,
+the numbers are measured again. So a description must contain all that its numbers depend on. A
+damaged file counts as missing. Processes that share the folder need no locks, because files appear
+whole.
 """
 
 import hashlib
@@ -29,8 +30,8 @@ class Archive:
 
     Attributes:
         folder: the folder of the files; None if nothing is kept.
-        again: whether everything is measured again, so that only files in `since` are read.
-        busy: whether the machine is doing other work, so that measurements are not kept.
+        again: whether to measure everything again; then only the files in `since` are read.
+        busy: whether the machine is doing other work; then measurements are not kept.
         since: the files that this object has written.
     """
 
@@ -41,7 +42,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns the archive in JAX's compilation cache; without a local one it keeps nothing."""
+        """Returns the archive in JAX's local compilation cache; without one, it keeps nothing."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, again, busy)
@@ -52,7 +53,7 @@ class Archive:
         count: int,
         measure: Callable[[], list[float]],
     ) -> list[float]:
-        """Returns the numbers of one description, which are measured if none are kept (`each`)."""
+        """Returns the numbers of one thing; see `each` for the arguments."""
         return self.each(lambda _: what(), 1, count, lambda _: [measure()])[0]
 
     def each(
@@ -62,13 +63,13 @@ class Archive:
         count: int,
         measure: Callable[[list[int]], Sequence[list[float]]],
     ) -> list[list[float]]:
-        """Returns the numbers of several things; measures and keeps those that are not kept yet.
+        """Returns the numbers of several things; measures those that the archive lacks.
 
         Args:
             what: returns the description of thing i; without a folder it is not called.
-            things: the number of things; those with equal descriptions are measured once.
-            count: the numbers of each thing; a file with another count counts as missing.
-            measure: measures the things of some places together.
+            things: how many things there are. Things with equal descriptions are measured once.
+            count: how many numbers each thing has. A file with more or fewer counts as missing.
+            measure: measures the things with the given indices, and returns their numbers in order.
         """
         if self.folder is None:
             return list(measure(list(range(things))))
@@ -102,7 +103,7 @@ class Archive:
         return numbers if is_whole else None
 
     def keep(self, numbers: Sequence[float], *what: str) -> None:
-        """Keeps the numbers of a description; if the disk is full or broken, keeps nothing."""
+        """Keeps the numbers of a description, unless the machine is busy or the disk refuses."""
         if self.folder is None or self.busy:
             return
         try:

@@ -12,19 +12,19 @@ peer_uses_host = false       # whether transfers between devices of a machine ta
 host_memory_bytes = "256GiB" # of each machine; default: no limit
 device = "a100-40gb"         # the device of the preset of that name, or a table as [device] below
 devices = ["a100-40gb", "2080ti", { like = "2080ti", name = "old card", memory_bytes = "8GiB" }]
-                             # in place of device, machine by machine; devices_per_machine may be
-                             # left out
+                             # in place of `device`: one entry per device, machine by machine;
+                             # devices_per_machine may be left out
 
 [device]                     # or several tables [[devices]], as entries of the list
-like = "2080ti"              # a preset, which has all figures that are left out here
+like = "2080ti"              # a preset; figures that are left out here are those of the preset
 name = "our GPU"
-memory_bytes = "24GiB"       # this figure and the next two are needed without `like`
+memory_bytes = "24GiB"       # without `like`, this figure and the next two are needed
 memory_bytes_per_s = 0.7e12
 flops_per_s = { float32 = 20e12, bfloat16 = 80e12 }
 launch_s = 5e-6              # seconds of a kernel beside its work
 elementwise_per_s = 5e12     # elementwise operations per second
 tiling = { cores = 80, start = 32, winograd = 0.8 }
-                             # as in `tiling.py`; left out, products use all cores without loss
+                             # see `tiling.py`; default: products use all cores without loss
 
 # [host] is the link of each device to its host, and always needed. [peer], with the same fields, is
 # needed if a machine has several devices, and [network] if there are several machines.
@@ -240,34 +240,34 @@ class _Table:
         return ValueError(f"{self.path}{f':{line}' if line else ''}: {self.prefix}{key} {what}")
 
     def know(self, names: str) -> None:
-        """Raises an error for a key that is not among `names`, which has spaces in between."""
+        """Raises an error for a key that is not in `names`, which are separated by spaces."""
         for key in self.entries:
             if key not in names.split():
                 raise self.wrong(key, f"is unknown: {did_you_mean('field', key, names.split())}")
 
     def value(self, key: str, what: str) -> Any:
-        """Returns the entry of a key that must be there; `what` says what it is, for the error."""
+        """Returns the entry of a key that must be there; the error says `what` the entry is."""
         if key not in self.entries:
             raise self.wrong(key, f"is missing: it is {what}")
         return self.entries[key]
 
     def inner(self, key: str, what: str) -> "_Table":
-        """Returns the entry of a key that must be a table; `what` describes it, for the error."""
+        """Returns the entry of a key that must be a table; the error says `what` it must be."""
         value = self.value(key, what)
         if not isinstance(value, dict):
             raise self.wrong(key, f"must be {what}, not {value!r}")
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        """Reads a rate, or with `zero` a time or a share.
+        """Reads a finite number.
 
-        A rate must be finite: at an infinite rate all work takes no time, so no plan is better
-        than another.
+        An infinite rate is refused: at that rate work takes no time, and no plan is better than
+        another.
 
         Args:
             key: the key of the number.
             default: the number if the key is missing; None if the key must be there.
-            zero: whether the number may be 0.
+            zero: whether the number may be 0, as a time or a share may, but not a rate.
         """
         value = self.value(key, "a number") if default is None else self.entries.get(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -310,8 +310,8 @@ class _Table:
 def _line_of(text: str, key: str) -> int | None:
     """Returns the line of a dotted key, or of its table if the key is missing.
 
-    `tomllib` reports no lines, so this searches the text line by line for headers, inline tables
-    and keys. The n-th header `[[name]]` counts as `name[n]`, from 0 on.
+    `tomllib` reports no lines, so this searches the text for headers, inline tables and keys. The
+    headers `[[name]]` stand for `name[0]`, `name[1]` and so on.
     """
     lines = text.splitlines()
     *tables, last = key.split(".")

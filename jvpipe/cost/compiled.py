@@ -1,9 +1,9 @@
-"""The temporary bytes of backwards as the compiler reports them: its layouts cannot be modelled.
+"""Finds the temporary bytes of every option's backward, by compiling it.
 
-A layer's options differ in what its backward recomputes, but the bytes do not follow from that. A
-backward that recomputes half of the layer may need more temporary bytes than one that recomputes
-all of it, or as many as one that recomputes nothing. So the backward of each option is compiled;
-none is run.
+An option of a layer says which values the layer's backward recomputes. The temporary bytes do not
+follow from that. A backward that recomputes half of the layer may need more of them than one that
+recomputes all of it, or only as many as one that recomputes nothing. So each backward is compiled,
+and the compiler reports its bytes. No backward is run.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,7 +24,7 @@ def with_compiled_bytes(
     store: ProgramStore,
     device: Device,
 ) -> list[tuple[Option, ...]]:
-    """Returns the options of all layers with `extra_bytes` as compiled.
+    """Returns the options of all layers, with `extra_bytes` from the compiler's reports.
 
     Args:
         traced: the model.
@@ -32,7 +32,7 @@ def with_compiled_bytes(
         alike: by layer, a key that is equal for layers with the same programs, which are compiled
             once.
         store: the store that compiles the programs.
-        device: the device that they are compiled for.
+        device: the device that the programs are compiled for.
     """
     program_of: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []
@@ -60,7 +60,8 @@ def with_compiled_bytes(
     compiled = []
     for of_layer, programs in zip(options, backwards, strict=True):
         least, *others = (temporary[program.key] for program in programs)
-        # The first option's temporary bytes count with the layer. Others count what exceeds them.
+        # The temporary bytes of the first option, which keeps everything, are part of the layer's
+        # own cost. So `extra_bytes` is what another option needs beyond them.
         with_bytes = [of_layer[0]]
         for option, size in zip(of_layer[1:], others, strict=True):
             with_bytes.append(replace(option, extra_bytes=max(size - least, 0)))

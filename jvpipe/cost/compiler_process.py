@@ -1,7 +1,7 @@
 """`python -m jvpipe.cost.compiler_process`: compiles programs and reports the bytes of each.
 
-It is the child process of `compiling.py`, so that the compilers of absent devices are loaded in the
-child alone. It runs no program. Both processes exchange lines of JSON, and must agree on the keys:
+This is the child process that `compiling.py` starts, so that compilers of absent devices are never
+loaded in the parent. It runs no program. Parent and child exchange lines of JSON, with these keys:
 
     the child reads     {"platform", "topology", "config"}, which names the target; then, for each
                         program, {"id", "bytes"}, followed by that many bytes of StableHLO
@@ -67,7 +67,7 @@ def first_line(error: Exception) -> str:
 
 
 def _own_output() -> BinaryIO:
-    """Returns the standard output, for answers alone: what libraries print becomes error output."""
+    """Returns standard output for answers alone; what libraries print goes to standard error."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return output

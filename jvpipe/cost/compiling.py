@@ -30,7 +30,7 @@ _OTHERS = {
     "cuda": ("--xla_cpu_", "--xla_tpu_"),
     "tpu": ("--xla_cpu_", "--xla_gpu_", "--xla_force_host_"),
 }
-"""By platform, the beginnings of flags that are left out: a compiler exits at an unknown flag."""
+"""By platform, prefixes of flags that its compiler does not know: it would exit at such a flag."""
 _BETWEEN_S = 10.0
 """The least seconds between two lines of the log about progress."""
 
@@ -151,12 +151,12 @@ class _Child:
 class Compiler:
     """The compiler of a target.
 
-    A child process starts only for programs whose answers are not known from before.
+    A child process starts only if an answer is neither remembered nor in the archive.
 
     Attributes:
         target: the target that it compiles for.
         archive: the archive of its answers.
-        asked: the number of programs that were compiled, because their answers were not known.
+        asked: how many programs a child has compiled so far.
     """
 
     target: Target
@@ -196,15 +196,15 @@ class Compiler:
         """Yields each program with its numbers, in the order of the child's answers."""
         waiting = iter(enumerate(texts))
         told_s = time.monotonic()
-        # Answers come in any order; the id of each is the place of its program in `texts`.
+        # Answers come in any order; the id of each is the index of its program in `texts`.
         with _child(self.target) as child:
             # The child gets one program per thread at first, and another one for each answer.
             for number, text in islice(waiting, os.cpu_count()):
                 child.give(number, text)
             for done in range(1, len(texts) + 1):
                 answer = child.answer()
-                place: int = answer["id"]
-                text = texts[place]
+                index: int = answer["id"]
+                text = texts[index]
                 if "refused" in answer:
                     raise Refusal(self.target, text, answer["refused"])
                 for number, another in islice(waiting, 1):
@@ -230,11 +230,11 @@ class Compiler:
 
 @cache
 def compiler_of(target: Target, folder: Path | None) -> Compiler:
-    """Returns the one compiler of a target and folder in this process.
+    """Returns the compiler of a target and folder, always the same object.
 
     Args:
         target: the target that it compiles for.
-        folder: the folder of the archive; None if answers are remembered in this process alone.
+        folder: the folder of the archive; None to remember answers in this process alone.
     """
     return Compiler(target, Archive(folder))
 
@@ -247,7 +247,7 @@ def _flags(platform: str) -> str:
 
 @contextmanager
 def _child(target: Target) -> Iterator[_Child]:
-    """Starts a child that compiles for a target, and ends it."""
+    """Starts a child that compiles for a target, and ends it at the end of the `with` block."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",  # the child uses no other devices, though it compiles for them
         "TPU_SKIP_MDS_QUERY": "1",

@@ -28,7 +28,7 @@ class Option:
         kept_bytes: bytes that stay on the device, per micro-batch in flight.
         swapped_bytes: bytes that go to the host, per micro-batch in flight.
         extra_s: seconds by which the backward takes longer, because it recomputes values.
-        extra_bytes: bytes that the backward needs more while it runs.
+        extra_bytes: additional bytes that the backward needs while it runs.
         fates: by name, the fate of each value that is not kept.
         swaps_input: whether the layer's own inputs are swapped, too.
     """
@@ -41,7 +41,7 @@ class Option:
     swaps_input: bool = False
 
     def __post_init__(self) -> None:
-        assert FATES.keys() >= set(self.fates.values()), "what planners know stands in the table"
+        assert FATES.keys() >= set(self.fates.values()), "every fate is a key of the table FATES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class SplitCost:
         input_s: seconds of the first half.
         weight_s: seconds of the second half.
         handed_bytes: bytes of the values that the first half makes for the second half.
-        kept_bytes: bytes of what the second half reads else: values that the forward left, and
-            cotangents of the layer's outputs.
+        kept_bytes: bytes of the other values that the second half reads: residuals of the forward,
+            and cotangents of the layer's outputs.
     """
 
     input_s: float
@@ -83,12 +83,13 @@ class LayerCost:
         forward_s: seconds of its forward.
         backward_s: seconds of its whole backward, if everything is kept.
         options: the ways to treat what its forward leaves; the first keeps everything.
-        parameter_bytes: bytes of one version of its parameters, of which a stage may hold several.
-        gradient_bytes: bytes of its gradients, and of what else a step sums up or collects.
-        optimizer_bytes: bytes of all that exists between steps in a single version: the state of
-            the optimizer, model state, captured arrays, and frozen parameters.
-        input_bytes: bytes of its own inputs, which no other layer's backward reads, per micro-batch
-            in flight.
+        parameter_bytes: bytes of one version of its parameters. A stage may hold several versions.
+        gradient_bytes: bytes of its gradients. The layer of the loss also counts the losses and aux
+            values that a step collects.
+        optimizer_bytes: bytes of all that lasts between steps and has only one version: the state
+            of the optimizer, model state, captured arrays, and frozen parameters.
+        input_bytes: bytes of the inputs that no other layer's backward reads, per micro-batch in
+            flight.
         temporary_bytes: bytes that the layer's programs need while they run, cotangents of inputs
             and outputs included.
         split: the cost of its backward in halves; None if the backward always runs whole.
@@ -135,7 +136,8 @@ class LayerCost:
 class Edge:
     """A value that one layer makes and other layers read.
 
-    A reader on another stage receives the value, and returns its cotangent if it is differentiable.
+    A reader on another stage receives the value, and returns its cotangent if there is one, that
+    is, if the value is `differentiable`.
     """
 
     producer: int
@@ -160,12 +162,12 @@ class Shared:
 
 
 def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
-    """Returns the bounds at which no stage may end, because they lie inside a group of layers.
+    """Returns the bounds at which no stage may end, because they would cut a group of layers.
 
-    Bound i is the place before layer i.
+    Bound i is between layers i - 1 and i.
 
     Args:
-        groups: groups of layers, each of which must be in one stage.
+        groups: sets of layers; all layers of a set must be in the same stage.
 
     >>> sorted(bounds_inside([(1, 3), (5,)]))
     [2, 3]
@@ -184,11 +186,11 @@ class Costs:
         layers: the cost of each layer, in the order of the forward.
         edges: the values between layers.
         shared: the bytes that several layers hold together.
-        together: groups of layers, each of which must be in one stage.
-        ids: for each layer, its number where the costs come from: the node of a graph file, or the
+        together: sets of layers; all layers of a set must be in the same stage.
+        ids: for each layer, its number in the source of the costs: the node of a graph file, or the
             id in a layer graph.
-        carried: groups of layers through which model state goes to the next micro-batch. On a
-            device that runs several stages, each group must be in one of them.
+        carried: sets of layers through which model state goes to the next micro-batch. A device
+            that runs several stages must have the layers of a set in only one of them.
         outline: the model as exports need it.
     """
 

@@ -1,7 +1,7 @@
 """The effort of measuring and of offering options: numbers that trade time for better costs.
 
-They may be changed. Other options may then lead planners to other plans. Seconds that the archive
-has kept are not measured again, whatever the effort was.
+These numbers may be changed. If layers get other options, planners may find other plans. Seconds
+that are already in the archive are not measured again after a change.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ class MeasuringEffort:
         turns: the turns in which all programs run one after another. The least seconds of all turns
             count, so a slow moment of the machine in one turn does not.
         runs: the runs of each program in a turn, after one run that warms up.
-        long_s: programs that take more seconds run in the first turn only, and fewer times.
+        long_s: programs that take longer than this run in the first turn only, and fewer times.
         copies: the copies of each size over a link between devices, or between device and host.
-        shared: two copies share a link if both at once take more than so many times as long as the
-            longer copy alone.
+        shared: two copies count as sharing a link if both at once take more than this many times as
+            long as the slower copy alone.
         host_copies: the copies of each size over a link between processes. The first one warms up.
         lending_turns: the turns in which a program runs on one device, and then on all at once.
-        lending_turn_s: the least seconds of such a turn on one device; shorter ones measure noise.
+        lending_turn_s: the least seconds of such a turn on one device; a shorter turn would measure
+            mostly noise.
     """
 
     turns: int = 3
@@ -42,10 +43,11 @@ class OptionEffort:
 
     Attributes:
         options: the most options of a layer.
-        all_subsets: the most candidates of a layer for which all subsets of them are tried.
-        prices: the prices of a byte at which minimum cuts are made if there are more candidates.
-        flow_units: the sum of all finite capacities of such a cut. Capacities are rounded to whole
-            numbers, so a larger sum rounds them less; twice the sum must fit 32 bits.
+        all_subsets: a number of candidates. If a layer has no more, all subsets of them are tried.
+            If it has more, minimum cuts find the best subsets (`recompute.py`).
+        prices: the number of minimum cuts, each with another price of a kept byte in seconds.
+        flow_units: the sum of the finite capacities in the graph of a minimum cut. Capacities are
+            rounded to whole numbers, so a larger sum is more exact. Twice the sum must fit 32 bits.
     """
 
     options: int = 24

@@ -1,9 +1,9 @@
 """The costs of a model on hardware that is not here, estimated from the model's jaxprs alone.
 
 Nothing is compiled or allocated. Seconds come from the roofline (`roofline.py`), and temporary
-bytes from rules about what compilers do (`temporaries.py`). If the device's compiler was asked
-about some programs, and reports more temporary bytes for them, its numbers count (`said.py`).
-Layers with equal programs are estimated once.
+bytes from rules about what compilers do (`temporaries.py`). The device's compiler may have been
+asked about some programs. Where it reports more temporary bytes than the rules give, its numbers
+count (`said.py`). Layers with equal programs are estimated once.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_upda
 from jvpipe.cost.said import Said, with_said_options, with_said_updates, with_said_work
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.cost.tiles import in_tiles
-from jvpipe.cost.utilisation import product_flops
+from jvpipe.cost.utilization import product_flops
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
@@ -45,9 +45,9 @@ def estimate(
         optimizer: the optimizer, whose state and updates are added to the costs; None to leave
             them out.
         microbatches: micro-batches of a step.
-        fates: whether layers get options that swap or recompute some values that a forward leaves
-            for its backward; if not, each layer's only option keeps all of these values.
-        split: whether backwards in halves are estimated, too.
+        fates: whether layers get options that swap or recompute residuals, the values that a
+            forward leaves for its backward; if not, each layer's only option keeps all residuals.
+        split: whether to estimate backwards in halves, too.
         store: the store that keeps programs; None for the store that all of this process shares.
         said: the answers of the device's compiler, by the keys of programs.
 
@@ -70,8 +70,8 @@ def estimate(
     programs = layer_programs(store, traced)
     signatures = tuple(of_layer.signature for of_layer in programs)
     if device.platform == "tpu":
-        # TPUs store arrays in tiles, so from here on the bytes of arrays include the fill of tiles.
-        # `programs` keeps the plain shapes: `temporary_bytes` counts tiles by itself.
+        # TPUs store arrays in tiles, so from here on the bytes of arrays include padding. But
+        # `programs` keeps the plain shapes, because `temporary_bytes` counts tiles itself.
         traced = replace(traced, graph=in_tiles(traced.graph))
         signatures = in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))

@@ -1,9 +1,9 @@
-"""The shares of their makers' figures that devices reach, by families of devices, with sources.
+"""How much of a data sheet's rates each family of devices reaches, with the sources.
 
-A family is a set of devices that are assumed to reach the same shares. The constants are few and
-none belongs to one device alone, so that they also hold for devices that nobody has measured. If
-the source of a constant says "fitted half", `experiments/predicts` fitted the constant to one half
-of the published throughputs, and the other half judges the result.
+A family is a set of devices that are assumed to reach the same shares of their makers' figures.
+There are few constants, and none belongs to one device alone. So they can be used for devices that
+nobody has measured, too. If the source of a constant says "fitted half", `experiments/predicts`
+fitted the constant to one half of the published throughputs, and the other half judges the result.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The shares of their makers' figures that some devices reach.
+    """The shares of their makers' figures that the devices of a family reach.
 
     Attributes:
         products: the share of the peak rate of float32 that products reach if their tiles keep all

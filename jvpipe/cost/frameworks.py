@@ -1,4 +1,4 @@
-"""Frameworks that run programs: how they make kernels of equations, and what kernels cost them."""
+"""Frameworks that run programs: how they turn equations into kernels, and what a kernel costs."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ class Framework:
         fuses: whether elementwise operations become part of the kernels that read their results; if
             not, each operation is a kernel.
         passes: the bytes that kernels other than products move, per byte that XLA's kernels move.
-        host_s: the seconds that the host needs to launch a kernel; the device waits if its kernels
-            take less.
+        host_s: the seconds that the host needs to launch a kernel. If a device's kernels take less,
+            the device waits for the host.
     """
 
     name: str

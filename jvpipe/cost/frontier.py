@@ -1,12 +1,12 @@
 """The options of a layer: ways to treat the values that its backward needs from its forward.
 
-A candidate, which is such a value worth keeping, is kept, swapped to the host and back, or
-recomputed in the backward. Elementwise values are always recomputed. An option is compared by four
-numbers: bytes kept, bytes swapped, and the seconds and bytes that its backward takes more. Options
-that another option beats are left out: the other is no worse in any number, and better in one. The
-rest is the frontier, which need not be convex. If it has more options than a layer may have,
-`_thinned` chooses: first the best options at various prices of kept and of swapped bytes, then the
-options that are farthest from all chosen ones.
+A candidate is a value that is worth keeping. It is kept, swapped to the host and back, or
+recomputed in the backward. Elementwise values are always recomputed. Options are compared by four
+numbers: bytes kept, bytes swapped, and the backward's extra seconds and extra bytes. One option
+beats another if it is better in at least one number and worse in none. The options that no other
+beats are the frontier, which need not be convex. If the frontier has more options than a layer may
+have (`OPTIONS.options`), `_thinned` chooses among them: first the best options at various prices of
+kept and of swapped bytes, then the options that are farthest from all chosen ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The extra seconds of a layer's backward at measured points, as pairs (modelled, measured)."""
+    """The extra seconds of a layer's backward at measured points, as pairs (modeled, measured)."""
 
     extra_s: tuple[tuple[float, float], ...]
 
@@ -39,9 +39,11 @@ def recomputes(
     nothing: Sequence[LayerPrograms],
     device: Accelerator,
 ) -> list[Recompute]:
-    """Finds what dropping candidates costs each layer, by the roofline.
+    """Finds what dropping candidates costs each layer, with seconds by the roofline.
 
-    Layers with equal programs share one object.
+    A candidate that is neither kept nor swapped is dropped. The backward recomputes it if needed.
+
+    Layers with equal programs share one `Recompute`.
 
     Args:
         traced: the model.
@@ -69,7 +71,7 @@ def layer_options(
     recomputed: Sequence[Recompute],
     measured: Sequence[Calibration] | None = None,
 ) -> list[tuple[Option, ...]]:
-    """Returns the options of every layer; those of equal layers differ in names alone.
+    """Returns the options of every layer.
 
     Args:
         traced: the model.
@@ -103,7 +105,7 @@ def options_of(
 ) -> tuple[Option, ...]:
     """Returns a layer's options: the first keeps everything, the last recomputes everything.
 
-    Other code relies on this order. Fates have the names of candidates, without the layer's name,
+    Other code relies on this order. In `Option.fates`, candidates do not yet have the layer's name,
     which `named` adds.
 
     Args:
@@ -116,12 +118,12 @@ def options_of(
     others = []
     for kept in recompute.subsets():
         for option in _swapping(recompute, kept, input_bytes):
-            # These two are in the list in any case, as its first and its last option.
+            # `everything` and `nothing` are in the result in any case.
             if option not in (everything, nothing):
                 others.append(option)
     compared = [everything, nothing, *others]
     points = np.array([_point(option, input_bytes) for option in compared])
-    # `_thinned` always chooses the first two, which have their places in the list already.
+    # `_thinned` always chooses the first two. They are added below, at the ends of the result.
     places = _thinned(points, count)
     chosen = [others[i - 2] for i in places if i >= 2]
     chosen.sort(key=_rank)
@@ -137,13 +139,13 @@ def _rank(option: Option) -> tuple[bool, float, int]:
 
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
-    """Returns options with their modelled extra seconds replaced by interpolated measured ones."""
+    """Returns options with their modeled extra seconds replaced by interpolated measured ones."""
     points = sorted([(0.0, 0.0), *measured.extra_s])
-    modelled_s, measured_s = np.array(points).T
-    # Measured seconds must rise with the modelled ones: noise must not make more work cheaper.
+    modeled_s, measured_s = np.array(points).T
+    # Measured seconds must rise with the modeled ones: noise must not make more work cheaper.
     measured_s = np.maximum.accumulate(measured_s)
     estimates_s = [option.extra_s for option in options]
-    extras_s = np.interp(estimates_s, modelled_s, measured_s)
+    extras_s = np.interp(estimates_s, modeled_s, measured_s)
     pairs = zip(options, extras_s.tolist(), strict=True)
     return tuple(replace(option, extra_s=extra_s) for option, extra_s in pairs)
 
@@ -173,8 +175,8 @@ def _option(
 ) -> Option:
     """Makes an option.
 
-    A kept candidate that is not needed costs nothing and is dropped; but if all candidates are
-    kept, none is dropped, so that the first option has no fates.
+    A kept candidate that is not needed costs nothing and is dropped. But if all candidates are
+    kept, none is dropped, so that the option that keeps everything has no fates.
 
     Args:
         recompute: what dropping the layer's candidates costs.
@@ -218,7 +220,7 @@ def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> I
 
 
 def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
-    """Returns the numbers that options are compared by, of which less is better.
+    """Returns the numbers that options are compared by; in each, less is better.
 
     They are bytes kept, bytes swapped, extra seconds and extra bytes. A layer's own inputs count
     among the bytes kept or among the bytes swapped.
@@ -230,34 +232,33 @@ def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
 
 
 def _thinned(points: np.ndarray, count: int) -> list[int]:
-    """Returns the places of the first two points and of the best others, at most `count` in all.
+    """Returns the indices of the first two points and of the best others, at most `count` in all.
 
-    Only points that no other point beats are chosen, except the first two.
+    The others are chosen among the points that no point beats.
 
     Args:
         points: an array of (points, 4), with a row per option as `_point` returns it.
-        count: the most places that are returned.
+        count: the most indices that are returned.
     """
     # Each point is compared with all others: n^2.
     efficient = [i for i in range(2, len(points)) if not _is_beaten(points, i)]
     if len(efficient) + 2 <= count:
         return [0, 1, *efficient]
-    span = points.max(0)
+    largest = points.max(0)
     ids = np.array([0, 1, *efficient])
-    scaled = (points / np.where(span > 0, span, 1))[ids]
-    # Columns are scaled to 1, and a second costs 1. Kept and swapped bytes have 13 x 13 prices.
-    # Extra bytes are free, or cost half of what kept bytes cost.
+    scaled = (points / np.where(largest > 0, largest, 1))[ids]
+    # Each column is scaled to at most 1. The price of seconds is 1. There are 13 prices of kept
+    # bytes and 13 of swapped bytes. Extra bytes are free, or cost half of what kept bytes cost.
     grid = np.geomspace(1e-3, 1e3, 13)
     meshes = np.meshgrid(grid, grid, [0.0, 0.5])
     byte, link, more = (prices.ravel() for prices in meshes)
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
-    # The points that are best at some prices, in falling order of the number of these prices.
+    # Points that are best at some prices come first, in falling order of the number of such prices.
     best = (scaled @ price).argmin(0)
     picked, times = np.unique(best, return_counts=True)
     by_times = picked[np.argsort(-times, kind="stable")].tolist()
     chosen = list(dict.fromkeys([0, 1, *by_times]))[: max(count, 2)]
-    # The others are added one by one. Each is the point with the largest distance to the nearest
-    # chosen point.
+    # Then the point that is farthest from its nearest chosen point is added, again and again.
     apart = scaled[:, None] - scaled[None, chosen]
     distance = np.abs(apart).sum(2).min(1)
     while len(chosen) < count:
@@ -268,7 +269,7 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
 
 
 def _is_beaten(points: np.ndarray, i: int) -> bool:
-    """Tells whether point i repeats an earlier one, or another is better and in no column worse."""
+    """Tells whether point i repeats an earlier point, or another point beats it."""
     as_good = (points <= points[i]).all(1)
     same = (points == points[i]).all(1)
     is_worse = (as_good & ~same).any()

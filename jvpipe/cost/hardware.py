@@ -1,8 +1,11 @@
 """The hardware as planners see it: devices, links, and clusters of machines with devices.
 
-A link is a rate and a latency. An all-reduce is described as a link, too: its `seconds(size)` takes
-the bytes of one summand. So is a transfer between groups of devices: there `size` is the bytes of
-the whole value. Therefore code that counts the seconds of communication deals with links alone.
+A link is a rate and a latency. All communication is described by links, so that code which counts
+seconds deals with one type. What the `size` of `Link.seconds(size)` counts depends on the link:
+
+    a copy                                  the bytes that are copied
+    an all-reduce (`reducing`)              the bytes of one summand
+    a transfer of a cut value (`way`)       the bytes of the whole value, in all slices together
 """
 
 import math
@@ -22,15 +25,7 @@ def _check(
     zero: bool = False,
     infinite: bool = False,
 ) -> None:
-    """Raises ValueError for a number that no device or link can have.
-
-    Args:
-        what: the device or link, for the message.
-        name: the name of the number.
-        value: the number.
-        zero: whether the number may be 0.
-        infinite: whether the number may be infinite.
-    """
+    """Raises ValueError for a number that no device or link can have; `what` is for the message."""
     positive = value > 0 or (zero and value == 0)  # NaN is neither
     if not positive or (math.isinf(value) and not infinite):
         least = "of at least 0" if zero else "above 0"
@@ -72,8 +67,8 @@ class Accelerator:
         memory_bytes: the size of its memory.
         memory_bytes_per_s: the rate at which kernels read and write the memory.
         flops_per_s: the rate of matrix products, by dtype; with a `tiling`, the rate of products
-            that keep all cores busy. `float32` must be there, the rates of other dtypes follow from
-            it.
+            that keep all cores busy. Only `float32` must be there: `products_per_s` derives the
+            rates of missing dtypes.
         launch_s: the seconds that each kernel takes beside its work. A kernel that moves
             `launch_s * memory_bytes_per_s` bytes reaches half of the memory's rate, because
             launching takes as long as moving; kernels of fewer bytes reach less.
@@ -113,13 +108,13 @@ class Accelerator:
         )
 
     def products_per_s(self, dtype: str) -> float:
-        """Returns the rate of products of a dtype, or of a similar dtype if that is not listed.
+        """Returns the rate of products of a dtype; if it is not listed, that of a similar dtype.
 
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
         """
-        # Both types of 16 bits run on the same units. All other types are assumed to run at the
-        # rate of float32, and those of double precision at half of that rate.
+        # Both types of 16 bits run on the same units. Types of double precision are assumed to run
+        # at half of the rate of float32, and all other types at that rate.
         for name in (dtype, _SUBSTITUTES.get(dtype, dtype)):
             if name in self.flops_per_s:
                 return self.flops_per_s[name]
@@ -128,13 +123,13 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines with devices; all devices are alike unless `unlike` has one entry for each.
+    """Machines with devices, which are numbered machine by machine.
 
-    Devices are numbered machine by machine.
+    Either all devices are alike, or `unlike` has an entry for each.
 
     Attributes:
         name: the name of the cluster.
-        device: the device that all are like; otherwise the first device of `unlike`.
+        device: the device, if all are alike; otherwise the first device of `unlike`.
         devices_per_machine: the number of devices of each machine.
         machines: the number of machines.
         host: the link between each device and its host.
@@ -143,7 +138,7 @@ class Cluster:
         peer_uses_host: whether transfers between devices of a machine go through the links to the
             host (PCIe), which they then share with swapped tensors.
         host_memory_bytes: the host memory of each machine; None if there is no limit.
-        unlike: every device in the order of their numbers; empty if all devices are alike.
+        unlike: all devices in the order of their numbers; empty if they are alike.
         networks: the number of network links of each machine, which its devices share.
     """
 
@@ -179,7 +174,7 @@ class Cluster:
         return tuple(device // self.devices_per_machine for device in devices)
 
     def reducing(self, devices: Sequence[int]) -> Link:
-        """Returns an all-reduce over devices as a link for the bytes of one summand.
+        """Returns a link that takes as long as an all-reduce, given the bytes of one summand.
 
         Each device has a summand. The all-reduce has three phases, one after another:
 
@@ -188,9 +183,9 @@ class Cluster:
             in each machine       all-gather in the first ring: each device gets all parts
 
         The machine with the most of the devices takes the longest for its ring, so it sets the time
-        of the first and third phase. Every ring across machines takes one network and one device of
-        each machine. So the machine with the fewest devices limits how many such rings run at once,
-        if it has fewer devices than networks.
+        of the first and third phase. Every ring across machines needs a network link and a device
+        of its own in each machine. So the number of these rings that run at once is the smaller of
+        two: the network links of a machine, and the devices of the machine with the fewest devices.
 
         Args:
             devices: the numbers of the devices that take part.
@@ -213,9 +208,10 @@ class Cluster:
     def least_reduce_s(self, count: int, size: int | float) -> float:
         """Returns a lower bound for the seconds of an all-reduce over at least `count` devices.
 
-        The bound holds wherever the devices are. For each number of machines it assumes that the
-        devices are spread evenly, which makes the ring of the fullest machine as short as possible,
-        and that as many rings as possible run between machines. More devices only lengthen rings.
+        The bound holds wherever the devices are. For each number of machines it makes two favorable
+        assumptions: the devices are spread evenly, so that the ring of the fullest machine is as
+        short as possible, and as many rings as possible run between machines. The least of these
+        times is the bound. It also holds for more devices, which only lengthen rings.
 
         Args:
             count: the number of devices.
@@ -231,8 +227,7 @@ class Cluster:
         at_once = min(self.networks, self.devices_per_machine)
         least_s = math.inf
         for machines in range(1, min(count, self.machines) + 1):
-            # Spread evenly: a machine with more devices would have a longer ring.
-            per_machine = -(-count // machines)
+            per_machine = -(-count // machines)  # the devices of the fullest machine, at least
             if per_machine <= self.devices_per_machine:
                 inside_s = _ring(self.peer, per_machine).seconds(size)
                 between_s = _ring(self.network, machines, at_once).seconds(size)
@@ -240,11 +235,11 @@ class Cluster:
         return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """Returns the transfer of a value from senders, each of which holds a slice, as a link.
+        """Returns a link that takes as long as the transfer of a value, given the value's bytes.
 
-        The `seconds` of the link take the bytes of the whole value. Slices are of equal size and
-        pass at the same time. Between machines, no more slices pass at a time than the side with
-        fewer machines, senders or readers, has network links.
+        Each sender holds a slice of the value. Slices are of equal size and pass at the same time.
+        Between machines, each slice that passes at a time needs a network link of its own, both on
+        the senders' side and on the readers' side.
 
         Args:
             senders: the numbers of the devices that hold the slices.
@@ -267,10 +262,10 @@ class Cluster:
 
 
 def _ring(link: Link, members: int, at_once: int = 1) -> Link:
-    """Returns an all-reduce in a ring as a link for the bytes of one summand.
+    """Returns a link that takes as long as an all-reduce in a ring, given one summand's bytes.
 
-    The bytes are cut into one part per member. Each part goes around the ring once to be summed up,
-    and once to be handed out. Either time it passes all links but one. So there are
+    The bytes are cut into one part per member. Each part goes around the ring twice: first to be
+    summed up, then to be handed out. Each time it passes all links but one. So there are
     2 (members - 1) rounds, in each of which every link carries bytes / members.
 
     Args:

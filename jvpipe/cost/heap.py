@@ -1,8 +1,8 @@
-"""The buffers of a program: which of them lie in a result's memory, and the bytes of the others.
+"""Counts the bytes of a program's buffers; a buffer in the memory of a result takes no bytes.
 
 A step is one kernel of the program. A buffer holds a value from the step that writes it to the last
-step that reads it. The memory of a result is set aside during the whole program, but the result is
-written late, so buffers can lie in that memory before (lodgers, in `temporaries.py`).
+step that reads it. The memory of a result is set aside during the whole program. Until the result
+is written, buffers can lie in that memory (`temporaries.py` calls these buffers lodgers).
 
     step            0    1    2    3       w: a step writes it; r: the last step that reads it
     a result                  w-----
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _SMALL = 4
-"""A buffer is small if it takes less than one part in `_SMALL` of the memory beside the cores."""
+"""A buffer is small if it takes less than 1 / `_SMALL` of the memory beside the cores."""
 
 
 class Buffer(NamedTuple):
@@ -42,7 +42,7 @@ def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Bu
     >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
     [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]
     """
-    # By rising size: the first result that has room is the smallest one.
+    # Results are in order of rising size, so the first one with room is the smallest.
     lodgers: list[tuple[Room, list[Buffer]]] = [(room, []) for room in sorted(rooms)]
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):

@@ -39,10 +39,10 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
 
 
 def devices_per_core(devices: Sequence[Device]) -> float:
-    """Returns the number of CPU devices of this process per core; 0 if there are no such devices.
+    """Returns the number of CPU devices of this process per core; 0 without CPU devices.
 
     Args:
-        devices: the devices of the pipeline, of which only such devices count.
+        devices: the devices of the pipeline, of which only the CPU devices of this process count.
     """
     sharing = sum(device.platform == "cpu" and is_own(device) for device in devices)
     # Only Linux tells which cores a process may use. Elsewhere all cores of the machine count.

@@ -33,7 +33,7 @@ class Links:
         out: the link from the device to its host.
         back: the link from the host to the device.
         send: the link to another device.
-        send_uses_host: whether sending and swapping out share a link, and so slow each other down.
+        send_uses_host: whether SEND and OUT share a link, and so slow each other down.
     """
 
     out: Link
@@ -104,11 +104,11 @@ def measure_links(
     other: Device | None = None,
     sizes: tuple[int, int] = (_SMALL, _LARGE),
 ) -> Links:
-    """Times a device's links; without another device, sending takes no time.
+    """Times a device's links.
 
     Args:
         device: the device.
-        other: the device to which it sends; None if it sends to no other device.
+        other: the device to which it sends; None if there is none: sending then takes no time.
         sizes: the bytes of a small and of a large copy.
     """
     pinned = SingleDeviceSharding(device, memory_kind=_host_memory(device))
@@ -130,7 +130,7 @@ def measure_links(
     if other is None:
         return Links(out_link, back_link, INFINITE, send_uses_host=False)
     send_s = seconds(send, here)
-    # The copies are large, so that latencies hardly count.
+    # Whether a link is shared is judged by large copies, in which latencies hardly count.
     large = [_arrays(sizes[1], here) for _ in range(2)]
     together_s = _seconds([out, send], large)
     shared = together_s > MEASURING.shared * max(out_s[1], send_s[1])
@@ -146,7 +146,7 @@ def _host_memory(device: Device) -> str:
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
     """Makes an array for each run, and one to warm up.
 
-    Every run copies another array, because JAX may answer a second copy of an array with the first.
+    Each run copies its own array, because JAX may answer a second copy of an array with the first.
     """
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     runs = range(MEASURING.copies + 1)

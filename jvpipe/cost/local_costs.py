@@ -1,10 +1,11 @@
-"""The costs of a model by the local batch: the examples of a micro-batch that one replica works on.
+"""The costs of a model at any local batch: the examples of a micro-batch that one replica works on.
 
-Costs are measured at a few local batches. Between two of them, each number lies on the line through
-both measurements; beyond them, on the line through the nearest two. So a small local batch costs
-more per example than a large one if it did in the measurements. With only one measured size, all
-numbers are in proportion to the number of examples b. The options of a layer are those measured at
-the larger size, scaled by what the layer takes.
+Costs are measured at a few sizes of local batches. For another size, each number lies on the line
+through the measurements at two sizes: the one below and the one above, or else the nearest two.
+So a small local batch costs more per example than a large one if it did in the measurements. With
+only one measured size, all numbers are in proportion to the number of examples b. A layer has the
+options that were measured at the larger of the two sizes. Their bytes and seconds are scaled by the
+same factors as the layer's own.
 """
 
 from bisect import bisect_left
@@ -14,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from jvpipe.cost.costs import Costs, LayerCost, Option, SplitCost
 
 Mix = Callable[[float | int, float | int], float | int]
-"""Returns a cost at b examples, given the costs at the smaller and at the larger size."""
+"""Returns a number at b examples, given the number at the smaller and at the larger size."""
 
 
 @dataclass(frozen=True)
 class LocalCosts:
-    """The costs of a model at a few local batches, which are in rising order.
+    """The costs of a model at a few sizes of local batches, in rising order.
 
     >>> one = Costs((LayerCost("block", 1.0, 2.0, (Option(8),), parameter_bytes=100),))
     >>> layer = LocalCosts((4,), (one,)).at(2).layers[0]
@@ -78,12 +79,12 @@ class LocalCosts:
 
 
 def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
-    """Mixes the costs at two sizes; bytes are rounded.
+    """Returns the costs at b examples; bytes are rounded.
 
     Args:
         near: the costs at the smaller size.
         far: the costs at the larger size.
-        mix: returns the cost in between of two costs.
+        mix: returns a number at b examples.
     """
     layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
     edges = []
@@ -103,21 +104,15 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
 
 
 def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
-    """Mixes the costs of a layer at two sizes.
-
-    Args:
-        near: the cost at the smaller size.
-        far: the cost at the larger size.
-        mix: returns the cost in between of two costs.
-    """
+    """Returns the cost of a layer at b examples, given its costs at both sizes."""
     forward_s = mix(near.forward_s, far.forward_s)
     backward_s = mix(near.backward_s, far.backward_s)
     kept_bytes = mix(near.options[0].kept_bytes, far.options[0].kept_bytes)
-    # The bytes of all options are scaled as those of the first option, which keeps everything.
+    # The bytes of all options are scaled like those of the first option, which keeps everything.
     bytes_share = _ratio(kept_bytes, far.options[0].kept_bytes)
     backward_share = _ratio(backward_s, far.backward_s)
-    # Recomputation repeats parts of the forward, so its seconds are scaled as the forward's, or as
-    # the backward's if the forward takes no time.
+    # Recomputation repeats parts of the forward, so its seconds are scaled like the forward's. If
+    # the forward takes no time, they are scaled like the backward's.
     again_share = _ratio(forward_s, far.forward_s) or backward_share
     options = tuple(_option(option, bytes_share, again_share) for option in far.options)
     return replace(

@@ -1,8 +1,9 @@
-"""The costs of a model's layers on a device at hand: each distinct program is run and timed once.
+"""Measures the costs of a model's layers on a device at hand: each distinct program is timed once.
 
-A program that does not fit on the device is not run: its seconds are those of the roofline, times
-the factor by which the programs that ran were slower than the roofline. Seconds that an earlier
-process measured come from the archive.
+A program that does not fit on the device is not run. Its seconds are estimated: those of the
+roofline (`roofline.py`), times a pace. For each program that ran, the measured seconds are divided
+by the roofline's, and the pace is the median of these ratios. Seconds that an earlier process has
+measured come from the archive.
 """
 
 import statistics
@@ -81,7 +82,7 @@ def measure_programs(
     room_bytes: int | None = None,
     archive: Archive | None = None,
 ) -> Runs:
-    """Compiles programs side by side, then runs and times each distinct one that fits.
+    """Compiles programs side by side, then times each distinct program that fits on the device.
 
     Args:
         store: the store that compiles the programs.
@@ -109,7 +110,8 @@ def measure_programs(
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
-    # Programs that an earlier process has timed are not run. They were compiled for their bytes.
+    # Programs that an earlier process has timed are not run. They were compiled above because only
+    # the compiler knows their temporary bytes.
     seconds = (archive or Archive()).each(
         description,
         len(fitting),
@@ -139,19 +141,19 @@ def measured_costs(
 
     A candidate is a value in a layer whose fate can be chosen: to keep it, swap it to the host, or
     recompute it. With `fates`, three backwards of each layer are measured, which keep all, half and
-    none of the candidates. The modelled seconds of recomputation are made to agree with these
+    none of the candidates. The modeled seconds of recomputation are made to agree with these
     measurements. The extra bytes of each option are those of its backward as compiled.
 
     Args:
         traced: the model.
         device: the device that runs the layers.
-        store: the store that keeps the layers' programs; training later uses those of it that keep
-            everything.
-        optimizer: the optimizer whose state counts and whose updates are measured; None if neither
-            counts.
+        store: the store of the layers' programs. Training later takes the programs that keep
+            everything from this store.
+        optimizer: the optimizer, whose state is counted and whose updates are measured; None to
+            leave both out.
         microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
-        split: whether the halves of backwards are measured too.
+        split: whether to measure the halves of backwards, too.
         earlier: earlier measurements, to which new ones are added.
         room_bytes: the bytes that the device has for a program; programs that need more are
             estimated.
@@ -163,7 +165,7 @@ def measured_costs(
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
     forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
     backwards = {share: [backward_program(p) for p in kept[share]] for share in shares}
-    # Every program to measure, with its jaxpr, from which the roofline estimates what is not run.
+    # Every program comes with its jaxpr, for an estimate if the program does not fit.
     pairs = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
     for share in shares:
         pairs += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
@@ -269,7 +271,7 @@ def _measured_options(
     recomputed = recomputes(traced, nothing, accelerator_of(device))
     calibrations = list(map(_calibration, recomputed, measured))
     options = layer_options(traced, inputs, recomputed, calibrations)
-    # Equal layers share an object of programs, by whose id they are compiled once.
+    # Equal layers share an object of programs. Its id is their key, so they are compiled once.
     alike = [id(programs) for programs in nothing]
     return with_compiled_bytes(traced, options, alike, store, device)
 
@@ -298,35 +300,36 @@ def _estimated(
     runs: Runs,
     programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
 ) -> Runs:
-    """Estimates the programs that were not run: the seconds of the roofline, times a pace.
+    """Estimates the seconds of programs that were not run: those of the roofline, times a pace.
 
-    The pace is the median of the measured seconds over the roofline's, for programs that were run.
+    For each program that was run, the measured seconds are divided by the roofline's. The pace is
+    the median of these ratios.
     """
     missing = [key for key in programs if key not in runs]
     if not missing:
         return {}
-    modelled_s = {
+    modeled_s = {
         key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()
     }
     # One pace is enough: the roofline errs by about the same factor for all programs of a device.
-    paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
+    paces = [runs[key].seconds / s for key, s in modeled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])
     estimates = {}
     for key, executable in zip(missing, executables, strict=True):
         temporary_bytes = executable.memory_analysis().temp_size_in_bytes
-        estimates[key] = Run(pace * modelled_s[key], temporary_bytes)
+        estimates[key] = Run(pace * modeled_s[key], temporary_bytes)
     return estimates
 
 
 def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:
-    """Pairs the modelled extra seconds of a layer's backward with the measured ones.
+    """Pairs the modeled extra seconds of a layer's backward with the measured ones.
 
     Args:
         recompute: the model of what dropping candidates costs.
         runs: the runs of the backward, by the share of candidates that is kept.
     """
-    # A backward that keeps everything recomputes nothing, so extra seconds count from it on.
+    # A backward that keeps everything recomputes nothing. What others take beyond it is extra.
     least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():
@@ -350,9 +353,9 @@ def _needed_bytes(needs: Any) -> int:
 
 
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
-    """Returns the least of each program's `_seconds` over several turns.
+    """Returns the least seconds and processor time of each program over several turns.
 
-    In a turn all programs run one after another, so a slow moment of the machine spoils one turn of
+    In a turn all programs run one after another. So a slow moment of the machine spoils one turn of
     a program, and not all of its measurements.
     """
     # The first turn measures every program. Later turns measure short programs only, whose seconds
@@ -367,10 +370,10 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[l
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
-    """Returns the median of the seconds of a few runs, and of their processor time.
+    """Returns the median seconds of a few runs, and their median processor time.
 
-    One more run before them warms up and does not count. A donated input, whose memory the program
-    takes for its results, is put on the device again for each run.
+    A first run warms up and does not count. A donated input, whose memory the program takes for its
+    results, is put on the device again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
@@ -380,7 +383,7 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
             kept[i] = jax.device_put(example, device)
     runs_s, processor_s = list[float](), list[float]()
     while len(runs_s) <= MEASURING.runs:
-        # A long program runs only three times, one of which is to warm up.
+        # A long program runs only three times, the first of which warms up.
         if len(runs_s) >= 3 and sum(runs_s) >= MEASURING.runs * MEASURING.long_s:
             break
         inputs = [

@@ -28,7 +28,10 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
-"""The arrays that pieces of an update exchange; gradients, parameters and state count elsewhere."""
+"""The kinds of the slots, or arrays, that pieces of an update exchange with each other.
+
+Gradients, parameters and state are in slots of other kinds, and count elsewhere.
+"""
 _LASTING = (ValueKind.STATE, ValueKind.CONSTANT)
 """The kinds of values that a stage has between steps, too."""
 _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
@@ -39,8 +42,8 @@ _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
 class Work:
     """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
-    The programs are those that keep all candidates, which are the values whose fate a planner can
-    choose. Temporary bytes are what a program needs beside its inputs and results.
+    A candidate is a value whose fate a planner can choose. The programs here keep all candidates.
+    Temporary bytes are what a program needs beside its inputs and results.
     """
 
     forward_s: float
@@ -88,8 +91,8 @@ def costs_of(
         graph: the layers, tensors and parameters of the model.
         signatures: by layer, the interface of the programs that keep all candidates.
         works: by layer, its seconds and temporary bytes.
-        options: by layer, its options, the first of which keeps everything; None if every layer
-            has only that one.
+        options: by layer, its options, the first of which keeps everything; None if no layer has
+            any other option.
         optimizer: the optimizer whose state and update count; None if neither counts.
         microbatches: micro-batches of a step, whose losses and aux values are held until its end.
         splits: by layer, the costs of its backward in halves; None if all backwards run whole.
@@ -169,11 +172,11 @@ def _layer_cost(
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
     """Finds, for each leaf of the model state, the group of layers from its readers to its writers.
 
-    Leaves that nobody writes, or that only one layer uses, have no group.
+    Leaves that no layer writes, or that only one layer uses, have no group.
 
     Each micro-batch reads the leaf that the micro-batch before it has written. If the first and the
     last layer of a group were in two stages of one device, the forward of the earlier stage would
-    wait for the later stage to write the leaf. Therefore a device has a group in one stage.
+    wait for the later stage to write the leaf. Therefore no device may have a group in two stages.
     """
     groups = []
     for leaf in range(len(graph.state)):
@@ -217,7 +220,7 @@ def _split_cost(
     input_s: float,
     weight_s: float,
 ) -> SplitCost:
-    """Returns the cost of a backward in halves, whose second half reads what is held in between."""
+    """Returns the cost of a backward in halves, with the bytes that are held between the halves."""
     assert programs.halves is not None
     split = programs.halves.signature
     values = {"input": layer.reads, "output": layer.writes}
@@ -228,7 +231,7 @@ def _split_cost(
             kept_bytes += split.weight.residuals[i].bytes
         else:
             read.append(values[kind][i])
-    # A cotangent is as large as its output, whose size therefore stands for it.
+    # A cotangent is as large as its output, so the output's bytes are counted for it.
     read += [layer.writes[i] for i in split.weight.cotangents]
     tensors = [graph.tensors[ref.index] for ref in read if ref.kind == ValueKind.TENSOR]
     kept_bytes += sum(tensor.array.bytes for tensor in tensors)
@@ -278,7 +281,7 @@ class _Model:
             self.bytes[Ref(kind, i)] = size
 
     def own_inputs(self, layer: Layer) -> list[int]:
-        """Returns the tensors that a layer's forward reads and that only its backward reads."""
+        """Returns the inputs of a layer that its own backward reads, and no other backward does."""
         alone = []
         for tensor in layer.reading(ValueKind.TENSOR):
             ref = Ref(ValueKind.TENSOR, tensor)
@@ -289,7 +292,7 @@ class _Model:
     def shared(self) -> Iterator[Shared]:
         """Yields the values that a stage holds once, however many of its layers read them."""
         for ref, size in self.bytes.items():
-            # A value that no layer reads or makes lies with the first layer.
+            # A value that no layer reads or makes counts for the first layer.
             touching = self.touching.get(ref, (0,))
             if ref.kind in _LASTING and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
@@ -311,7 +314,7 @@ class _Model:
         frozen = [p for p in self.graph.parameters if p.frozen and p.readers == (layer,)]
         total = sum(p.array.bytes for p in frozen)
         for ref, size in self.bytes.items():
-            # A value that no layer reads or makes lies with the first layer.
+            # A value that no layer reads or makes counts for the first layer.
             if ref.kind in _LASTING and self.touching.get(ref, (0,)) == (layer,):
                 total += size
         return total
@@ -319,8 +322,8 @@ class _Model:
     def passing_forward_bytes(self, layer: Layer) -> int:
         """Counts the bytes of values that pass and are alive while a layer's forward runs.
 
-        A tensor passes if no backward reads it. A batch, seed or state counts unless this layer's
-        own backward reads it.
+        A tensor passes if no backward reads it. A leaf of the batch, a seed or a leaf of the state
+        counts here unless this layer's own backward reads it.
         """
         total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():
@@ -372,15 +375,16 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 
 
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
-    """Returns the holders whose pieces and state of the optimizer lie with a layer.
+    """Returns the keys by which `OptimizerCut` has a layer's pieces and state of the optimizer.
 
-    A holder is a layer, or None for the optimizer's global program, which lies with the loss.
+    One key is the layer itself. The layer of the loss has another key, None, which stands for the
+    optimizer's global program. These holders are not the holders of values that `_Model` has.
     """
     return (layer, None) if layer == graph.loss_layer else (layer,)
 
 
 def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
-    """Counts the bytes of the optimizer's state that lies with a layer."""
+    """Counts the bytes of the optimizer's state that belongs to a layer."""
     if optimizer is None:
         return 0
     return sum(_bytes_held(optimizer, holder) for holder in holders_of(graph, layer))
@@ -393,8 +397,8 @@ def _bytes_held(optimizer: OptimizerCut, holder: int | None) -> int:
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
     """Counts the bytes that an update needs beside a layer's gradients, parameters and state.
 
-    They are the gradients of a tied parameter from the other layers that read it, and the values
-    that pieces of the optimizer exchange.
+    These are the values that pieces of the optimizer exchange and, for the owner of a tied
+    parameter, the parameter's gradients from the other layers that read it.
     """
     if optimizer is None:
         return 0
@@ -404,7 +408,7 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
             # The owner's own gradient of the parameter counts among the layer's gradients.
             others = len(parameter.readers) - 1
             total += others * parameter.array.bytes
-    # A slot is an array that pieces read or write. Pieces share slots, and each slot counts once.
+    # Pieces share slots, and each slot counts once.
     sizes: dict[Slot, int] = {}
     for piece in optimizer.update:
         if piece.layer not in holders_of(graph, layer):

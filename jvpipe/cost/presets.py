@@ -1,7 +1,7 @@
 """The clusters that have a name: those of the papers, and some with newer devices.
 
-All rates are sustained rates: the figure that the maker states, times the share of it that training
-programs reach.
+All rates are sustained rates: a figure of the maker, times the share that training programs reach.
+To add a device or cluster, add it here, from its data sheet.
 
     products, memory    the share that the device's family reaches (`families.py`)
     links               0.8 of the raw rate in one direction, as large copies reach through PCIe,
@@ -139,10 +139,10 @@ def _link(gigabytes_per_s: float, latency_s: float) -> Link:
 
 
 _PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
-# A V100 has six NVLinks. A pair of V100s is joined by one or two of them, so one counts. A pair of
-# A100s or H100s uses all links of a device.
+# A V100 has six NVLinks, but only one or two lead to the same other V100, so one is counted. A pair
+# of A100s or H100s uses all links of a device.
 _NVLINK_V100, _NVLINK_A100, _NVLINK_H100 = (_link(rate, 5e-6) for rate in (25.0, 300.0, 450.0))
-# The rate of one link of a TPU chip to a neighbour.
+# The rate of one link of a TPU chip to a neighbor.
 _ICI_50, _ICI_100 = (_link(rate, 2e-6) for rate in (50.0, 100.0))
 
 
@@ -159,7 +159,7 @@ def _cluster(
 
     Args:
         name: the name of the cluster.
-        device: the device that all of its devices are like.
+        device: the kind of all of its devices.
         devices_per_machine: the number of devices of each machine.
         machines: the number of machines.
         host: the link between each device and its host.
@@ -199,7 +199,7 @@ _OTHER_GPUS = (
     _cluster("h200", H200, 8, 1, _PCIE5, 400.0, _NVLINK_H100),
     _cluster("rtx4090", RTX_4090, 8, 1, _PCIE4, 100.0),
 )
-# The TPUs of one host or two. Consecutive stages are placed on neighbours, one link apart.
+# The TPUs of one host or two. Consecutive stages are placed on neighbors, one link apart.
 _TPUS = (
     _cluster("v4", TPU_V4, 4, 2, _PCIE3, 200.0, _ICI_50),
     _cluster("v5e", TPU_V5E, 8, 1, _PCIE3, 200.0, _ICI_50),
@@ -211,8 +211,8 @@ _CPUS = _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0)
 
 PRESETS = {cluster.name: cluster for cluster in (*_OF_PAPERS, *_OTHER_GPUS, *_TPUS, _CPUS)}
 
-# A device has the accelerator of the first of these names that its reported kind contains. So a
-# name stands before every shorter name that is a part of it.
+# A device is found by the kind that it reports: the first of these names in that text counts. So a
+# name must stand before every shorter name that is a part of it.
 _KINDS = {
     "H200": H200,
     "H100": H100,
@@ -238,10 +238,10 @@ def peak_per_s(device: Accelerator, dtype: str) -> float:
 
 
 def accelerator_like(kind: str, platform: str) -> Accelerator:
-    """Finds the accelerator that is most like a device: by its kind, otherwise by its platform.
+    """Finds the accelerator that is most like a device: by kind, or by platform for unknown kinds.
 
     Args:
-        kind: the name of its kind that the device reports.
+        kind: the name of the device's kind, as the device reports it.
         platform: `cpu`, `gpu` or `tpu`.
 
     >>> accelerator_like("NVIDIA H200", "gpu").name

@@ -1,6 +1,6 @@
-"""The matrix products that equations compute, with convolutions seen as products.
+"""The matrix products that equations compute. A convolution counts as a product, too.
 
-Seen as a product, a convolution has a row for each pixel of its result and a column for each output
+The product of a convolution has a row for each pixel of the result, and a column for each output
 channel. Its sums go over the pixels and input channels of the kernel.
 """
 
@@ -20,8 +20,8 @@ class Product:
     """A batch of b products of m x k by k x n.
 
     `itemsizes` has the bytes of an element of the left operand, the right operand and the result.
-    `three` names the array of a dense convolution that has 3 x 3 pixels: the kernel, or, if the
-    convolution computes the gradient of a kernel, the result. It is None for all other products.
+    `three` is set for dense convolutions with a kernel of 3 x 3 pixels. It says which array has
+    these pixels: the operand ("kernel"), or the result if that is the gradient of the kernel.
     """
 
     b: int
@@ -42,8 +42,9 @@ class Product:
 
         The algorithm computes four pixels of a result with 16 multiplications in place of 36 (Lavin
         and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016). So there are 16
-        products, each with a quarter of the rows and a ninth of the length of the sums. For the
-        gradient of a kernel, rows and sums change places. None if the algorithm does not apply.
+        products. Each has a quarter of the rows, and sums of a ninth of the length. For the
+        gradient of a kernel, each has a ninth of the rows, and sums of a quarter of the length. It
+        is None if the algorithm does not apply.
         """
         if self.three is None:
             return None

@@ -1,17 +1,17 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
 A candidate is a value in the layer that the forward may keep for the backward. A candidate that is
-not kept is dropped. The work is read off the backward that keeps no candidate: it contains the
-forward's equations, with the names of all candidates. An equation of this backward repeats the
-forward if it depends on no cotangent; all others compute cotangents and gradients.
+not kept is dropped. The work is found in the backward that keeps no candidate, because this
+backward contains the forward's equations, with the names of all candidates. Its equations that
+depend on no cotangent repeat the forward. All others compute cotangents and gradients.
 
     inputs --e1--> a --e2--> b --e3--> c --e4--> d        e1 to e4   equations of the forward
                                                           a, c       candidates
                                                           d          read to compute cotangents
 
 The backward always repeats e4, because no candidate lies between e4 and what the backward needs. It
-repeats e2 and e3 if c is dropped. It also repeats e1 if a is dropped as well, because e2 reads a.
-A candidate is needed if an equation that is repeated, or one with cotangents, reads it. In the
+repeats e2 and e3 if c is dropped. It also repeats e1 if both a and c are dropped, because e2 reads
+a. A candidate is needed if an equation that is repeated, or one with cotangents, reads it. In the
 drawing a is not needed if c is kept. Then a costs no bytes, even if a is chosen to be kept.
 """
 
@@ -35,16 +35,16 @@ EquationSeconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]
 class Recompute:
     """The candidates of a layer, and what dropping them costs.
 
-    Only n candidates matter: those that the backward reads, those that recomputing such a candidate
-    reads, and so on. They are numbered from 0 to n - 1 in all attributes but the first.
+    Only n candidates matter: those that the backward reads, those that recomputing these reads, and
+    so on. They are numbered from 0 to n - 1 in all attributes but the first.
 
     Attributes:
         candidates: the names of all candidates of the layer.
         names: the names of the n candidates.
         bytes: their sizes.
         free: the candidates that exist in any case, because they are results of the layer.
-        parents: for each of the n candidates, the candidates that recomputing it reads; the last
-            entry has those that the backward itself reads.
+        parents: n + 1 sets of candidates. For each of the n candidates, those that recomputing it
+            reads; last, those that the backward itself reads.
         behind: an array of (n, equations) that tells whether recomputing a candidate repeats an
             equation.
         seconds: an array of (equations,) with the seconds of each equation.
@@ -61,8 +61,8 @@ class Recompute:
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Returns which of the kept candidates are needed, and which others are recomputed.
 
-        Walks from the candidates that the backward reads to their parents, and on to theirs, but
-        not beyond kept candidates.
+        The walk begins at the candidates that the backward reads. From each candidate that is not
+        kept, it goes on to the parents.
         """
         # Results of the layer exist anyway, so the backward reads them as if they were kept.
         kept = self.free.union(kept)
@@ -79,7 +79,7 @@ class Recompute:
         return frozenset(used), frozenset(recomputed)
 
     def extra_s(self, recomputed: Collection[int]) -> float:
-        """Returns the seconds of recomputing candidates; an equation behind several runs once."""
+        """Returns the seconds of recomputing candidates together; each equation counts once."""
         if not recomputed:
             return 0.0
         repeated = self.behind[sorted(recomputed)].any(0)
@@ -95,12 +95,12 @@ class Recompute:
         return frozenset(range(len(self.names))) - self.free
 
     def subsets(self) -> list[frozenset[int]]:
-        """Returns the sets of candidates worth keeping, by rising bytes, of needed candidates only.
+        """Returns the sets of needed candidates that are worth keeping, by rising bytes.
 
         A set is worth keeping if no other tried set of as few bytes saves as many seconds. With few
-        candidates all sets are tried. With more, the sets tried are the minimum cuts at several
-        prices of a byte, and all sets that differ from one of these in one candidate. The latter
-        matter because minimum cuts find only points on the convex hull of bytes and seconds.
+        candidates all sets are tried. With more, minimum cuts at several prices of a byte are tried
+        (`cut`). They find only points on the convex hull of bytes and seconds. So the sets that
+        differ from one of them in one candidate are tried, too.
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
@@ -108,8 +108,8 @@ class Recompute:
         else:
             cuts = [frozenset[int](), self.choices, *map(self.cut, self._prices())]
             hull = {self.dropping(kept)[0] for kept in cuts}
-            neighbours = [kept ^ {c} for kept in hull for c in order]
-            tried = [*hull, *neighbours]
+            neighbors = [kept ^ {c} for kept in hull for c in order]
+            tried = [*hull, *neighbors]
         return self._pareto({self.dropping(kept)[0] for kept in tried})
 
     def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
@@ -127,7 +127,7 @@ class Recompute:
         return best
 
     def _prices(self) -> np.ndarray:
-        """Returns prices of a byte in seconds, from those that keep all to those that keep nothing.
+        """Returns rising prices of a byte in seconds, at which less and less is worth keeping.
 
         At the highest price even the smallest candidate costs more than recomputing the layer.
         """
@@ -138,11 +138,11 @@ class Recompute:
         return np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices)
 
     def cut(self, price: float) -> frozenset[int]:
-        """Finds the candidates to keep for the least seconds + price * bytes, by a minimum cut.
+        """Finds the candidates to keep if seconds + price * bytes is to be least, by a minimum cut.
 
         Each candidate c has two nodes, needed[c] and recomputed[c], and each equation has one. A
         node on the source's side of the cut is true. An edge u -> v costs its capacity if u is true
-        and v is not, so the cut's capacity is the sum to minimise:
+        and v is not, so the cut's capacity is the sum to minimize:
 
             edge                          capacity           meaning
             source -> needed[p]           endless            the backward itself reads p
@@ -165,7 +165,7 @@ class Recompute:
         weights[list(self.free)] = 0.0
         total = weights.sum() + self.seconds.sum()
         scale = OPTIONS.flow_units / max(total, 1e-300)
-        # More than all other capacities together, so that no minimum cut contains such an edge.
+        # More than all finite capacities together, so that no minimum cut contains such an edge.
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
         for c in range(n):
@@ -190,7 +190,7 @@ class Recompute:
 
 
 def _choices(n: int) -> Iterator[list[bool]]:
-    """Yields the 2^n subsets of n things, as lists that tell whether each thing is included."""
+    """Yields the 2^n subsets of n things, each as a list of whether it includes each thing."""
     for digits in range(2**n):
         yield [bool(digits >> i & 1) for i in range(n)]
 
@@ -240,7 +240,8 @@ def recompute_of(
 
     direct, always = made_of(needed)
     operands = {name: operands_of(v) for v, name in named.items()}
-    # The lineage of a candidate is what it is made of. Each one is found once, so the loop ends.
+    # The lineage of a candidate: the nearest candidates that it is made of, and the equations in
+    # between. No lineage is found twice, so the loop ends.
     lineage: dict[str, tuple[set[str], set[int]]] = {}
     todo = sorted(direct)
     while todo:
@@ -271,7 +272,7 @@ def recompute_of(
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
-    """Finds the equations that repeat the forward, and which of their values are read elsewhere.
+    """Finds the equations that repeat the forward, and which of their results the rest reads.
 
     Args:
         backward: the backward that keeps nothing.

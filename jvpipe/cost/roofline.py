@@ -3,7 +3,7 @@
 A kernel is what a device computes in one launch. XLA fuses elementwise operations into the kernels
 that read their results, so few values reach memory: the operands and results of products and the
 like, the results of reductions, and the results of the program. Here each equation that writes such
-a value has a kernel, which reads from memory all values that the written value is made of:
+a value has a kernel. The kernel reads from memory everything that the value is made of:
 
     x --exp--> . --add--> u --dot--> y --tanh--> . --sum--> z        arrows: equations
       [   first kernel    ] [second  ] [    third kernel    ]        dots: values inside a kernel
@@ -16,8 +16,8 @@ A kernel takes (Williams et al., "Roofline", CACM 2009)
                  bytes read and written / rate of memory)
 
 On a device with a tiling, `tiling.py` gives the first of the three terms. In a framework that does
-not fuse, each equation has a kernel, unless its result is only another name of its operand. A
-program takes at least the time in which its host launches all kernels.
+not fuse, each equation has a kernel, except aliases and what is made on reading, such as a
+broadcast. A program takes at least the time in which its host launches all kernels.
 """
 
 import math
@@ -141,10 +141,10 @@ class Kernels:
         root: by variable, its first name: the variable of the same value before any alias.
         written: the first names of the values that reach memory.
         of: by the index of an equation, its kernel; equations without a kernel are not in it.
-        fused: by variable, what a kernel that uses the variable has to do for it: the bytes to
-            read, by value in memory, and the elementwise operations, by the index of their
-            equation. A variable in memory is read itself and takes no operations. The index makes
-            equations that a kernel uses twice count once.
+        fused: by variable, what a kernel must do to use the variable, as two dicts. The first has
+            the bytes to read, by value in memory; for a variable in memory, its own bytes. The
+            second has the elementwise operations, by the index of their equation, so that an
+            equation that a kernel uses twice counts once.
     """
 
     def __init__(
@@ -207,16 +207,18 @@ class Kernels:
                 reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
-            # It reads no more of each operand than the bytes of its results.
+            # It reads at most as many bytes of an operand as its results have.
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations
 
 
 def _written_bytes(eqn: JaxprEqn) -> int:
-    """Counts the bytes that an equation writes; a scatter or update in place writes its update."""
-    if eqn.primitive.name in (*SCATTERS, "dynamic_update_slice"):
+    """Counts the bytes that an equation writes; a scatter or dynamic update writes only updates."""
+    if eqn.primitive.name in SCATTERS:
         return nbytes(eqn.invars[-1])
+    if eqn.primitive.name == "dynamic_update_slice":
+        return nbytes(eqn.invars[1])  # the start indices come after the update
     return sum(map(nbytes, eqn.outvars))
 
 
@@ -228,9 +230,9 @@ def _is_free(eqn: JaxprEqn) -> bool:
 def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
     """Tells whether an equation's results reach memory, whatever reads them.
 
-    Two kinds depend on the platform. Random bits of threefry are elementwise except on CPUs. On a
-    TPU, a scatter that puts one value into each row becomes an elementwise comparison of column
-    numbers with the value's column.
+    For two kinds of equations this depends on the platform. Random bits of threefry are elementwise
+    except on CPUs. A scatter that puts one value into each row is elementwise on TPUs: there it
+    becomes a comparison of each column's number with that of the value.
     """
     if eqn.primitive.name in SCATTERS:
         return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims
@@ -298,8 +300,8 @@ def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:
     """Estimates the seconds of an equation that contains jaxprs, its bodies.
 
-    A scan's body counts once per round, the bodies of a while loop once, because its rounds are
-    unknown, and of a cond's branches the longest counts.
+    The body of a scan counts once per round. The bodies of a while loop count once, because the
+    number of rounds is unknown. The longest branch of a cond counts, the others do not.
     """
     body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
     if eqn.primitive.name == "cond":

@@ -1,9 +1,9 @@
-"""Temporary bytes as a target's compiler reports them, where they exceed the modelled bytes.
+"""Temporary bytes as a target's compiler reports them, where they exceed the modeled bytes.
 
-A layer has many options, ways to treat what its forward leaves, and each has programs of its own. A
-plan uses one option per layer, and the compiler was asked about the programs of plans alone. So the
-compiler's answer for one option of a layer is carried over to the layer's other options, according
-to how many bytes they recompute.
+An option of a layer is a way to treat what the layer's forward leaves. A layer has many options,
+each with programs of its own. But a plan uses one option per layer, and the compiler was only asked
+about the programs of plans. So the compiler's answers for some options of a layer are carried over
+to its other options, by interpolation over their modeled extra bytes.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -34,10 +34,10 @@ Said = Mapping[Hashable, Sizes]
 
 
 def with_said_work(work: Work, programs: LayerPrograms, said: Said) -> Work:
-    """Returns the work of a layer with temporary bytes no less than the compiler's.
+    """Returns a layer's work, with temporary bytes increased to the compiler's if it reports more.
 
     Args:
-        work: the modelled work, with all candidates kept.
+        work: the modeled work, with all candidates kept.
         programs: the programs of the layer that keep all candidates.
         said: the compiler's answers.
     """
@@ -57,12 +57,14 @@ def with_said_updates(
     optimizer: OptimizerCut,
     said: Said,
 ) -> Work:
-    """Returns the work of a layer with temporary bytes of its update no less than the compiler's.
+    """Returns a layer's work, with its update's temporary bytes increased to the compiler's.
+
+    They stay as they are if the compiler reports fewer, or was not asked.
 
     Args:
-        work: the modelled work.
+        work: the modeled work.
         graph: the layers.
-        layer: the layer with which the pieces of the optimizer run that count.
+        layer: the number of the layer.
         optimizer: the optimizer, cut into pieces.
         said: the compiler's answers.
     """
@@ -81,7 +83,9 @@ def with_said_options(
     store: ProgramStore,
     said: Said,
 ) -> list[tuple[Option, ...]]:
-    """Returns the options of all layers, with `extra_bytes` no less than the compiler's.
+    """Returns the options of all layers, with `extra_bytes` increased to the compiler's.
+
+    Options that the compiler was not asked about get interpolated bytes (`_with_extra`).
 
     Args:
         traced: the model.
@@ -94,8 +98,8 @@ def with_said_options(
     of_layers = zip(traced.graph.layers, traced.bodies, works, options, strict=True)
     for layer, body, work, of_layer in of_layers:
         partial = partial_inputs(traced.graph, layer)
-        # The compiler's extra bytes by the modelled ones. If options have equal modelled bytes, the
-        # largest answer counts.
+        # The compiler's extra bytes, by the modeled ones. If several options have the same modeled
+        # bytes, the largest answer counts.
         said_bytes: dict[int, int] = {0: 0}
         extras: list[int | None] = []
         for option in of_layer:
@@ -109,16 +113,16 @@ def with_said_options(
             extra = None if programs is None else _extra_bytes(said, programs, work)
             extras.append(extra)
             if extra is not None:
-                modelled = option.extra_bytes
-                said_bytes[modelled] = max(said_bytes.get(modelled, 0), extra)
+                modeled = option.extra_bytes
+                said_bytes[modeled] = max(said_bytes.get(modeled, 0), extra)
         pairs = zip(of_layer, extras, strict=True)
-        # Options are changed last, because every one depends on the answers for all others.
+        # Each option depends on the answers for all others, so options are changed only now.
         layers.append(tuple(_with_extra(option, extra, said_bytes) for option, extra in pairs))
     return layers
 
 
 def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
-    """Counts the bytes that an option's programs need beyond those that keep everything.
+    """Counts the bytes that an option's programs need beyond the programs that keep everything.
 
     Returns:
         The bytes; None if the compiler was asked about none of the option's programs.
@@ -129,7 +133,7 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
     backward = _largest(said, *backwards)
     if forward is None and backward is None:
         return None
-    # Forward and backward never run at once, so the forward may use all bytes set aside for either.
+    # Forward and backward never run at once, so room for the larger of them serves the forward.
     set_aside = max(work.forward_temporary_bytes, work.backward_temporary_bytes)
     more_backward = (backward or 0) - work.backward_temporary_bytes
     more_forward = (forward or 0) - set_aside
@@ -139,23 +143,23 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
 def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
     """Returns an option with the compiler's extra bytes, or with interpolated ones.
 
-    The excess of the compiler's bytes over the modelled bytes is interpolated between the options
-    of the layer for which the compiler was asked.
+    For an option that the compiler was not asked about, the excess of the compiler's bytes over the
+    modeled ones is interpolated between the layer's options that it was asked about.
 
     Args:
-        option: the modelled option.
+        option: the modeled option.
         said: the compiler's extra bytes for it; None if the compiler was not asked about it.
-        said_bytes: the compiler's extra bytes by the modelled ones, for options of the same layer.
+        said_bytes: the compiler's extra bytes by the modeled ones, for options of the same layer.
     """
     if said is not None:
         return replace(option, extra_bytes=max(option.extra_bytes, said))
-    modelled = sorted(said_bytes)
-    excesses = [said_bytes[size] - size for size in modelled]
-    excess = float(np.interp(option.extra_bytes, np.array(modelled), np.array(excesses)))
+    modeled = sorted(said_bytes)
+    excesses = [said_bytes[size] - size for size in modeled]
+    excess = float(np.interp(option.extra_bytes, np.array(modeled), np.array(excesses)))
     return replace(option, extra_bytes=option.extra_bytes + max(0, round(excess)))
 
 
 def _largest(said: Said, *programs: Program) -> int | None:
-    """Returns the most temporary bytes of some programs; None if there is an answer for none."""
+    """Returns the most temporary bytes of several programs; None if none of them has an answer."""
     answers = [said[program.key].temporary for program in programs if program.key in said]
     return max(answers, default=None)

@@ -4,8 +4,8 @@ Each element of a product is a sum, and different cores may compute parts of one
 constants are those of XLA (`splitk_rewriter`), so they change only if XLA changes:
 
     parts      The compiler wants one and a half tiles of 64 x 128 per core. If the result has fewer
-               tiles, its sums are cut into parts, whose number is a power of two. Products with few
-               operations for the bytes that they move are cut further.
+               tiles, its sums are cut into a number of parts that is a power of two. Products with
+               few operations per byte that they move are cut further.
     bytes      Each part is as large as the whole result, in float32. The parts are added up last.
     padding    If the sums cannot be cut into equal parts, both operands are copied, and filled up
                with zeros.
@@ -16,7 +16,7 @@ from jvpipe.cost.products import Product
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5
 _FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved, below which products are cut further
-_SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # least length of a part, in general and for such products
+_SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # least lengths of a part, the latter for few operations
 _MOST_PARTS = 128
 
 
@@ -47,7 +47,7 @@ def sum_parts(product: Product, cores: int) -> int:
 
 
 def split_bytes(product: Product, cores: int) -> int:
-    """Counts the bytes of the parts, and of operands that are copied for them; 0 if none is cut.
+    """Counts the bytes of the parts, and of padded copies of operands; 0 if no sum is cut.
 
     Args:
         product: the shape of the product.
@@ -61,7 +61,7 @@ def split_bytes(product: Product, cores: int) -> int:
         return 0
     left, right, _ = product.itemsizes
     copies = 0
-    # If the sums have no parts of equal length, operands are copied and filled up with zeros.
+    # Operands are padded if the sums cannot be cut into parts of equal length.
     if product.k % parts:
         filled = -(-product.k // parts) * parts
         copies = product.b * filled * (product.m * left + product.n * right)

@@ -11,11 +11,11 @@ from jvpipe.programs.optimizer import OptimizerCut
 def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]) -> Costs:
     """Returns the costs of a model without the state that is away, and with room for fetching it.
 
-    State that is away lies on the host between updates. A device fetches the state of
-    `UPDATES_HELD` updates at a time (`lowering/prefetch.py`), which need room on the device. Which
-    of its layers has the largest state depends on how layers are cut into stages, so the largest
-    state of the model counts for each layer. The room counts among temporary bytes, because the
-    first state is fetched before the last backward, and so exists beside whatever runs then.
+    State that is away is on the host between updates. A device holds the fetched state of at most
+    `UPDATES_HELD` updates at a time (`lowering/prefetch.py`). The size of this state depends on
+    which layers the device has, that is, on the cuts. The cuts are not known here, so each update
+    is assumed to have the largest state of any layer. This room counts among temporary bytes,
+    because state is fetched early, while the last backward may still run.
 
     Args:
         costs: the costs of the layers, each with all of its state.
@@ -27,7 +27,7 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
         state = optimizer.state[leaf]
         if layer is not None and state.parameter in away:
             sizes[layer] += state.array.bytes
-    # No more room is needed than for all of the state that is away.
+    # All of the state that is away is the most that can be fetched.
     fetched_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
     layers = []
     for layer, size in zip(costs.layers, sizes, strict=True):

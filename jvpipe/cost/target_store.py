@@ -1,8 +1,8 @@
-"""Programs for a target that is not here: its compiler tells their bytes, but nothing runs them.
+"""A store of programs for absent devices: a compiler reports their bytes, and nothing runs them.
 
-The programs of a plan are compiled by a store. The store of this file asks the compiler of a target
-instead. So the check of a plan against memory limits is the same code for absent devices as for
-devices at hand.
+To check a plan against memory limits, its programs are compiled by a store. The store of this file
+asks the compiler of a target, which is the kind of device that is absent. So the same code checks
+plans for absent devices and for devices at hand.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -25,7 +25,7 @@ class AbsentProgram:
     sizes: Sizes
 
     def memory_analysis(self) -> "AbsentProgram":
-        """Returns the object that has the bytes, as an executable's method of this name does."""
+        """Returns an object with `temp_size_in_bytes`, as this method of an executable does."""
         return self
 
     @property
@@ -43,9 +43,9 @@ class RefusedProgram(ValueError):  # noqa: N818 - it is the compiler's word
 
 
 class TargetStore(ProgramStore):
-    """A store of programs that a target's compiler compiles.
+    """A store whose programs are compiled by a target's compiler.
 
-    The devices of its arguments are devices at hand, which stand for devices of the target.
+    Its methods take devices at hand, which stand for devices of the target.
 
     Args:
         compiler: the compiler of the target.

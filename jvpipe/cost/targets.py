@@ -1,8 +1,8 @@
 """Compile targets: devices that programs are compiled for without having such a device here.
 
-The compiler for GPUs needs a description of the device, which is written here from the maker's data
+The compiler for GPUs needs a description of the device, which `_gpu` writes from the maker's data
 sheet. The compiler for TPUs needs only the name of a topology: the kind of the chips, and the shape
-in which they are joined.
+in which they are joined. To add a device, add an entry to `_GPUS` or `_TPUS`.
 """
 
 import re
@@ -56,7 +56,8 @@ class Target:
     def identity(self) -> tuple[str, ...]:
         """All that the compiler's answers depend on, apart from the program and the flags.
 
-        The archive keeps answers by it, so a change of its format makes all kept answers unused.
+        It is part of the key by which the archive keeps answers. So if its format changes, programs
+        are compiled again.
         """
         versions = version("jax"), version("jaxlib"), version(self.package)
         return self.platform, self.topology, self.config, *versions
@@ -86,7 +87,7 @@ def _gpu(
     """Makes the target of a GPU, with a description from its data sheet.
 
     Args:
-        accelerator: the device of the presets, which has the number of multiprocessors.
+        accelerator: the device in `presets.py`; the number of multiprocessors comes from there.
         name: the name of the target.
         device: the name that the GPU's driver reports.
         capability: the compute capability of CUDA, major and minor.

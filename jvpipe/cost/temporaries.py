@@ -6,32 +6,33 @@ for CPUs makes kernels with one result each, so only the first rule holds there.
 
     kernels    a value that reaches memory by the roofline's rules has a buffer, which lives from
                the kernel that writes the value to the last kernel that reads it
-    results    a value from which a single elementwise kernel makes a result of the program lies in
-               the result's memory; a product that is added to a sum is summed up in place
+    results    if one elementwise kernel makes a result of the program from a value, the value lies
+               in the result's memory; a product that is added to a sum is summed up in place
     twins      two equations that compute the same value become one
     sums       a reduction of a reduction of the same kind is one kernel
     early      a kernel that writes only results runs right after the kernels that it reads from
 
 On a GPU:
 
-    siblings   elementwise kernels and reductions over arrays of one shape that read the same array
+    siblings   elementwise kernels and reductions that loop over one shape and read the same array
                become one kernel, at the place of the last, so all their results exist at once
     lodgers    a buffer lies in a result's memory if its last reader runs before the result's writer
     parts      a product whose sum is cut into parts needs memory for them (`split_products.py`)
     turned     each product that reads a scatter's result in transposed form copies that result
-    across     a value that is summed over two axes apart is written to memory if making it takes an
-               exponential or the like: no kernel sums over both axes, so two kernels read the value
-    filters    a convolution of images with channels last copies a filter that lies differently
-    pools      the backward of a maximum over windows finds the maxima and their places, each place
-               being a whole number per dimension
+    across     if two reductions of a value go over different axes, two kernels read the value; it
+               is written to memory for them if making it takes an exponential or the like
+    filters    a convolution of images with channels last copies a filter with channels elsewhere
+    pools      the backward of a maximum over windows computes the maxima again, and the position of
+               each as one whole number per dimension
 
 On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
 
-    halves     float32 values that only products read are bfloat16, because a TPU multiplies float32
-               as bfloat16; not in batches of products, where copies take what the type saves
+    halves     float32 values that only unbatched products read are bfloat16, because a TPU
+               multiplies float32 as bfloat16; for batches, copies take what this would save
     relaid     an input that elementwise kernels read beside a batch of products is copied into the
-               layout of the batch; a product of more than 128 rows with a transposed table is
-               copied if the product is a result and kernels read it
+               layout of the batch
+    twice      a product of more than 128 rows with a transposed table is copied if it is a result
+               of the program and also read by kernels
     images     what convolutions read and make has its channels along the 128 columns of tiles, so
                inputs and results with another layout between programs are copied
     scratch    small buffers lie in the memory beside the cores while there is room (`heap.py`)
@@ -54,7 +55,7 @@ from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged_equations
-from jvpipe.trace.normalised import first_of_same
+from jvpipe.trace.normalized import first_of_same
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add", "select_and_scatter_add")
@@ -190,9 +191,9 @@ def _copies_filter(eqn: JaxprEqn) -> bool:
 
 
 def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
-    """Returns the values that take an exponential and are reduced over several axes.
+    """Finds values that take an exponential and are reduced over different axes.
 
-    Each has its reductions. Values that reach memory anyway are left out.
+    Returns the reductions of each value. Values that reach memory anyway are left out.
     """
     axes: dict[Var, set[tuple[int, ...]]] = {}
     sums: dict[Var, set[Var]] = {}
@@ -261,7 +262,7 @@ def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
 
 
 def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds the values that lie in a result's memory: one elementwise kernel makes it from them.
+    """Finds values that lie in a result's memory, because one elementwise kernel makes it of them.
 
     If the kernel adds a value to an input, the result overwrites that input. Then only products and
     scattered sums need no buffer, because they are summed up in place.
@@ -344,11 +345,11 @@ def _images(jaxpr: Jaxpr) -> set[Var]:
     shapes: set[tuple[int, ...]] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
-            left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
+            left, right, result = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
             # Both operands of a filter's gradient are images, and its result is a filter.
             is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
             # In other convolutions the right operand is the filter.
-            shapes |= {left, right if is_gradient else made}
+            shapes |= {left, right if is_gradient else result}
     every = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
     alike = {v for v in every if _jax.aval(v).shape in shapes}
     return {v for v in alike if _is_wider(_jax.aval(v))}
@@ -382,7 +383,8 @@ def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
     """Finds the inputs that are copied into the layout of batched products' results.
 
-    They have the shape of such a result, and no heavy equation, such as a product, reads them.
+    They have the shape of a batched product's result, and no heavy equation, such as any product,
+    reads them.
     """
     shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}
@@ -419,7 +421,7 @@ def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
 
 
 def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_Step]:
-    """Returns the steps with those that write only `elsewhere` right behind the steps they need."""
+    """Moves steps that write only values of `elsewhere` right behind the steps that they need."""
     made_at: dict[Var, int] = {}
     places = []
     for i, step in enumerate(steps):
@@ -433,7 +435,7 @@ def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_St
 
 
 def _with_turned(steps: Sequence[_Step], images: set[Var], size: Size) -> list[_Step]:
-    """Returns steps in which a convolution also holds a copy of its result, examples along rows."""
+    """Returns steps in which a convolution also holds a copy of its result, examples as rows."""
     turned = [step.writes & images if step.loop is None else () for step in steps]
     result = []
     for step, twice in zip(steps, turned, strict=True):
@@ -459,9 +461,9 @@ def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
     """Returns steps in which siblings are one step, as late as their last member where possible.
 
-    A step joins the first group that loops over the same shape and reads the same large array,
-    unless one of the two waits for the other: joined, they would wait for themselves. So groups
-    form no cycles.
+    A step joins the first group that loops over the same shape and reads the same large array. It
+    does not join if the step waits for the group or the group for the step, because the joined step
+    would wait for itself. So groups form no cycles.
     """
     maker = {v: i for i, step in enumerate(steps) for v in step.writes}
     # For each step the set of all steps that it waits for; binary digit j stands for step j.
@@ -493,7 +495,7 @@ def _share(a: _Step, b: _Step) -> bool:
 
 
 def _join(behind: list[int], group: int) -> None:
-    """Makes steps one: all wait for what any of them needs, and a step behind one is behind all.
+    """Joins steps: each then waits for all that any of them needs, and what needs one needs all.
 
     Args:
         behind: for each step the steps that it waits for, as binary digits; changed in place.

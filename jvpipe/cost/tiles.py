@@ -1,10 +1,10 @@
-"""The bytes of arrays in a compiler's layout, which fills up the last dimensions to whole tiles.
+"""The bytes of arrays in a compiler's layout, which pads two dimensions to whole tiles.
 
 TPUs store arrays in tiles. A float32 array of 100 x 64 in tiles of 8 x 128 takes 13 tiles, one
 below the other, and so 104 x 128 x 4 bytes:
 
-    each row        64 elements of the array, then 64 that are filled up
-    the last tile   4 rows of the array, then 4 that are filled up
+    each row        64 elements of the array, then 64 of padding
+    the last tile   4 rows of the array, then 4 of padding
 """
 
 import math
@@ -39,7 +39,7 @@ def laid_bytes(shape: str) -> int:
     kind, dimensions, minor, tiles = found.groups(default="")
     sizes, order = _numbers(dimensions), _numbers(minor)
     if tile := _numbers(tiles[tiles.find("(") + 1 : tiles.find(")")]):
-        # The fastest dimensions come first. The tile fills up as many of them as it has itself.
+        # The fastest dimensions come first. A tile of n dimensions pads the first n of them.
         laid = [sizes[i] for i in order] or [1]
         rest = math.prod(laid[len(tile) :])
         filled = [
@@ -50,7 +50,7 @@ def laid_bytes(shape: str) -> int:
 
 
 def in_tiles(value: T) -> T:
-    """Returns plain data in which the bytes of each array are counted in tiles.
+    """Returns plain data with the bytes of each array counted in tiles.
 
     Args:
         value: an array; a dataclass or a tuple that may contain arrays, such as a graph; or
@@ -62,7 +62,7 @@ def in_tiles(value: T) -> T:
     if isinstance(value, Array):
         size = math.prod(value.shape)
         is_counted = not value.spec and 0 < size <= value.bytes
-        if not is_counted:  # in parts, empty, or of packed elements
+        if not is_counted:  # the array is cut over several devices, is empty, or packs its elements
             return value
         return replace(value, bytes=tiled_bytes(value.shape, value.bytes // size))
     if type(value) is tuple:
@@ -96,7 +96,7 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
     Args:
         sizes: the sizes of the dimensions.
         itemsize: the bytes of an element.
-        lanes: the dimension that goes along the 128 columns of a tile; None if any may.
+        lanes: the dimension that lies along the 128 columns of a tile; None if any dimension may.
 
     >>> tiled_bytes((100, 64), 4), tiled_bytes((3, 5, 7), 4), tiled_bytes((), 4)
     (32768, 10240, 512)
@@ -122,7 +122,7 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
 
 
 def _closed(results: str) -> str:
-    """Returns the text before the first brace that closes what was opened before the text."""
+    """Returns the text before its first closing brace that has no opening brace in the text."""
     depth = 0
     for at, letter in enumerate(results):
         depth += (letter == "{") - (letter == "}")

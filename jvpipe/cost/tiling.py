@@ -6,11 +6,11 @@ on at the same time:
     a result of 5 x 2 tiles on 4 cores takes three waves       wave 1  wave 2  wave 3
     t: a core works on a tile; .: a core is idle               t t t t t t t t t t . .
 
-The last wave takes as long as the others although some of its cores are idle, and a tile that
-sticks out of the result takes as long as a whole tile. Libraries of products have tiles of several
-sizes, because small tiles leave fewer cores idle, but load more operands for each operation. For
-cores that would be idle, libraries also cut long sums into parts, which different cores compute.
-Libraries choose the fastest combination of size and parts, and so does this model.
+The last wave takes as long as the others although some of its cores are idle. A tile that sticks
+out of the result takes as long as a whole tile. Small tiles leave fewer cores idle, but load more
+operands for each operation, so libraries of products have tiles of several sizes. If cores would
+be idle, libraries also cut long sums into parts, which different cores compute. Libraries choose
+the fastest combination of tile size and number of parts, and so does this model.
 
 A dense convolution of 3 x 3 pixels takes the faster of two ways: as one product, or as the products
 of Winograd's algorithm (`products.py`).
@@ -36,8 +36,8 @@ class Tiling:
     """The efficiency of a device at products.
 
     Attributes:
-        start: the time to load a tile's first operands and to write its result, expressed as a
-            number of terms by which each sum is longer.
+        start: the time to load a tile's first operands and to write its result, as the number of
+            terms of a sum that take the same time.
         winograd: the share of the rate of products that Winograd's algorithm reaches, less than 1
             because it also transforms images and kernels; 0 if the device does not use it.
     """
@@ -55,8 +55,9 @@ def product_s(
 ) -> float:
     """Estimates the seconds of a product, computed in the fastest way.
 
-    In the example a result of 81 tiles on 80 cores would take two waves, as long as one of 160
-    tiles; with its sums cut into eight parts, it takes little longer than a result of 80 tiles.
+    The example has results of 80, 81 and 160 tiles on 80 cores. With whole sums, 81 tiles would
+    take two waves, as 160 do. With its sums cut into eight parts, the result of 81 tiles takes
+    little longer than that of 80.
 
     Args:
         product: its shape.
@@ -91,7 +92,7 @@ def _waves_s(
     flops_per_s: float,
     result_bytes_per_s: float,
 ) -> float:
-    """Estimates the seconds of a product in waves, with the best tiles and number of parts."""
+    """Estimates the seconds of a product with the best size of tiles and number of parts."""
     core_flops_per_s = flops_per_s / cores
     sums_bytes = 4 * product.b * product.m * product.n
     least = math.inf

@@ -1,4 +1,7 @@
-"""Compares a plan of another system with jvpipe's: both are simulated with the same costs."""
+"""Compares another system's plan with jvpipe's, by simulating both with the same costs.
+
+The other system's plan is read from a file in one of the formats of this folder.
+"""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -15,21 +18,22 @@ from jvpipe.util.sizes import GIB
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The simulated cost of a plan: seconds of a step, and the bytes of the fullest device."""
+    """The simulated cost of a plan: the seconds of a step, and the peak of the fullest device."""
 
     step_s: float
     peak_bytes: int
 
 
 def judged(problem: Problem, plan: Plan) -> Judged:
-    """Simulates a step of a plan, which need not be one that jvpipe's planners would make.
+    """Simulates a step of a plan, which any system may have made.
 
     Args:
-        problem: the costs of layers and links, and the number of micro-batches.
-        plan: the stages, and the order of their tasks.
+        problem: the costs of layers and links, and the number of micro-batches. Its own number of
+            stages and its schedule do not count; those of the plan are used.
+        plan: the stages, with a schedule or with a list of tasks for each device.
 
     Raises:
-        ValueError: a layer has no choice with the fates that the plan gives it.
+        ValueError: the costs of a layer have no option with the fates that the plan gives it.
     """
     name = plan.schedule or "1f1b"
     schedule = given_lists(plan.tasks) if plan.tasks else find_schedule(name)
@@ -45,7 +49,11 @@ def judged(problem: Problem, plan: Plan) -> Judged:
 
 
 def decision_of(costs: Costs, plan: Plan) -> Decision:
-    """Translates a plan into a planner's decision, which is cuts and a choice for each layer."""
+    """Translates a plan into a planner's decision: where to cut, and a choice for each layer.
+
+    Raises:
+        ValueError: the costs of a layer have no option with the fates that the plan gives it.
+    """
     bounds = tuple(accumulate(plan.cuts, initial=0))
     choices = []
     for (i, j), stage in zip(pairwise(bounds), plan.stages, strict=True):
@@ -59,19 +67,21 @@ def _choice(
     layer: int,
     dropped: dict[str, Fate],
 ) -> int:
-    """Returns the choice of a layer: one of its options, or to repeat its whole forward.
+    """Returns the choice for a layer: the number of an option, or one of two ways to recompute it.
+
+    An option of a layer gives each of its values a fate.
 
     Args:
         costs: the costs of all layers.
         layer: the number of the layer.
-        dropped: the fates of all values of the layer's stage that are not kept.
+        dropped: the values of the layer's stage that are not kept, each with its fate.
     """
     edges = costs.edges
     before = [edge for edge in edges if edge.producer == layer - 1]
     inputs = [edge.name for edge in before if layer in edge.readers]
     outputs = [edge.name for edge in edges if edge.producer == layer]
-    # If the layer's input is recomputed, the layer before runs again and makes that input, from
-    # which this layer's forward then runs again.
+    # If the layer's input is recomputed, the layer before runs its forward again to make the input.
+    # Then this layer runs its forward again, too.
     if any(dropped.get(name) == Fate.RECOMPUTE for name in inputs):
         return RECOMPUTE_CHAIN
     # If only the layer's output is recomputed, its forward runs again from the kept input.
@@ -88,10 +98,10 @@ def _choice(
 
 
 def beside(name: str, theirs: Judged, ours: Judged) -> str:
-    """Writes the line that compares two plans.
+    """Writes a line that compares two plans.
 
     Args:
-        name: the name of the other system's format.
+        name: the name of the format that the other plan was read from.
         theirs: the cost of the other system's plan.
         ours: the cost of jvpipe's plan.
 

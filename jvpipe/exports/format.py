@@ -1,8 +1,12 @@
-"""The format of another system, and the check that an export loses nothing of a plan.
+"""Defines the formats of other systems, and checks that an export loses nothing of a plan.
 
-To export a plan, the format writes it, reads the text back, and compares the two plans (`losses`).
-So a format needs no list of what it cannot express: whatever comes back changed is lost, and is
-named in the message.
+Most formats cannot express every plan of jvpipe. An export therefore writes the plan, reads the
+text back, and compares the result with the plan (`losses`). Each difference is a loss, which the
+error message names. So a format needs no list of what it cannot express: it writes the nearest plan
+that it can, and the comparison finds what differs.
+
+A rule is a schedule that a format knows by name. Chunks are the stages of a device if it has
+several.
 """
 
 import re
@@ -21,28 +25,31 @@ from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
 
 VERSION = 1
-"""The version of written files; it must grow if the meaning of a file changes.
+"""The version of the files that this folder writes; files of other versions are refused.
 
-A file of another version is refused.
+It must be raised whenever the meaning of a file changes.
 """
 
 
 class PlanPart(StrEnum):
-    """The parts of a plan that a format may leave to another file."""
+    """The parts of a plan that a format may lack, because the other system keeps them elsewhere."""
 
     CUTS = "cuts"  # how many layers each stage has
     PLACES = "places"  # the devices of the stages
     ORDER = "order"  # the tasks of each device, in their order
-    FATES = "fates"  # which values are kept, and which are computed again
+    FATES = "fates"  # which values are kept, swapped or recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format, with the functions that write and read it.
+    """A format of another system, with the functions that write and read it.
 
-    If the format cannot express a plan, `write` writes the nearest plan that it can express.
-    `silent` are the parts of a plan that the other system expects in another file, so their absence
-    is not a loss. `comment` begins a comment line; it is empty if the format has no comments.
+    Attributes:
+        name: the name that users give, such as "megatron".
+        write: writes a plan; if the format cannot express the plan, the nearest that it can.
+        read: reads a text as a plan for the model that the outline describes.
+        silent: the parts that files of this format never have, so their absence is not a loss.
+        comment: the text that begins a comment line; empty if the format has no comments.
     """
 
     name: str
@@ -52,11 +59,15 @@ class Format:
     comment: str = "# "
 
     def export(self, plan: Plan, lossy: bool = False) -> str:
-        """Writes a plan.
+        """Writes a plan as a text in this format.
+
+        Args:
+            plan: the plan, with the outline of its model.
+            lossy: whether the nearest plan is written if the format cannot express all of the plan.
 
         Raises:
-            ValueError: the format cannot express all of the plan and `lossy` is false, or it can
-                express nothing that is near the plan.
+            ValueError: the format cannot express all of the plan and `lossy` is false, or it cannot
+                express any plan that is near.
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
@@ -74,7 +85,7 @@ class Format:
             )
         if not self.comment:
             return text
-        # `load` refuses a file of another version by the first line. The others name the losses.
+        # From the first line `load` knows the version. The other lines name the losses.
         head = [
             f"jvpipe {self.name} {VERSION}",
             *(f"nearest; lost: {loss}" for loss in lost),
@@ -82,15 +93,19 @@ class Format:
         return "".join(f"{self.comment}{line}\n" for line in head) + text
 
     def load(self, text: str, outline: Outline) -> Plan:
-        """Reads a plan.
+        """Reads a plan from a text in this format.
+
+        Args:
+            text: the text, which jvpipe or another program has written.
+            outline: the outline of the model that the plan is for.
 
         Raises:
-            ValueError: the text is not of this format or version, or does not fit the model. The
+            ValueError: the text is of another format or version, or does not fit the model. The
                 message is one line.
         """
         first_line = text.partition("\n")[0]
         words = first_line.removeprefix(self.comment).split() if self.comment else []
-        # A file that another program wrote lacks the first line, and is read without this check.
+        # Only jvpipe writes such a first line. A file of another program has no version to check.
         is_ours = words[:1] == ["jvpipe"]
         if is_ours and words[1:] != [self.name, str(VERSION)]:
             raise ValueError(
@@ -109,20 +124,21 @@ def outline_for(plan: Plan) -> Outline:
 
 
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
-    """Returns the task lists of a plan's step.
+    """Returns the task lists of one step that an export of a plan writes.
 
-    Other systems update once per step. So a plan whose schedule updates within a step is exported
-    as 1F1B, which `losses` reports. A plan without a schedule is exported as 1F1B, too.
+    Other systems update once per step. So a plan whose schedule is asynchronous (it updates within
+    a step) is exported as 1F1B, and `losses` reports this. A plan without a schedule is exported as
+    1F1B, too.
     """
     schedule = rule_named(plan.schedule or "1f1b")
-    # No other system has the several versions of weights that asynchronous schedules need.
+    # Asynchronous schedules need several versions of weights, which no other system keeps.
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
     return lists_of(plan, schedule, microbatches)
 
 
 def rule_named(name: str) -> Schedule:
-    """Finds a schedule by name; the name may carry the number of chunks.
+    """Finds a schedule by name; `interleaved-N` is the interleaved schedule with N chunks.
 
     >>> rule_named("interleaved-3").chunks, rule_named("v-min").name
     (3, 'v-min')
@@ -134,14 +150,14 @@ def rule_named(name: str) -> Schedule:
 
 def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
     """Returns the schedules among `names` that run `chunks` stages per device."""
-    # "interleaved" names a family, which has a schedule for each number of chunks from two on.
+    # The name "interleaved" stands for a schedule of each number of chunks from two on.
     families = {Interleaved().name: Interleaved(chunks=max(2, chunks))}
     rules = [families.get(name) or find_schedule(name) for name in names]
     return [rule for rule in rules if rule.chunks == chunks]
 
 
 def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
-    """Sorts task lists by device, as other systems expect; a plan has them by first stage."""
+    """Sorts task lists by device, as other systems expect; a plan has them in order of stages."""
 
     def devices_of(tasks: Sequence[Task]) -> tuple[int, ...]:
         return plan.stages[tasks[0].stage].devices
@@ -150,14 +166,15 @@ def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
 
 
 def ranks_of(lists: TaskLists) -> dict[int, int]:
-    """Returns the number of the list that runs each stage.
+    """Returns, for each stage, its rank: the number of the task list that runs the stage.
 
-    Raises ValueError unless exactly one list runs each stage.
+    Raises:
+        ValueError: a stage is in several lists, or the stages are not numbered without gaps.
     """
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
         for task in tasks:
-            # All tasks of a stage must be in one list, because its parameters lie there.
+            # All tasks of a stage must be in one list, because one device holds its parameters.
             if rank.setdefault(task.stage, r) != r:
                 raise ValueError(
                     f"stage {task.stage} is on rank {rank[task.stage]} and on rank {r}"
@@ -172,21 +189,23 @@ def rule_of(
     microbatches: int,
     names: tuple[str, ...],
 ) -> str:
-    """Returns the name of the rule that makes a plan's task lists, or else of the nearest rule.
+    """Returns the name of the schedule that makes a plan's task lists, or of the nearest schedule.
 
-    The nearest rule is the first one with the plan's number of chunks (stages per device).
+    The nearest schedule is the first in `names` with the plan's number of chunks, which are the
+    stages of a device.
 
     Args:
         plan: the plan whose task lists are compared.
         microbatches: the number of micro-batches of a step.
-        names: the names of the rules that the format knows.
+        names: the names of the schedules that the format knows.
 
     Raises:
-        ValueError: no rule has the plan's number of chunks.
+        ValueError: no schedule in `names` has the plan's number of chunks.
     """
     devices = plan.device_count
     chunks = max(1, len(plan.stages) // devices)
-    # Chunks in a vee lie on other devices than chunks in a loop, which the format assumes.
+    # These formats put the stages on the devices in a loop, 0 1 2 0 1 2. A schedule in a vee needs
+    # them there and back, 0 1 2 2 1 0.
     fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
     if not fitting:
         raise ValueError(
@@ -202,16 +221,16 @@ def losses(
     back: Plan,
     silent: frozenset[PlanPart],
 ) -> Iterator[str]:
-    """Yields, in words, each difference between a plan and the plan that its file is read back as.
+    """Yields a description of each difference between a plan and the plan in its export.
 
     Args:
         plan: the plan that was exported.
-        back: the plan that was read back.
-        silent: the parts that the format does not cover, in which differences are not losses.
+        back: the plan that was read from the export.
+        silent: the parts that the format never has; differences in them are not losses.
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
-        # Replicas run the same tasks, so the rest compares the plan of one replica of each stage.
+        # Replicas of a stage run the same tasks, so only the first one is compared from here on.
         yield f"devices of replicated stages: {list(plan.replicas)}"
         plan = plan.turn(0)
     if plan.keep_last:
@@ -241,7 +260,7 @@ def losses(
 
 
 def _lists(back: Plan, microbatches: int) -> TaskLists | None:
-    """Returns the task lists of a plan that was read back; None if its schedule cannot run it."""
+    """Returns the task lists of a plan; None if its schedule cannot run its stages."""
     try:
         return lists_for(back, microbatches)
     except ValueError:
@@ -249,7 +268,7 @@ def _lists(back: Plan, microbatches: int) -> TaskLists | None:
 
 
 def _cuts(plan: Plan) -> str:
-    """Writes the number of layers of each stage, such as 5:2:2."""
+    """Writes the numbers of layers of a plan's stages, such as 5:2:2."""
     return ":".join(map(str, plan.cuts))
 
 
@@ -258,15 +277,15 @@ def with_lists(
     lists: TaskLists,
     names: tuple[str, ...],
 ) -> Plan:
-    """Returns a plan with the schedule that has given task lists.
+    """Returns a copy of a plan whose schedule runs given task lists.
 
-    It is the first rule that makes exactly these lists. If no rule does, the plan holds the lists
-    itself.
+    If a schedule in `names` makes exactly these lists, the copy has the first such schedule.
+    Otherwise the copy holds the lists themselves, and its schedule is "auto".
 
     Args:
         plan: a plan with the stages that the lists name.
         lists: the tasks of each device; the devices may be in any order.
-        names: the names of the rules that the format knows.
+        names: the names of the schedules that the format knows.
 
     Raises:
         ValueError: a stage, a micro-batch or a task is missing, or occurs more than once.
@@ -288,5 +307,5 @@ def with_lists(
         schedule="auto",
         tasks=lines_of(lists),
     )
-    lists_for(with_own_lists, count)  # raises ValueError unless the lists are a whole step
+    lists_for(with_own_lists, count)  # raises ValueError unless the lists make a complete step
     return with_own_lists

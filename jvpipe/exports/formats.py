@@ -1,6 +1,7 @@
-"""The table of all formats by name.
+"""Lists all formats by name; a new format is added here.
 
-Importing this file fills the table of `Plan.export`, because jvpipe/ir must not import this folder.
+`Plan.export` needs the formats, too, but jvpipe/ir must not import this folder. So this file, when
+it is imported, adds them to the table `EXPORTS` of jvpipe/ir/plan.py.
 """
 
 from jvpipe.exports.format import Format
@@ -17,7 +18,7 @@ EXPORTS.update({name: fmt.export for name, fmt in FORMATS.items()})
 
 
 def find_format(name: str) -> Format:
-    """Returns the format of a name; raises ValueError that lists all names for an unknown one."""
+    """Returns the format with a name; if there is none, raises ValueError with all names."""
     if name not in FORMATS:
         raise ValueError(did_you_mean("format", name, list(FORMATS)))
     return FORMATS[name]

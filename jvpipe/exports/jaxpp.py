@@ -1,11 +1,11 @@
-"""The format of JaxPP: a Python file with tables of literals, and code that passes them to JaxPP.
+"""Defines the format of JaxPP: a Python file of four tables, and code that gives them to JaxPP.
 
     MICROBATCHES    the number of micro-batches of a step
-    MARKS           the last layer of each stage
+    MARKS           the name of the last layer of each stage
     DEVICES         the device of each stage
-    ORDER           the tasks of each device, such as "0F0 0F1 0B0 0B1"
+    ORDER           the tasks of each device; 1F0 is the forward of stage 1 on micro-batch 0
 
-Reading takes the tables from the syntax tree; nothing of the file is run.
+To read the tables, the file is only parsed. None of its code is run.
 """
 
 import ast
@@ -61,7 +61,7 @@ _HEAD = (
 
 
 def _write(plan: Plan, outline: Outline) -> str:
-    """Writes the tables, and the code that reads them."""
+    """Writes the tables, followed by the code that passes them to JaxPP."""
     names = [layer.name for layer in outline.layers]
     marks = [names[end - 1] for end in accumulate(plan.cuts)]
     lists = by_device(plan, lists_for(plan, outline.microbatches))
@@ -79,9 +79,9 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Splits all backwards of a list, because JaxPP demands that if one of them is split.
+    """Splits each backward of a list into its halves I and W: JaxPP wants all split, or none.
 
-    JaxPP also wants each W of the first stage directly after its I, so it is moved there.
+    JaxPP also wants each W of stage 0 directly after its I, so it is moved there.
     """
     parts = list[Task]()
     for task in tasks:
@@ -95,7 +95,7 @@ def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads the tables; raises ValueError if they do not fit the model, or if tasks cannot run."""
+    """Reads a plan; raises ValueError if tables do not fit the model, or if tasks cannot run."""
     tables = _tables(text)
     marks, devices, order = (tables[name] for name in ("MARKS", "DEVICES", "ORDER"))
     names = [layer.name for layer in outline.layers]
@@ -121,7 +121,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tables(text: str) -> dict[str, list[Any]]:
-    """Returns the lists that a file assigns to names; raises ValueError if a table is missing."""
+    """Returns the tables that are lists, by name; raises ValueError if a needed one is missing."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, MemoryError, RecursionError) as error:

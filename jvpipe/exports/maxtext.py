@@ -1,10 +1,13 @@
-"""The format of MaxText: a configuration with equal stages, which run as under GPipe.
+"""Defines the format of MaxText: a configuration with equal stages, which run as under GPipe.
 
-The file is a complete configuration: it names MaxText's `base.yml` as the source of all other
-fields. MaxText runs the embedding outside of its pipeline, and the head as well; here the embedding
-belongs to the first stage and the head to the last one. Unless
-`set_remat_policy_on_pipeline_iterations` is false, MaxText keeps only the inputs of blocks, even if
-`remat_policy` is none.
+The file is a complete configuration, because it names MaxText's `base.yml` as the source of all
+fields that it does not set. MaxText runs the embedding and the head outside of its pipeline. In the
+plan, the embedding belongs to the first stage and the head to the last one.
+
+MaxText recomputes blocks from their inputs in two cases:
+
+- `set_remat_policy_on_pipeline_iterations` is true, as by default. `remat_policy` does not matter.
+- `set_remat_policy_on_layers_per_stage` is true, and `remat_policy` is full.
 """
 
 import re
@@ -18,7 +21,7 @@ _LINE = re.compile(r"(\w+)\s*[:=]\s*['\"]?(-?\w*)['\"]?\s*(?:#.*)?")
 
 
 def _write(plan: Plan, outline: Outline) -> str:
-    """Writes the fields of the layout that is nearest to a plan."""
+    """Writes the fields of the layout (see `exports/stack.py`) that is nearest to a plan."""
     layout = layout_of(plan, outline, ("gpipe",), equal=True)
     if outline.microbatches % layout.devices:
         raise ValueError(
@@ -38,15 +41,17 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads the fields, written as lines of YAML or as `name=value`.
+    """Reads a plan from fields, which are lines of YAML or words such as `name=value`.
 
-    Raises ValueError if they do not fit the model.
+    Raises:
+        ValueError: the fields do not fit the model, or say what a plan cannot express.
     """
     fields = dict[str, str]()
     for line in text.splitlines():
         if match := _LINE.fullmatch(line.strip()):
             fields[match[1]] = match[2]
-    # Stages lie on the devices of a slice (ici), on several slices (dcn), or on both.
+    # A slice is a set of devices that fast links join. A pipeline may run within a slice (ici),
+    # across several slices (dcn), or both.
     within = _number(fields, "ici_pipeline_parallelism", 1)
     across = _number(fields, "dcn_pipeline_parallelism", 1)
     stages = within * across
@@ -89,7 +94,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _number(fields: dict[str, str], name: str, default: int) -> int:
-    """Returns a field that is a whole number."""
+    """Returns a field that is a whole number; raises ValueError if it is something else."""
     value = fields.get(name, str(default))
     if not value.lstrip("-").isdecimal():
         raise ValueError(f"{name} must be a whole number, not '{value}'")
@@ -97,7 +102,7 @@ def _number(fields: dict[str, str], name: str, default: int) -> int:
 
 
 def _flag(fields: dict[str, str], name: str, default: bool) -> bool:
-    """Returns a field that is true or false."""
+    """Returns a field that is true or false; raises ValueError if it is something else."""
     value = fields.get(name, str(default)).lower()
     if value not in ("true", "false"):
         raise ValueError(f"{name} must be true or false, not '{value}'")

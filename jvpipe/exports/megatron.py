@@ -1,8 +1,8 @@
-"""The format of Megatron-LM: options of its command line, one of which draws the stages.
+"""Defines the format of Megatron-LM: options of its command line, one of which is the layout.
 
     Et*3|t*4|t*4|t*3L    four stages: E is the embedding, t a block, L the head with the loss
 
-Stages lie on the ranks in a loop, so a rank with several stages (chunks) has every n-th one. With
+Stage s runs on rank s modulo the number of ranks, so a rank may have several stages (chunks). With
 `full` recomputation by `block`, the first `--recompute-num-layers` blocks of each stage keep only
 their inputs.
 """
@@ -23,7 +23,7 @@ _WORD = re.compile(r"\(([^)]+)\)\*(\d{1,7})|([EtL|])(?:\*(\d{1,7}))?")
 
 
 def _write(plan: Plan, outline: Outline) -> str:
-    """Writes the options of the layout that is nearest to a plan."""
+    """Writes the options of the layout (see `exports/stack.py`) that is nearest to a plan."""
     layout = layout_of(plan, outline, SCHEDULES)
     stages = ["t" * count if count < 2 else f"t*{count}" for count in layout.counts]
     stages[0] = "E" + stages[0]
@@ -40,7 +40,7 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads options, or a layout alone, whose stages then lie on one rank each."""
+    """Reads a plan from options or a layout alone; by default, each stage has a rank of its own."""
     options = _options(shlex.split(text, comments=True))
     if "--pipeline-model-parallel-layout" not in options:
         flags = brief(", ".join(options))
@@ -71,9 +71,9 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Returns the values of options by name; flags have an empty value.
+    """Returns the values of options by name; an option without a value has an empty text.
 
-    Words before the first option are taken for the layout.
+    Words before the first option count as the layout.
     """
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = {"--pipeline-model-parallel-layout": "".join(words[:first])} if first else {}
@@ -95,14 +95,14 @@ def _again(options: dict[str, str], largest: int) -> int:
         largest: the number of blocks of the largest stage.
 
     Raises:
-        ValueError: blocks are recomputed in a way that a plan cannot express.
+        ValueError: the options recompute in a way that a plan cannot express.
     """
     granularity = options.get("--recompute-granularity")
     if granularity is None:
         return 0
     method = options.get("--recompute-method")
     count = _number(options, "--recompute-num-layers", 1)
-    # In units of one block, "uniform" recomputes every block.
+    # "uniform" recomputes all blocks, in units of `count` blocks. Plans have units of one block.
     if granularity == "full" and method == "uniform" and count == 1:
         return largest
     if granularity != "full" or method != "block":
@@ -113,7 +113,7 @@ def _again(options: dict[str, str], largest: int) -> int:
 
 
 def _number(options: dict[str, str], name: str, default: int) -> int:
-    """Returns an option that is a whole number."""
+    """Returns an option that is a whole number; raises ValueError if it is something else."""
     value = options.get(name, str(default))
     if not value.isdecimal():
         raise ValueError(f"{name} must be a whole number, not '{value}'")
@@ -123,7 +123,7 @@ def _number(options: dict[str, str], name: str, default: int) -> int:
 def _unrolled(layout: str) -> str:
     """Writes out the repetitions of a layout: (tt|)*2 becomes tt|tt|.
 
-    The length is checked first, because a short text such as t*9999999 could fill the memory.
+    The length is checked before the text is made: a short t*9999999 could fill the memory.
     """
     layout = layout.replace(",", "").replace(" ", "")
     parts = list[str]()

@@ -1,6 +1,8 @@
-"""Plans of stacks, which are models of an embedding, equal blocks and a head.
+"""Converts plans for stacks to layouts and back; a stack is an embedding, equal blocks and a head.
 
-Most other systems can cut only such models.
+Most other systems can cut only such models, and only between blocks. A `Layout` is what they can
+express: how many blocks each stage has, and how many of them it recomputes. The formats in this
+folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan (`plan_of`).
 """
 
 from dataclasses import dataclass, replace
@@ -12,14 +14,15 @@ from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules.schedule import Schedule
 
 _NORM = 0.1
-"""By which share the bytes of two blocks may differ, since one of them may have one more norm."""
+"""The share by which the bytes of two blocks may differ: one block may have one norm more."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStack:
-    """The layers of each block: block k has the layers from `starts[k]` up to `starts[k + 1]`.
+    """The blocks of a model with `layers` layers.
 
-    In this example with two blocks, b and B, between an embedding and a head, `starts` is (2, 5, 8):
+    Block k has the layers from `starts[k]` up to `starts[k + 1]`, without the latter. In this
+    example two blocks, b and B, lie between an embedding e and a head h, and `starts` is (2, 5, 8):
 
     layer     0 1 2 3 4 5 6 7 8
     part      e e b b b B B B h
@@ -36,7 +39,14 @@ class BlockStack:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan of a stack: stage s has `counts[s]` blocks, of which it recomputes the first `again`."""
+    """The part of a plan that systems of equal blocks can express.
+
+    Attributes:
+        counts: the number of blocks of each stage.
+        again: how many blocks each stage recomputes; they are its first ones.
+        schedule: the name of the schedule.
+        devices: the number of devices; a device may have several stages.
+    """
 
     counts: tuple[int, ...]
     again: int
@@ -49,11 +59,11 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 
     Args:
         outline: the outline of the model's layers.
-        strict: whether models with several stacks, such as an encoder and a decoder, and blocks of
-            different sizes are refused.
+        strict: whether a model is refused if it has several stacks, such as an encoder and a
+            decoder, or blocks of different sizes.
 
     Raises:
-        ValueError: the model is not a stack; the message says what it has instead.
+        ValueError: the model is not a stack; the message says what the model has instead.
     """
     block_of = [layer.block for layer in outline.layers]
     names = list(dict.fromkeys(block for block in block_of if block))
@@ -75,17 +85,17 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 
 
 def _check_alike(outline: Outline, stack: BlockStack) -> None:
-    """Raises ValueError unless all blocks have equally many values, and nearly equally many bytes.
+    """Raises ValueError unless the blocks have equally many values and about equally many bytes.
 
-    The last layer of the last block may have other values, because a trace puts a norm or a gather
-    that comes before the head into the layer that ends the block.
+    Only the last layer of the last block may have another number of values. A norm or a gather that
+    comes before the head is traced into this layer.
     """
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
     values = [[len(layer.values) for layer in block] for block in blocks]
     sizes = [sum(layer.parameter_bytes for layer in block) for block in blocks]
     for k in range(1, len(blocks)):
         is_last = k == len(blocks) - 1 and len(values[k]) == len(values[0])
-        # The last layer of the last block may have another number of values.
+        # All layers of the last block except its last one are compared.
         alike_but_last = is_last and values[k][:-1] == values[0][:-1]
         alike = values[k] == values[0] or alike_but_last
         difference = abs(sizes[k] - sizes[0])
@@ -101,9 +111,9 @@ def layout_of(
 ) -> Layout:
     """Returns the layout that is nearest to a plan.
 
-    Each cut moves to the start of the nearest block. A block counts as recomputed if any of its
-    values is not kept. The layout has one number of recomputed blocks for all stages, which is that
-    of the stage with the most recomputed blocks.
+    Each cut moves to the nearest start of a block. A block counts as recomputed if any of its
+    values is not kept. The layout has only one number of recomputed blocks for all stages. It is
+    the number of the stage that recomputes the most.
 
     Args:
         plan: a plan with any cuts and fates.
@@ -112,7 +122,8 @@ def layout_of(
         equal: whether the format gives all stages the same number of blocks.
 
     Raises:
-        ValueError: the model is not a stack, or has fewer blocks than stages.
+        ValueError: the model is not a stack, has too few blocks for the stages, or cannot have
+            equal stages although the format needs them.
     """
     stack = stack_of(outline)
     stages = len(plan.stages)
@@ -140,7 +151,7 @@ def layout_of(
         recomputed = [k for k in blocks if not dropped.isdisjoint(_values(outline, stack, k))]
         again = max(again, len(recomputed))
         first += count
-    # A format of equal stages has one switch for all blocks of all stages.
+    # A format of equal stages recomputes either all blocks of all stages or none.
     if equal and again:
         again = max(counts)
     return Layout(tuple(counts), again, rule, plan.device_count)
@@ -154,12 +165,13 @@ def plan_of(
     """Returns the plan of a layout.
 
     Args:
-        layout: the layout.
+        layout: the stages, in numbers of blocks.
         outline: the outline of the model.
-        strict: as for `stack_of`.
+        strict: whether the blocks must be alike, as for `stack_of`.
 
     Raises:
-        ValueError: the layout does not cover the blocks.
+        ValueError: the layout has more or fewer blocks than the model, or jvpipe would run its
+            tasks in another order than the other system.
     """
     stack = stack_of(outline, strict)
     stages = len(layout.counts)
@@ -180,7 +192,7 @@ def plan_of(
     )
     with_fates = []
     for stage, (first, end) in zip(plan.stages, pairwise(ends), strict=True):
-        # Other systems recompute the first blocks of a stage.
+        # A layout recomputes the first blocks of each stage, as the other systems do.
         recomputed = range(first, min(end, first + layout.again))
         names = [name for block in recomputed for name in _values(outline, stack, block)]
         with_fates.append(replace(stage, fates=dict.fromkeys(names, Fate.RECOMPUTE)))
@@ -192,9 +204,10 @@ def _check_rounds(
     devices: int,
     microbatches: int,
 ) -> None:
-    """Raises ValueError if micro-batches pass chunks in uneven rounds.
+    """Raises ValueError if a device has several stages and micro-batches come in uneven rounds.
 
-    Other systems order the tasks of such rounds differently.
+    A round is as many micro-batches as there are devices. If the last round is smaller, jvpipe and
+    the other systems order its tasks differently.
     """
     if rule.chunks > 1 and microbatches % devices:
         raise ValueError(
@@ -208,7 +221,7 @@ def _values(
     stack: BlockStack,
     block: int,
 ) -> list[str]:
-    """Returns the names of all values that a block can recompute from its input."""
+    """Returns the names of all values that a block can recompute."""
     first, end = stack.starts[block : block + 2]
     layers = outline.layers[first:end]
     return [name for layer in layers for name in (*layer.values, *layer.inner)]

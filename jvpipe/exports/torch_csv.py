@@ -1,18 +1,18 @@
-"""The format of torch.distributed.pipelining: the CSV of a schedule, with a line for each rank.
+"""Defines the format of torch.distributed.pipelining: a CSV of actions, with a line for each rank.
 
-The lists have the sends and receives of a rank as well (torch's `compute_comms`). Each cell begins
-with the stage, and ends with the micro-batch if the action has one:
+The file holds only the order of actions: tasks, sends and receives, as torch's `compute_comms` has
+them. Torch gets the layers of each stage from the module that it is given. Each cell begins with
+the stage, and ends with the micro-batch if the action has one:
 
     rank 0    0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
     rank 1    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
 
-SEND_F and RECV_F pass an activation on, SEND_B and RECV_B pass its cotangent back. A RECV is
-written when its SEND is written, after everything that its rank has been given so far. So all ranks
-meet sends and receives in the order of one common list, and no two ranks can wait for each other.
-REDUCE_GRAD, after the last backward of a stage, divides the stage's gradients by the number of
+SEND_F and RECV_F pass an activation on; SEND_B and RECV_B pass its cotangent back. When a SEND is
+appended to the row of its rank, the RECV is appended to the row of the receiver. So all ranks meet
+their sends and receives in the order of one common list, and no two can wait for each other.
+
+REDUCE_GRAD follows the last backward of a stage, and divides the stage's gradients by the number of
 micro-batches. Torch adds this action to its own schedules, but adds nothing to a file with sends.
-The file holds only the order of tasks. The layers of a stage are those of the module that torch is
-given.
 """
 
 import csv
@@ -35,7 +35,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 
 _ADDS = (Kind.B, Kind.W)
-"""The kinds of tasks that add to the gradients of weights."""
+"""The kinds of tasks that add to the gradients of weights: whole backwards, and their half W."""
 RULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half")
 _CELL = re.compile(
     r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)|\d+(UNSHARD|RESHARD|REDUCE_GRAD)"
@@ -44,7 +44,7 @@ _SENDS = re.compile("SEND|RECV")
 
 
 def _write(plan: Plan, outline: Outline) -> str:
-    """Writes the task lists of a plan with their sends, rank by rank."""
+    """Writes the task lists of a plan, with their sends and receives, rank by rank."""
     lists = by_device(plan, lists_for(plan, outline.microbatches))
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(with_sends(lists))
@@ -54,13 +54,13 @@ def _write(plan: Plan, outline: Outline) -> str:
 def with_sends(lists: TaskLists) -> list[list[str]]:
     """Adds SEND, RECV and REDUCE_GRAD to task lists.
 
-    The lists are played: in each round every rank runs its next task, if the task is ready.
+    This function plays the lists: in each round, each rank runs its next task if the task is ready.
 
     Args:
-        lists: the tasks of each rank.
+        lists: the tasks of each rank, without sends and receives.
 
     Returns:
-        The cells of each rank.
+        The cells of each rank, one for each action.
 
     Raises:
         ValueError: tasks wait for each other.
@@ -72,10 +72,10 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     rows: list[list[str]] = [[] for _ in lists]
     done = set[Task]()
     at = [0] * len(lists)  # the position of each rank's next task
-    # `backwards` counts the tasks of each stage that have yet to add to the stage's gradients.
+    # `backwards` counts, for each stage, the tasks that have not yet added to its gradients.
     adding = (task for tasks in lists for task in tasks if task.kind in _ADDS)
     backwards = Counter(task.stage for task in adding)
-    # The loop ends: if no task runs in a round, none ever will.
+    # The loop ends, because each round runs a task or raises.
     while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
         before = sum(at)
         for r, tasks in enumerate(lists):
@@ -86,7 +86,7 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
             at[r] += 1
             rows[r].append(str(task))
             to = _next_stage(task, last)
-            # Stages on one rank hand over their results without a send.
+            # Between two stages on one rank no send is needed.
             if to is not None and rank[to] != r:
                 letter = "F" if task.kind == Kind.F else "B"
                 rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
@@ -102,7 +102,10 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
 
 
 def _next_stage(task: Task, last: int) -> int | None:
-    """Returns the stage that waits for a task's result, or None; `last` is the last stage."""
+    """Returns the stage that needs a task's result; None if none does.
+
+    `last` is the number of the pipeline's last stage, here and in the functions below.
+    """
     if task.kind == Kind.F:
         return task.stage + 1 if task.stage < last else None
     sends_back = task.kind in (Kind.B, Kind.I) and task.stage > 0
@@ -110,7 +113,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Returns the tasks of which one must be done before a task; `last` is the last stage."""
+    """Lists the tasks that a task waits for; as soon as any one of them is done, it can run."""
     s, _, m = task
     match task.kind:
         case Kind.F:
@@ -125,18 +128,18 @@ def _needs(task: Task, last: int) -> list[Task]:
 
 
 def _ready(task: Task, done: set[Task], last: int) -> bool:
-    """Tells whether a task can run after those that are done."""
+    """Tells whether a task can run after the tasks in `done`."""
     needs = _needs(task, last)
     return not needs or not done.isdisjoint(needs)
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads task lists, with sends or without.
+    """Reads a plan from task lists with or without sends and receives.
 
     The file does not say which layers a stage has, so the layers are divided evenly among stages.
 
     Raises:
-        ValueError: the lists or their sends cannot run, or the model has too few layers.
+        ValueError: actions wait for each other or are wrong, or there are more stages than layers.
     """
     cells = (map(str.strip, row) for row in csv.reader(io.StringIO(text)))
     rows = [list(filter(None, row)) for row in cells]
@@ -153,7 +156,7 @@ def _read(text: str, outline: Outline) -> Plan:
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
-    # The first stages get one more layer each if the division leaves a rest.
+    # If the division leaves a rest, it goes to the first stages, one layer to each.
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
     devices = [rank[s] for s in range(stages)]
     plan = Plan.from_cuts(counts, devices, outline=outline)
@@ -161,7 +164,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tasks(row: Iterable[str]) -> Iterable[Task]:
-    """Yields the tasks of a line, without its sends and receives."""
+    """Yields the tasks of a row, without its other actions; raises ValueError for unknown ones."""
     for cell in row:
         match = _CELL.fullmatch(cell)
         if match is None:
@@ -171,11 +174,14 @@ def _tasks(row: Iterable[str]) -> Iterable[Task]:
 
 
 def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
-    """Raises ValueError unless the tasks get the sends that they need, and no rank waits for ever.
+    """Checks the sends and receives of a file.
 
     Args:
         rows: the cells of each rank, as they were read.
         sent: the cells that `with_sends` makes for the same tasks.
+
+    Raises:
+        ValueError: a send or receive is missing or needless, or ranks wait for each other forever.
     """
     for r, (row, expected_row) in enumerate(zip(rows, sent, strict=True)):
         count = Counter(filter(_SENDS.search, row))
@@ -185,7 +191,8 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
             raise ValueError(
                 f"rank {r} must send and receive other values: {cell} {count[cell]} times, not {expected[cell]}"
             )
-    # The file may have another order of sends, so its lists are played, too, now with the sends.
+    # The order of sends in the file may differ from the order in `sent`, and may let ranks wait for
+    # each other. So the file's rows are played, too, with their sends and receives.
     last = max(int(re.split(r"\D", cell)[0]) for row in rows for cell in row)
     done = set[str]()
     at = [0] * len(rows)
@@ -204,17 +211,17 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     """Tells whether an action can run.
 
     Args:
-        cell: the action.
+        cell: the action, such as 0SEND_F0.
         done: the actions that have run.
-        last: the last stage.
+        last: the number of the last stage.
     """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
     assert match is not None
     s = int(match[1])
     word = match[2]
     m = match[3]
-    # One of the actions in `waits_for` must have run. A neighbour's result comes by a RECV, or
-    # directly if both stages are on one rank.
+    # One of the actions in `waits_for` must have run. The result of a neighboring stage comes by a
+    # RECV, or directly from its task if both stages are on one rank.
     match word:
         case "SEND_F":
             waits_for = {f"{s}F{m}"}

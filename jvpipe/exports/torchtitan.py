@@ -1,4 +1,7 @@
-"""The format of torchtitan: a TOML configuration that lists the modules of each stage."""
+"""Defines the format of torchtitan: a TOML configuration that lists the modules of each stage.
+
+A part is the modules of one stage, and a chunk is one of several stages on a rank.
+"""
 
 import re
 import tomllib
@@ -18,7 +21,7 @@ FIRST, LAST = ["tok_embeddings"], ["norm", "lm_head"]
 
 
 def _write(plan: Plan, outline: Outline) -> str:
-    """Writes the tables of the layout that is nearest to a plan."""
+    """Writes the tables of the layout (see `exports/stack.py`) that is nearest to a plan."""
     layout = layout_of(
         plan,
         outline,
@@ -30,11 +33,11 @@ def _write(plan: Plan, outline: Outline) -> str:
     schedule = next(name for name, ours in SCHEDULES.items() if ours == family)
     ends = accumulate(layout.counts, initial=0)
     names = [[f"layers.{k}" for k in range(a, b)] for a, b in pairwise(ends)]
-    # The embedding goes into the first part, the norm and the head into the last one.
+    # The embedding belongs to the first part, and the norm and the head to the last one.
     names[0] = FIRST + names[0]
     names[-1] += LAST
     rows = "".join(f"  {_row(row)},\n" for row in names)
-    # torchtitan recomputes all blocks or none, so a plan that recomputes some is nearest to "full".
+    # torchtitan recomputes all blocks or none. If a plan recomputes only some, "full" is nearest.
     mode = "full" if layout.again else "none"
     return (
         "[parallelism]\n"
@@ -52,7 +55,7 @@ def _row(names: list[str]) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads the tables; raises ValueError if they do not fit the model."""
+    """Reads a plan from the tables; raises ValueError if they do not fit the model."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -67,7 +70,7 @@ def _read(text: str, outline: Outline) -> Plan:
     if mode not in ("none", "full"):
         raise ValueError(f"activation checkpoints {brief(mode)} cannot be read: none and full can")
     looped = schedule == "Interleaved1F1B"
-    # By default an interleaved schedule has two chunks per rank, others have one.
+    # Unless the file says otherwise, an interleaved schedule has two chunks per rank, others one.
     usual = len(counts) // 2 if looped else len(counts)
     degree = table.get("pipeline_parallel_degree", usual)
     chunks, rest = divmod(len(counts), degree) if is_whole(degree) and degree > 0 else (0, 1)
@@ -83,7 +86,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns a table of the file; an empty one if the file lacks it."""
+    """Returns a table of the file, or an empty table if the file has no such table."""
     table = tables.get(name, {})
     if not isinstance(table, dict):
         raise ValueError(f"[{name}] must be a table, not {brief(table)}")
@@ -94,7 +97,7 @@ def _counts(parts: Any) -> tuple[int, ...]:
     """Counts the blocks of each part.
 
     Raises:
-        ValueError: a module is missing, or is not in the part whose stage needs it.
+        ValueError: `parts` are not lists of names, or a module is missing, unknown or misplaced.
     """
     if not isinstance(parts, list) or not parts or not all(map(_is_names, parts)):
         raise ValueError(

@@ -8,7 +8,7 @@ from jvpipe.util.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CompiledStage:
-    """A stage's bytes as planned and as compiled; those of its device if stages share one.
+    """A stage's bytes as planned and as compiled. Stages that share a device count together.
 
     Attributes:
         target: the accelerator that was compiled for.
@@ -17,8 +17,8 @@ class CompiledStage:
         row: the row of the step at which the device holds the most.
         temporary_bytes: the temporary memory of that row's program, as the compiler reports it.
         working_bytes: the working memory of that row's layer, as the plan estimates it.
-        padding_bytes: what buffers take beyond their elements in the target's layout.
-        host_bytes: the bytes of copies of values on the host.
+        padding_bytes: the bytes that the target's memory layout adds to buffers.
+        host_bytes: the peak of the host's bytes, for all devices together.
     """
 
     target: str

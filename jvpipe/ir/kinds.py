@@ -69,7 +69,7 @@ class Grouped(Enum):
     """
 
     PART = "a part of a group of its kind"
-    WITH_NEXT = "a part of the group of what follows"
+    WITH_NEXT = "it joins the group of the next part"
     BEFORE = "it goes before the group"
     AFTER = "it goes after the group"
 

@@ -1,6 +1,6 @@
 """The layer graph: a model's layers and the values between them.
 
-A loss is traced to equations, which are cut into layers at places where few bytes cross.
+A loss is traced to equations, which are cut into layers where few bytes cross.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,7 +45,7 @@ class Array:
 
 
 Source = tuple[Literal["input", "output", "residual"], int]
-"""A value of a layer's forward that its backward reads: its sort, and its position in that sort."""
+"""A value of a layer's forward that its backward reads, such as the layer's input number 2."""
 
 
 @dataclass(frozen=True, slots=True)

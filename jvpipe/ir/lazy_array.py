@@ -17,8 +17,8 @@ class LazyArray(jax.ShapeDtypeStruct):
     Args:
         shape: the shape of the whole array.
         dtype: the type of its numbers.
-        read: a function that reads the array. Without arguments it reads all of it. Arguments are
-            indices of the first axes, of which the last may be a slice: it reads the part there.
+        read: a function that reads the array. Without arguments it reads all of it. With arguments,
+            which index the first axes, it reads only that part. The last one may be a slice.
         at: the indices of the part that this array stands for; none for the whole array.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
@@ -43,7 +43,7 @@ class LazyArray(jax.ShapeDtypeStruct):
             before, begin = before[:-1], before[-1].start
         if isinstance(i, slice):
             start, stop, step = i.indices(self.shape[0])
-            assert step == 1, "neighbours"
+            assert step == 1, "neighbors"
             shape = (max(0, stop - start), *self.shape[1:])
             part = slice(begin + start, begin + max(start, stop))
             return LazyArray(shape, self.dtype, self._read, *before, part)

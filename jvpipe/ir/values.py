@@ -36,7 +36,9 @@ class ValueKind(StrEnum):
     STATE = "state"  # index: the leaf; micro-batch
     # an array that the loss captured
     CONSTANT = "constant"  # index
+    # a leaf of a micro-batch
     BATCH = "batch"  # index: the leaf; micro-batch
+    # the seed of a micro-batch's random numbers
     SEED = "seed"  # micro-batch
     # an edge: a tensor between layers
     TENSOR = "tensor"  # index: the edge; micro-batch
@@ -46,9 +48,10 @@ class ValueKind(StrEnum):
     RESIDUAL = "residual"  # index: its number in the layer; layer; micro-batch
     # a value that the first half of a backward leaves for the second
     HANDED = "handed"  # index: its number in the layer; layer; micro-batch
-    # a sum of gradients; version: the number of the update that takes it; micro-batch: NEVER unless
-    # devices take turns, then the first that adds to the device's sum
+    # a sum of gradients; version: the number of the update that takes it; micro-batch: if devices
+    # take turns, the first that adds to the device's sum, otherwise NEVER
     GRADIENT = "gradient"  # index: the leaf; layer: the reader that adds; version; micro-batch
+    # what a micro-batch's loss returns: the loss itself, and aux beside it
     LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
     AUX = "aux"  # index: the leaf; micro-batch
     # the sum of the losses' weights; version: the number of the update that takes it

@@ -108,7 +108,7 @@ class BufferTable:
         if spot.copy is not Copy.AWAY:
             self.rename(b, spot._replace(copy=Copy.STALE))
             return
-        # A stale buffer counts to the device. This one lies on the host, so it leaves the maps.
+        # A stale buffer counts to the device, but this one lies on the host. So it loses its name.
         self.ids.pop(spot, None)
         self.current.pop((spot.value, spot.place), None)
 

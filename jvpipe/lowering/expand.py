@@ -12,8 +12,8 @@ so that layer 4 has no accumulator of gradients yet:
     1I2    R(layer 3) I(layer 4) B(layer 3)
     1W2    ZERO(layer 4) W(layer 4)
 
-Three things decide about an operation. The graph says which values a layer reads and writes. The
-fates of the micro-batch's layout say which values the layer leaves for its backward and which are
+Three things determine an operation. The graph says which values a layer reads and writes. The fates
+of the micro-batch's tensors say which values the layer leaves for its backward and which are
 recomputed. The rule of the schedule says which version of the weights the layer reads.
 
 A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them.
@@ -316,7 +316,7 @@ class Expander:
             tensor = self.graph.tensors[ref.index]
             cotangent = self._cotangent(ref, m)
             writes.append(Write(cotangent, tensor.array.bytes))
-            # The sum so far goes to the next earlier reader, or to the producer after the first.
+            # The sum so far goes to the reader before this one; without one, to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
@@ -410,7 +410,7 @@ class Expander:
         return writes
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
-        """Lists a forward's outputs for other layers. Losses stay: they are summed there."""
+        """Lists a forward's outputs for other layers. Losses are summed where they are made."""
         graph = self.graph
         delivers = []
         for ref in layer.writes:

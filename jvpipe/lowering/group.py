@@ -46,7 +46,7 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     for row in rows:
         touched.update({*row.reads, *row.writes})
     assert ended <= touched.keys(), "what ends is read or written before"
-    # A buffer that ends, and that one row alone touches, is seen by no other row.
+    # A buffer that ends, and that only one row touches, is not needed outside that row.
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended

@@ -114,7 +114,7 @@ class MicrobatchLayout:
                             m,
                         )
                     )
-        # The stages of a device share one buffer of an edge, so it may leave if one alone uses it.
+        # Stages on the same devices share an edge's buffer. It stays if another of them uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:

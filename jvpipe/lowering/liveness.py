@@ -8,7 +8,8 @@ A row is one program or one copy. To touch a buffer is to read it or to write it
     B      reads a, writes b     a; b stays if it is final or a metric
 
 So the rows alone say what a memory holds and when. A buffer begins with the first row that writes
-it, unless it exists before the step. It ends with the row that frees it.
+it, unless it exists before the step. It ends with the row that frees it. If a pass needs a buffer
+longer, it lets a later row touch the buffer.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

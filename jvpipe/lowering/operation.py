@@ -23,8 +23,8 @@ class Write(NamedTuple):
 class Delivery(NamedTuple):
     """A value that is sent, as soon as it exists, to the places where some layers run.
 
-    If a layer runs on replicas, those replicas get the value whose slices are in `examples`. None
-    stands for the first replica, or for the only one.
+    `examples` says which replicas of a layer get the value: those that work on these slices of a
+    micro-batch. None stands for the first replica, or for the only one.
     """
 
     value: Value

@@ -104,7 +104,7 @@ def dispatch_order(
     return order
 
 
-class _Neighbours:
+class _Neighbors:
     """The stages that each stage waits for under a plan.
 
     A stage's forward waits for the forwards of the stages in `before`. Its backward waits for the
@@ -155,8 +155,8 @@ class Waits:
     ) -> None:
         self._split = split
         # Most micro-batches share a plan.
-        neighbours = {id(plan): _Neighbours(graph, plan) for plan in plans}
-        self.at = [neighbours[id(plan)] for plan in plans]
+        neighbors = {id(plan): _Neighbors(graph, plan) for plan in plans}
+        self.at = [neighbors[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
         self._carried: list[tuple[int, int]] = []  # a layer that reads model state, and its writer
         for layer in graph.layers:

@@ -9,10 +9,14 @@ A place is the number of a device, or of a mesh of devices. A row is one program
 
 In the first line layers 4 and 9 run at one other place, so one SEND serves both.
 
-A value that a layer makes for other layers is sent to their places at once. If a layer has changed
-places, each value that belongs to it, such as a weight, is moved when the layer first reads it at
-the new place. Operations name values and no places, so where a layer runs cannot change what it
-computes.
+A value that a layer makes for other layers is sent to their places at once. A value that belongs to
+a layer, such as a weight, is moved if the layer changes places. An operation brings whatever its
+place lacks (`bring`), so moving a value earlier is a free choice. Operations name values and no
+places, so where a layer runs cannot change what it computes.
+
+A step moves most values early, in this order (step.py): `relocate` before a new plan begins,
+`bring_state` after the last task, then `commit`, which ends the old buffers. A stream calls `keep`
+at a change of plan, and ends old buffers one by one (stream/departures.py).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,9 +46,9 @@ class Block:
 class Placer(BufferTable):
     """A writer of rows: it places operations one after another, under the plan entered last.
 
-    `blocks` hold the rows. `moved` has pairs of a buffer that was left behind and its copy at the
-    new place. With `by_host`, everything that moves goes to the host first. Only after all of it
-    has left its old places does it go on to the new ones.
+    `blocks` hold the rows. `moved` has pairs: an old buffer, and the copy that must arrive before
+    the old buffer ends. With `by_host`, everything that moves goes to the host first. Only after
+    all of it has left its old places does it go on to the new ones.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -140,7 +144,7 @@ class Placer(BufferTable):
     def metric(self, value: Value) -> int | None:
         """Returns a buffer that holds a metric, or None if no row has made the metric.
 
-        The buffer lies at the present place of the loss if there is one there. If not, the last
+        It is the buffer at the present place of the loss, if that place has one. If not, the last
         forward that the metric needs ran under an earlier plan, and the buffer lies where that plan
         has the loss.
         """
@@ -252,8 +256,8 @@ class Placer(BufferTable):
             target: the place of the copy.
             layer: the layer that the rows concern.
             m: the micro-batch, or NONE.
-            new: the buffer where the value has to arrive in the end. If it lies on the device, it
-                is the one that is returned.
+            new: the buffer that the value moves to, on the target's device or on that device's
+                host. If it lies on the device, it is the result.
         """
         value = self.spots[b].value
         size = self.buffers[b].bytes
@@ -281,8 +285,8 @@ class Placer(BufferTable):
 
         Args:
             op: the operation.
-            keeps: for an update, whether later tasks still read the old version of its parameters.
-                If so, the new version gets buffers of its own. If not, it overwrites the old one.
+            keeps: for an update, whether the old version of its parameters is still needed. If so,
+                the new version gets buffers of its own. If not, it overwrites the old one.
             place: where the operation runs; the place of its layer unless given.
         """
         here = self.where.of(op.layer, op.examples) if place is None else place
@@ -327,7 +331,7 @@ class Placer(BufferTable):
         other value belongs to the layer and is moved.
         """
         layer, m = op.layer, op.microbatch
-        # Even if the state is at its place, a change of plan may have changed its fate.
+        # Optimizer state may be here with a new fate. Then `bring` moves it to or from the host.
         if value.kind is ValueKind.OPTIMIZER:
             return self.bring(value, here, layer, m)
         if (value, here) in self.current:
@@ -417,9 +421,9 @@ class Placer(BufferTable):
         A spot is the name of a buffer: a value, its place, and which of the copies there.
 
         Args:
-            spots: the names to keep. They count micro-batches and versions from later ones.
-            microbatches: the micro-batch that is number 0 in `spots`.
-            versions: the version that is number 0 in `spots`.
+            spots: the names to keep, with micro-batches and versions counted from a later step.
+            microbatches: the first micro-batch of that step, which is number 0 in `spots`.
+            versions: the version at the start of that step, which is number 0 in `spots`.
         """
         for spot in list(self.ids):
             if not VALUES[spot.value.kind].follows or spot.copy is Copy.STALE:
@@ -428,7 +432,7 @@ class Placer(BufferTable):
                 self.forget(spot)
 
     def relocate(self, plan: Plan) -> None:
-        """Moves the values that lie on the devices between steps to where a plan has them.
+        """Moves parameters, constants and optimizer state to their places under a plan.
 
         Model state stays: it moves later, when its reader first runs at the new place or in
         `bring_state`.
@@ -514,7 +518,7 @@ class Placer(BufferTable):
             if not VALUES[value.kind].lasts or value.examples is not None:
                 continue
             key = value.kind, value.index, value.layer, place
-            # Parameters count versions, model state counts micro-batches; the other count is NEVER.
+            # No value has both a version and a micro-batch. NEVER, below all numbers, means none.
             age = max(value.version, value.microbatch), b
             newest[key] = max(newest.get(key, age), age)
         result = []

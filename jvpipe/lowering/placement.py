@@ -78,7 +78,10 @@ class Placement:
         return self.places[layer][replica]
 
     def updating(self, optimizer: OptimizerCut) -> dict[int, int]:
-        """Returns the place of each layer's update, and under NONE that of the global program."""
+        """Returns the place of each layer's update, and for NONE the place of the global program.
+
+        That is the part of the optimizer that mixes layers, such as one for a global norm.
+        """
         places = {NONE: self.home}
         for layer, replica in updating(self.graph, self.plan, optimizer).items():
             places[layer] = self.places[layer][replica]

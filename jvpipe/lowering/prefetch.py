@@ -16,6 +16,9 @@ The placer writes each update between its own copies. This pass moves the copies
 directions of the link work at the same time. A place holds at most `UPDATES_HELD` (two) times the
 state of its largest update. Fetches that fit run before the place's last forward or backward. Each
 later fetch waits until enough state has left.
+
+A fetch must stay after the row that puts the state on the host, and before its update. Within these
+bounds its position affects only time and memory.
 """
 
 from collections import deque
@@ -32,7 +35,7 @@ BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
 """A position among rows: a group, a row of the group, and whether before, at or after that row.
 
-Positions compare in the order in which their rows run.
+A group is a list of rows that belong together. Positions compare in the order in which rows run.
 """
 
 

@@ -125,8 +125,8 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
                 to_mark.append(_Deadline(x, until))
         elif not has_backward and x.offered not in lowered.metrics:
             unanswered[x.source, x.target].append(x)
-    # Nothing comes back for these offers. A mark makes sure that each one has arrived before the
-    # OPEN_OFFERS-th offer after it is made.
+    # Nothing comes back for these offers. So the mark of an offer has to come back before the
+    # OPEN_OFFERS-th offer after it.
     for offers in unanswered.values():
         for x, later in zip(offers, offers[OPEN_OFFERS:], strict=False):
             to_mark.append(_Deadline(x, later.row))
@@ -140,10 +140,10 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 
     The witness is the first buffer at the source that was made from the copy.
 
-    A set of crossings is an integer with one bit per crossing. A buffer depends on all crossings
-    that the buffers read by its row depend on: its set is the `or` of their sets. When the first
-    witness of a crossing is found, the crossing leaves the set of waiting ones. So the scan over
-    all crossings runs at most once for each crossing.
+    A set of crossings is an integer with one bit per crossing. A row that writes a buffer reads
+    other buffers, and the new buffer depends on all their crossings: its set is the `or` of their
+    sets. When the first witness of a crossing is found, the crossing leaves the set of waiting
+    ones. So the scan over all crossings runs at most once for each crossing.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness

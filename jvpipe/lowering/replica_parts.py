@@ -18,7 +18,7 @@ class ReplicaParts:
 
     Args:
         where: the replicas of each layer.
-        batching: how edges (tensors between layers) and aux lie over the examples.
+        batching: how edges (tensors between layers) and aux depend on the examples.
     """
 
     def __init__(self, where: Placement, batching: Batching) -> None:
@@ -36,8 +36,8 @@ class ReplicaParts:
                 return value
             case ValueKind.STATE:  # each replica reads the whole leaf
                 return value
-            # The cotangent of such an edge does have parts: each replica computes the part that
-            # follows from its examples.
+            # An edge may be the same for all examples. Its cotangent still has parts: each replica
+            # computes the part that follows from its examples.
             case ValueKind.TENSOR if self.batching.tensors[value.index].over is Over.NONE:
                 return value
             case (
@@ -55,7 +55,7 @@ class ReplicaParts:
                 raise AssertionError(f"nobody says how replicas share {value}")
 
     def spread(self, value: Value) -> Spread:
-        """Tells how an edge, its cotangent or a leaf of aux lies over the examples.
+        """Tells how an edge, its cotangent or a leaf of aux depends on the examples.
 
         Values of other kinds are never cut or joined by examples. For them the result is MIXED.
         """
@@ -127,7 +127,7 @@ class ReplicaParts:
         return self.whole(examples).size / self.graph.examples
 
     def source(self, value: Value, layer: int) -> int:
-        """Returns the layer that a layer gets an edge from, or the sum of its cotangents so far."""
+        """Returns the layer that sends a layer an edge, or the sum of its cotangents so far."""
         tensor = self.graph.tensors[value.index]
         if value.kind is ValueKind.TENSOR:
             return tensor.producer

@@ -20,7 +20,7 @@ is sent once to each stage:
     slices of a stage of three   |   0:2   |   2:4   |   4:6 |
     parts that are sent          |   0:2   |2:3|3:4|   4:6   |
 
-The name of a part has its examples and never its replica. A value that depends on no example keeps
+A part is named by its examples and never by its replica. A value that depends on no example keeps
 its name, and every replica makes the same value. Each replica adds up its own gradients over the
 micro-batches of an update. Then REDUCE adds up the replicas' sums, in ascending order of their
 slices. It runs at the replica that updates the layer and then sends the new parameters to the
@@ -42,8 +42,9 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""How a value without an axis of examples depends on them, if it is a weighted sum of what the
-replicas have.
+"""The ways to depend on examples that make a value a weighted sum of the replicas' values.
+
+Such a value has no axis of examples.
 """
 
 
@@ -52,7 +53,7 @@ class Slicing(ReplicaParts):
 
     Args:
         where: the replicas of each layer.
-        batching: how edges (tensors between layers) and aux lie over the examples.
+        batching: how edges (tensors between layers) and aux depend on the examples.
         layouts: the layouts of micro-batches by their numbers; empty for an evaluation.
         updating: for each layer, the number of the replica that updates it.
     """
@@ -129,7 +130,7 @@ class Slicing(ReplicaParts):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts the bytes that adding up a layer's gradients takes beside a replica's own ones.
+        """Counts the bytes that adding up a layer's gradients takes beside one replica's gradients.
 
         It is twice the bytes of the layer's gradients: once for another replica's gradients, once
         for the sums.
@@ -139,7 +140,7 @@ class Slicing(ReplicaParts):
         return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
 
     def left_bytes(self, op: Operation) -> int:
-        """Counts the bytes that a backward (B or W) frees at the replica that it frees least at.
+        """Returns the fewest bytes that a backward (B or W) frees at any replica.
 
         The bytes are those of the values that only this backward reads: residuals for B, and for W
         what the first half has handed over.
@@ -154,7 +155,7 @@ class Slicing(ReplicaParts):
             left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
             left = [replica.signatures[op.layer].residuals for replica in of_replicas]
-        # Each replica frees at least as much as the one that frees the least.
+        # The fewest, so that the caller can count on them at every replica.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
 
@@ -318,7 +319,7 @@ class Slicing(ReplicaParts):
                 yield joined(Kind.ZERO, reads=(), run=JoinRun(ref))
 
     def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
-        """Returns the weights with which the values of one stage's replicas give another replica's.
+        """Returns the weight of each sender's value in the value that a replica receives.
 
         If the value is a sum, replica e of the reading stage gets its share, so that the values of
         all replicas there again add up to the whole. If it is a mean, the replica gets the whole.
@@ -332,7 +333,7 @@ class Slicing(ReplicaParts):
         Args:
             value: a tensor or its cotangent.
             examples: the slice of the replica that gets a value.
-            others: the slices of the replicas that have values.
+            others: the slices of the replicas that send values.
         """
         is_sum = self.spread(value).over is Over.SUM
         if is_sum == (value.kind is ValueKind.TENSOR):
@@ -345,7 +346,7 @@ class Slicing(ReplicaParts):
         number: int,
         examples: Slice,
     ) -> tuple[list[Delivery], list[Operation]]:
-        """Returns what a replica delivers as it is, and the operations that cut parts to deliver.
+        """Returns the values that a replica delivers whole, and the operations that cut out parts.
 
         Args:
             op: the operation of all replicas.

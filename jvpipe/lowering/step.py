@@ -111,7 +111,7 @@ def _place_tasks(
     """
     plans = [layout.plan for layout in layouts]
     batch = range(len(layouts))
-    # Weights for a new plan at m are sent during m - 1, so that they have time to arrive.
+    # Weights for a new plan at m are moved during m - 1, so that they have time to arrive.
     ahead = {m - 1: plans[m] for m in batch[1:] if plans[m] is not plans[m - 1]}
     tasks = list(chain(*lists))
     to_accumulate = Counter(task.stage for task in tasks if KINDS[task.kind].accumulates)
@@ -189,8 +189,8 @@ def lower_move(
 
     Args:
         graph: the layers.
-        old: the plan under which everything lies.
-        new: the plan under which it will lie.
+        old: the plan before the move.
+        new: the plan after it.
         optimizer: the update; its state moves too.
         by_host: whether everything that moves goes to the host before anything arrives. No device
             then holds old and new buffers at once.

@@ -16,7 +16,8 @@ is on its way out or in. Two rules keep this bound. Before a forward leaves a se
 freed. A fetch starts only one task ahead, and only after all leaving sets have left.
 
 A micro-batch whose backward directly follows its forward is not swapped. Values that come back for
-a split backward stay on the device until its second half has run.
+a split backward stay on the device until its second half has run. Copies do not change values, so
+swapping affects only time and memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,8 +81,8 @@ def _left_by(task: Task) -> _Left:
 class _Swaps:
     """The swapped values of all stages, while the rows are written.
 
-    Devices are numbered like their task lists. Rows take the values that a forward has left from
-    state to state:
+    Devices are numbered like their task lists. This is the way of the values that a forward leaves,
+    row by row:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -119,7 +120,7 @@ class _Swaps:
                 yield from self._free(d)
 
     def after(self, task: Task) -> Iterator[Row]:
-        """Yields the rows after a task, which copy what a forward has left to the host."""
+        """Yields the rows after a task: they copy to the host what a forward has left."""
         match task.kind:
             case Kind.F:
                 if self._rests(task):
@@ -132,7 +133,7 @@ class _Swaps:
                 raise AssertionError(f"nobody says what is swapped after {task}")
 
     def redirected(self, row: Row) -> Row:
-        """Returns a row that reads the copies that came back, in place of swapped buffers."""
+        """Returns a row that reads the copies that came back, instead of the swapped buffers."""
         if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
         reads = (self._fetched.get(b, b) for b in row.reads)

@@ -18,8 +18,9 @@ stages from s on for which T_s is least:
     E_s = b_s + max(E_{s+1} + f_{s+1} + c_{s+1}, (p - s - 1) b_s)    ending
     M_s = max(M_{s+1}, f_s + b_s)                                    a step of the steady phase
 
-M_s is also at least the seconds for which a link is busy in such a step. T_0 is the seconds of a
-step of 1F1B. A schedule without a flush has only the steady phase, so for it M_s is minimised.
+M_s is also at least the seconds for which any of the stage's links is busy in a step of the steady
+phase. T_0 is the seconds of a whole step of 1F1B. A schedule without a flush has only the steady
+phase, so for it M_s is minimized in place of T_s.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ def adapipe(problem: Problem) -> Decision:
 
 @dataclass(frozen=True)
 class Suffix:
-    """The best stages from s on, one entry for each first layer of stage s; infinite if none fit.
+    """The best stages from s on, if stage s begins at layer i: entry i of each array.
+
+    W_s and E_s are infinite if no stages fit.
 
     Attributes:
         warmup_s: W_s.
@@ -74,7 +77,7 @@ class Suffix:
 
     @staticmethod
     def empty(layers: int) -> "Suffix":
-        """Returns the suffix without stages, which begins behind the last layer."""
+        """Returns the suffix without stages, which begins after the last layer."""
         nothing = np.full(layers + 1, np.inf)
         nothing[layers] = 0.0
         return Suffix(
@@ -91,7 +94,7 @@ def try_adapipe(problem: Problem) -> Decision | None:
     n = len(problem.costs.layers)
     suffixes = [Suffix.empty(n)]
     for s in reversed(range(problem.stages)):
-        # Stage s depends only on the suffix behind it, so one pass from the last stage is enough.
+        # Only the suffix after stage s is needed, so one pass from the last stage is enough.
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
@@ -112,7 +115,7 @@ def _before(
     segments: Segments,
     recomputation: Recomputation,
 ) -> Suffix:
-    """Finds the best stages from s on, given those behind s: one step of the dynamic program."""
+    """Finds the best stages from s on, given those after s: one step of the dynamic program."""
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1
     steady_steps = max(0, problem.microbatches - problem.stages)
@@ -120,7 +123,7 @@ def _before(
     suffix = Suffix(*(np.full(shape, np.inf) for shape in shapes))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
-        # The ends of a stage that begins at i and fits are evaluated at once.
+        # All ends with which a stage that begins at i fits are evaluated at once.
         row = segments.row(s, i)
         ends = cuts[cuts > i]
         fits = np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])

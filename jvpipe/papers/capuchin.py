@@ -1,4 +1,4 @@
-"""Capuchin's memory optimisation, as DawnPiper uses it on each stage.
+"""Capuchin's memory optimization, as DawnPiper uses it on each stage.
 
 Papers: Peng et al., "Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020;
 DawnPiper, section 4.3.
@@ -22,8 +22,8 @@ from jvpipe.papers.selection import FateChange, Selection
 def free_time_s(stage: Selection, change: FateChange) -> float:
     """Returns the FreeTime of the values that a change swaps; negative if the stage would wait.
 
-    The seconds between a layer's forward and backward are counted as in the drawing above. They are
-    exact in the steady state of 1F1B, and are the mean over a step of GPipe.
+    The seconds between a layer's forward and backward are counted as in the drawing above. For 1F1B
+    they are exact in the steady state; for GPipe they are the mean over a step.
     """
     between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
     one_way_s = stage.problem.host.seconds(change.swapped_bytes)
@@ -33,14 +33,14 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
     """Returns the MSPS of a change, whose overhead is its recomputation and all of its copies.
 
-    No copy is assumed to be hidden: the swaps that can be hidden are taken before.
+    No copy counts as hidden: `optimize` has already taken the swaps that can be hidden.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s
     return change.saved_bytes / overhead_s if overhead_s > 0 else float("inf")
 
 
-def optimise(stage: Selection) -> None:
+def optimize(stage: Selection) -> None:
     """Changes a stage's fates until the stage fits or no change is left.
 
     First come swaps, in order of falling FreeTime. Each must have a FreeTime of at least 0, and the

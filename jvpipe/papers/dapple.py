@@ -17,17 +17,19 @@ Legend, in the paper's symbols:
                     AR_s - (sum of B_a for Q <= a <= s) for s > Q
     L           the latency of a step: T_w + T_s + T_e (equation 2)
     T_PL(j, m)  the least L found with the first j layers on m of G devices, and the other layers as
-                one stage that is shared by the other G - m devices (equation 4); the plan for a
-                larger j extends the plan that has this L (equation 5)
+                one stage that is shared by the other G - m devices (equation 4)
     K_s, D      K_s is the number of micro-batches in flight on stage s, D the largest number for
                 which a device has memory
+
+The dynamic program keeps the plan behind each T_PL(j, m), and extends it by one more stage, which
+ends at a larger j (equation 5).
 
     stage 0   F F F F . . B . B . B . B       time goes to the right, M = 4, and the pivot Q is 1:
     stage 1   . F . F B F B F B . B . .       T_w is F_0 F_1, T_s is (M - 1) times F_1 B_1, and
                                               T_e is B_1 B_0
 
-The paper prints T_e without B_Q for s = Q. If Q were the first stage, that would leave out the last
-backward of stage Q, so B_Q counts here.
+The paper's T_e does not count B_Q for s = Q. If Q is the first stage, the last backward of stage Q
+would be left out. So B_Q counts here.
 """
 
 from collections.abc import Sequence
@@ -71,8 +73,8 @@ def dapple(problem: Problem) -> Decision:
     kept, devices = KeptStages(problem), problem.stages
     places = np.arange(len(kept.cuts))
     comm_s = _finite(kept.comm_s)
-    # The plans behind T_PL(., m): the seconds of their stages and transfers, as arrays over j, and
-    # for which j a plan exists.
+    # The plans behind T_PL(., m): `plan` has the seconds of their stages and transfers, each as an
+    # array over j; `exists` says for which j there is a plan.
     plan = [_finite(kept.compute_s(0)[0])]
     exists = _fits(kept, 0)[0]
     begins = []
@@ -104,9 +106,9 @@ def dapple(problem: Problem) -> Decision:
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """Estimates L of stages and the transfers between them.
 
-    Q starts at the last stage. It moves to an earlier stage if that stage's steady phase is longer
-    than Q's and the work of the stages between the two together (equation 3). One pass over the
-    stages finds Q and T_e, because every sum is a difference of two running sums.
+    Q starts at the last stage. It moves to an earlier stage if the steady phase of that stage is
+    longer than the steady phase of Q plus the work of the stages between the two (equation 3). One
+    pass over the stages finds Q and T_e, because every sum is a difference of two running sums.
 
     Args:
         stages: the stages in order, with transfers between them.
@@ -126,8 +128,8 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    # AR_s minus the backwards of the stages before s. With all backwards up to Q added, this is the
-    # ending of a stage s <= Q.
+    # AR_s minus the backwards of the stages before s. If the backwards of all stages up to Q are
+    # added, this is the ending of a stage s <= Q.
     up_to_s = zip(stages, backward_s, strict=True)
     from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
     ahead_s = list(accumulate(from_start_s, np.maximum))
@@ -161,7 +163,8 @@ def in_flight(
     Args:
         stages: S.
         largest: D.
-        eager: whether to follow policy B, for transfers that take as long as the work, or policy A.
+        eager: whether to follow policy B, which is for transfers that take as long as the work; if
+            not, policy A.
 
     >>> in_flight(4, 8), in_flight(4, 5, eager=True)
     ((4, 3, 2, 1), (5, 5, 3, 1))
@@ -172,7 +175,7 @@ def in_flight(
 
 
 def _finite(grid: np.ndarray) -> np.ndarray:
-    """Replaces infinite entries by zeros, for sums without NaN; `_fits` excludes these entries."""
+    """Replaces infinite entries by 0, so that no sum is NaN; `_fits` excludes these entries."""
     return np.where(np.isfinite(grid), grid, 0.0)
 
 

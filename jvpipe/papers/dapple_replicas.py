@@ -3,21 +3,21 @@
 Paper: Fan et al., PPoPP 2021, sections IV-B (device placement) and IV-C (the dynamic program).
 
 Legend, in the paper's symbols where it has them:
-    g           the devices that the stages planned so far occupy; in the code, `free` is the number
-                of other devices of each machine
+    g           the devices that the stages planned so far occupy; in the code, `free` has for each
+                machine the number of its other devices
     T_PL(j, g)  the least L found with the first j layers on the devices g, and the other layers as
                 one stage on all free devices
-    F_s, B_s    forward and backward seconds of stage s for the slice of a micro-batch that one of
-                its devices computes
+    F_s, B_s    forward and backward seconds of stage s for the share of a micro-batch that one of
+                its devices works on
     AR_s        seconds of the all-reduce of stage s's gradients over its devices
 
 Each plan for (j, g) is extended by one more stage that ends at layer j' and takes m' devices g'.
-Each of three policies chooses m' devices (figure 5). If the extended plan's L is less than
-T_PL(j', g + g'), it replaces the plan for (j', g + g') (equation 5). Only one plan is kept for each
-(j, g), so the least L of all plans is not always found.
+Three policies each propose which m' devices (figure 5). If the extended plan's L is less than
+T_PL(j', g + g'), the plan replaces the one for (j', g + g') (equation 5). Only one plan is kept for
+each (j, g), so the least L of all plans is not always found.
 
 L is at least M (F_s + B_s) for every stage, because a stage works on each of the M micro-batches.
-So an extension for which that bound is not below the best plan's L is left out.
+So extensions are left out if this bound is not below the best plan's L.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,13 @@ from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
 Free = tuple[int, ...]
+"""For each machine, a number of its devices: those that are free, or those that are taken."""
 Places = tuple[int, ...]
+"""Devices, by their numbers."""
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds DAPPLE's plan for all devices, cut only at coarse cuts; None if no plan it tries fits.
+    """Finds DAPPLE's plan for all devices, with coarse cuts; None if no plan that it tries fits.
 
     Args:
         segments: the costs of the model's segments.
@@ -134,11 +136,12 @@ POLICIES = fresh_first, append_first, scatter_first
 
 @dataclass(eq=False)
 class _Plans:
-    """The plans behind T_PL(j, g) for one g; each attribute has one item for each j.
+    """The plans whose L is T_PL(j, g), for one g; each attribute has one item for each j.
 
     Attributes:
         latency_s: L of the plan; infinite if there is no plan.
-        before: the plan that this one extends by a stage, as its `_Plans` and its j; None if none.
+        before: the plan that this one extends by a stage, as its `_Plans` and its j; None for the
+            empty plan, and if there is no plan.
         places: the devices of the plan's last stage.
         phases: the phases of the plan's stages and of the transfers between them, in order.
     """
@@ -170,7 +173,7 @@ class _Plans:
         return [Phases(*every[:, s]) for s in range(longest)]
 
     def stages(self, j: int) -> list[tuple[int, Places]]:
-        """Lists the stages of the plan for j, each as the place where it ends and its devices."""
+        """Lists the stages of the plan for j, each as the index of its last cut and its devices."""
         before = self.before[j]
         if before is None:
             return []
@@ -179,14 +182,14 @@ class _Plans:
 
 
 class _Search:
-    """The dynamic program: T_PL(j, g) for all j and all g that occur, in order of devices in g.
+    """The dynamic program: T_PL(j, g) for all j and all g that occur, the smallest g first.
 
     Attributes:
         known: the plans for each g, by the devices that g leaves free.
         best: the best plan so far that keeps the limits, as its shape and bounds.
         best_s: L of that plan, counted with its real number of micro-batches in flight.
         left_s: for each cut, a lower bound on the sum of all devices' seconds for the layers
-            behind the cut.
+            after the cut.
     """
 
     def __init__(self, segments: LocalSegments, size: int) -> None:
@@ -210,9 +213,9 @@ class _Search:
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
-        """Returns for each cut a lower bound on all devices' seconds for the layers behind it."""
-        # If r devices share a layer, they take r times the seconds of a share. The least of these
-        # products over r bounds the layer's seconds from below for any r.
+        """Returns for each cut a lower bound on all devices' seconds for the layers after it."""
+        # If r devices share a layer, they take r times the seconds of a share in all. The least of
+        # this over all r bounds the layer's seconds from below, whichever r a plan has.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
         works = [r * self.segments.compute_s(b) for r, b in shares]
@@ -221,7 +224,7 @@ class _Search:
         return total[-1] - total
 
     def plan(self) -> Path | None:
-        """Returns the plan with the least L of those that were kept and fit; None if none fits."""
+        """Returns the plan with the least L among the kept plans that fit; None if none fits."""
         begin = self.known[self.whole] = _Plans.none(len(self.cuts))
         begin.latency_s[0] = 0.0
         self.extend(self.whole, self.whole)  # one stage on all devices is the first plan to beat
@@ -231,8 +234,8 @@ class _Search:
                     if self.shapes.pins.feeds(m, self.size):
                         self._extend_by(free, m)
         # `judge` counts the real number of micro-batches in flight, with which layers may have to
-        # run again. That never makes L less than T_PL, so plans are judged by rising T_PL until it
-        # reaches the best plan's L.
+        # run again. That never makes L less than T_PL. So plans are judged in order of rising T_PL,
+        # until T_PL reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
             every += [(x, free, j) for j, x in enumerate(plans.latency_s.tolist()) if j]
@@ -243,7 +246,7 @@ class _Search:
         return self.best
 
     def _extend_by(self, free: Free, m: int) -> None:
-        """Adds one more stage on m devices, which each policy chooses; equal choices count once."""
+        """Adds one more stage on m devices; each choice that a policy makes is tried once."""
         for taken in dict.fromkeys(policy(free, self.whole, m) for policy in POLICIES):
             self.extend(free, taken)
 
@@ -252,7 +255,7 @@ class _Search:
 
         Args:
             free: the number of devices of each machine that the plans leave free.
-            taken: the number of these that the new stage gets.
+            taken: the number of devices of each machine that the new stage gets.
         """
         before = self.known[free]
         places = self.places(free, taken)
@@ -306,7 +309,7 @@ class _Search:
             self.judge(after, int(better[fastest]))
 
     def judge(self, free: Free, j: int) -> None:
-        """Evaluates the plan behind T_PL(j, g) with its real number of micro-batches in flight.
+        """Evaluates the plan of T_PL(j, g) with its real number of micro-batches in flight.
 
         The plan becomes the best one if it keeps the limits and its L is less than the best one's.
         """
@@ -339,11 +342,11 @@ class _Search:
         return tuple(numbers)
 
     def work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
-        """Returns F and B of each segment on so many replicas, and whether the segment is possible.
+        """Returns F and B of each segment on some replicas, and whether the segment is possible.
 
-        One micro-batch in flight is assumed for the last stage, and two for any other. A segment
-        that does not fit with everything kept is counted with all its forwards run again; `judge`
-        finds out whether a plan fits with the real numbers.
+        It is assumed that the last stage has one micro-batch in flight, and any other stage two. If
+        a segment does not fit with everything kept, all its forwards are counted as run again.
+        `judge` finds out whether a plan fits with the real numbers in flight.
         """
         if replicas not in self._work:
             b = self.segments.share(self.size, replicas)
@@ -395,7 +398,7 @@ class _Search:
         Args:
             before: the plans.
             places: the devices of the new stage.
-            rows: for each plan, the place among the cuts where it ends.
+            rows: for each plan, the index of the cut at its end.
         """
         senders = (before.places[j] for j in rows)
         ways = [self.way(sender, places) if sender else (0.0, 0.0) for sender in senders]
@@ -408,7 +411,7 @@ def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) ->
 
     Args:
         sizes: the bytes of both directions together.
-        rate: the seconds of the latency, and the seconds per byte.
+        rate: the latency in seconds, and the seconds per byte.
     """
     latency_s, byte_s = rate
     filled_s = latency_s + sizes / 2 * byte_s

@@ -1,8 +1,8 @@
-"""DawnPiper's binary partition, with Capuchin's memory optimisation on each stage.
+"""DawnPiper's binary partition, with Capuchin's memory optimization on each stage.
 
 Paper: Peng et al., "DawnPiper", 2025, theorem 4.1, algorithms 1 and 2.
 
-Legend, in the paper's symbols; a bound is the place between two groups of consecutive stages:
+Legend, in the paper's symbols; a bound is a cut between two groups of consecutive stages:
     cb          the compute-balanced bound: both groups have equal seconds per stage
     mb          the memory-balanced bound: both groups fill their devices equally
     phi         the number of bounds from cb to mb
@@ -12,10 +12,10 @@ Legend, in the paper's symbols; a bound is the place between two groups of conse
              [ first group of stages ][ second group ]     groups is tried at cb, mb, and between;
                                                            each group is divided in the same way
 
-By theorem 4.1 the best bound of two stages lies between cb and mb, if seconds and bytes grow with
-the number of layers, a transfer takes less than a stage, and the bytes that can be saved are spread
-evenly over the model. The paper's recursion takes phi^log2(S) steps. Here the plan of each segment
-is stored, so that none is made twice.
+By theorem 4.1 the best bound of two stages lies between cb and mb, under three conditions: seconds
+and bytes grow with the number of layers, a transfer takes less than a stage, and the bytes that can
+be saved are spread evenly over the model. The paper's recursion takes phi^log2(S) steps. Here the
+plan for each segment and group of stages is stored, so that it is made only once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.papers.capuchin import optimise
+from jvpipe.papers.capuchin import optimize
 from jvpipe.papers.effort import PAPER
 from jvpipe.papers.limits import plan_or_raise
 from jvpipe.papers.selection import FateChanges, Selection
@@ -34,7 +34,7 @@ from jvpipe.planners.model.segments import Segments
 
 
 def dawnpiper(problem: Problem) -> Decision:
-    """Plans as DawnPiper does: it minimises the slowest stage's seconds, whatever the schedule.
+    """Plans as DawnPiper does: it minimizes the slowest stage's seconds, whatever the schedule.
 
     Raises:
         Infeasible: no plan fits with bounds between cb and mb.
@@ -51,7 +51,7 @@ def dawnpiper(problem: Problem) -> Decision:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """A plan of consecutive stages: the slowest stage's seconds, the layer at which each ends."""
+    """A plan of consecutive stages: the slowest one's seconds, and the layers at which they end."""
 
     seconds: float
     ends: tuple[int, ...]
@@ -60,7 +60,7 @@ class StageGroup:
 class BinaryPartition:
     """The search for the best stages of each segment.
 
-    A segment is the layers between two bounds. Arguments p, q and b are places of bounds in the
+    A segment is the layers between two bounds. Arguments p, q and b are indices of bounds in the
     list `bounds`: p begins the segment, q ends it, and b is between them.
 
     Args:
@@ -95,13 +95,13 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> int:
-        """Finds cb: the bound from p to q that divides the seconds best by numbers of stages.
+        """Finds cb: the bound from p to q whose sides have the most nearly equal seconds per stage.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             left: the number of stages before cb.
-            right: the number of stages behind it.
+            right: the number of stages after cb.
         """
         # The running seconds at which the left side has its share.
         inside_s = self.seconds[q] - self.seconds[p]
@@ -121,11 +121,11 @@ class BinaryPartition:
         """Returns a lower bound on the slowest stage's seconds: the larger mean of the two sides.
 
         Args:
-            p: the place of the segment's first bound.
-            b: the place of the bound between the two sides.
-            q: the place of the segment's last bound.
+            p: the index of the segment's first bound.
+            b: the index of the bound between the two sides.
+            q: the index of the segment's last bound.
             left: the number of stages before b.
-            right: the number of stages behind b.
+            right: the number of stages after b.
         """
         before_s = self.seconds[b] - self.seconds[p]
         behind_s = self.seconds[q] - self.seconds[b]
@@ -141,19 +141,19 @@ class BinaryPartition:
     ) -> int:
         """Finds mb: the bound before stage `middle` if all stages fill to the same level of bytes.
 
-        This is algorithm 2, for any numbers of micro-batches in flight and of versions: a bisection
-        for the smallest level at which the stages hold all layers from p to q.
+        This is algorithm 2, for any number of micro-batches in flight and of versions. A bisection
+        finds the smallest level at which the stages hold all layers from p to q.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             first: the first stage.
             middle: the stage that begins at mb.
             last: one more than the last stage.
         """
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level; returns the bound before `middle` and the last reached."""
+            """Fills stages to a level; returns the bound before `middle`, and that at the end."""
             at = bound = p
             for s in range(first, last):
                 bound = at if s == middle else bound
@@ -162,11 +162,11 @@ class BinaryPartition:
                 at = max(at, end)
             return bound, at
 
-        # At the level `below` the stages do not hold all layers. At `enough` they do, because at
-        # first that is enough for one stage to hold all layers.
+        # At the level `below` the stages do not hold all layers, at `enough` they do. The first
+        # `enough` lets any single stage hold all of them.
         below = 0.0
         enough = max(self.need[s][q] - self.need[s][p] for s in range(first, last))
-        # The loop ends because it halves the span between `below` and `enough` each time.
+        # The loop ends because each round halves the distance between `below` and `enough`.
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
             _, reached = fill(level)
@@ -191,7 +191,7 @@ class BinaryPartition:
         left: int,
         right: int,
     ) -> int:
-        """Moves a bound so far inside that each stage on either side can have a layer."""
+        """Moves a bound inward until each stage on either side can have a layer."""
         return max(p + left, min(q - right, b))
 
     def between(
@@ -205,8 +205,8 @@ class BinaryPartition:
         """Lists the bounds that theorem 4.1 leaves, from cb to mb, at most `PAPER.bounds`.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             first: the first stage.
             middle: the stage that begins at the listed bounds.
             last: one more than the last stage.
@@ -227,12 +227,12 @@ class BinaryPartition:
         return [cb, *sorted(narrow, key=bounds.index), mb]
 
     def stage(self, s: int, p: int, q: int) -> Selection:
-        """Makes one stage and optimises its memory.
+        """Makes one stage and optimizes its memory.
 
         Args:
             s: the number of the stage.
-            p: the place of the bound at which it begins.
-            q: the place of the bound at which it ends.
+            p: the index of the bound at which it begins.
+            q: the index of the bound at which it ends.
         """
         changes = self.changes[self.segments.in_flight[s]]
         begin = self.bounds[p]
@@ -245,7 +245,7 @@ class BinaryPartition:
             end,
         )
         if chosen.may_fit:
-            optimise(chosen)
+            optimize(chosen)
         return chosen
 
     def best(
@@ -258,8 +258,8 @@ class BinaryPartition:
         """Plans stages with the layers between bounds p and q; None if nothing fits.
 
         Args:
-            p: the place of the segment's first bound.
-            q: the place of its last bound.
+            p: the index of the segment's first bound.
+            q: the index of its last bound.
             first: the first stage.
             last: one more than the last stage.
         """
@@ -285,8 +285,8 @@ class BinaryPartition:
             # No plan with this bound has a slowest stage below `floor_s`.
             floor_s = self.floor_s(p, b, q, *sides)
             if best and floor_s >= best.seconds:
-                # `floor_s` only grows with the distance from cb, so later bounds cannot win either.
-                # Algorithm 1 stops as soon as a plan saves no memory, which proves less.
+                # `floor_s` grows with the distance from cb, so later bounds cannot win either.
+                # Algorithm 1 stops as soon as a plan saves no memory, which does not prove this.
                 break
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):

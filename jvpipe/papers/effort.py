@@ -5,25 +5,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PaperEffort:
-    """The numbers of all these planners; larger searches find better plans and take longer.
+    """The effort of all planners of the papers; larger searches find better plans and take longer.
 
     Attributes:
-        replica_counts: how many numbers of devices DAPPLE tries for a stage, at most; on more
-            devices than that, it tries only multiples of a unit.
-        bounds: how many bounds between two groups of stages DawnPiper tries, at most; of more, it
-            tries those that the fewest bytes cross (appendix B.2).
+        replica_counts: how many numbers of devices DAPPLE tries for a stage, at most. On more
+            devices it tries only the multiples of some number.
+        bounds: how many bounds DawnPiper tries between two groups of stages, at most. If there are
+            more, it tries those that the fewest bytes cross (appendix B.2).
         imbalance: how far the seconds of a side may be from its share in vPipe's bisection, as a
             fraction of the mean stage's seconds.
-        heavy: the most seconds of a coarse vertex in that bisection, as a fraction of the mean
-            stage's seconds; a heavier nest becomes several vertices.
+        heavy: the most seconds of a coarse vertex in vPipe's bisection, as a fraction of the mean
+            stage's seconds; a nest (`kernighan_lin.py`) that takes more becomes several vertices.
         quanta: the number of quanta in AdaPipe's knapsack; together they are all bytes that a stage
             may use.
         fine_quanta: the number of quanta with which the stages of AdaPipe's best cuts choose again.
-        caps_times_layers: the product of the number of caps in AdaPipe's knapsack and the number of
-            layers, at most (but at least 3 caps are tried); each cap is a knapsack of its own.
-        growth_parts: n, if a limit grows by 1/n until a planner finds a plan.
-        limit_tolerance: how far the limit in an error may be from a limit at which the planner
-            fails, as a share of the former.
+        caps_times_layers: divided by the number of layers, how many caps AdaPipe tries at most; at
+            least 3 are tried. A cap bounds a layer's working bytes, and has a knapsack of its own.
+        growth_parts: n, where a limit grows by 1/n of itself until a planner finds a plan.
+        limit_tolerance: how far the limit in an error may be above a limit at which the planner
+            fails, as a fraction of the limit in the error.
     """
 
     replica_counts: int = 16

@@ -1,7 +1,7 @@
 """The seconds and bytes of all segments with every residual kept, for planners without fates.
 
 A grid has a row for each cut at which a segment may begin and a column for each cut at which it may
-end, like the grids of `KeepAll`. Entries that do not end behind their begin are infinite.
+end, like the grids of `KeepAll`. An entry is infinite if the segment would have no layer.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,10 @@ class KeptStages(KeepAll):
         )
 
     def seconds(self, s: int) -> Grid:
-        """Returns the seconds between micro-batches: of stage s's work or its link, if longer."""
+        """Returns the seconds per micro-batch of stage s's work, or of its host link if longer.
+
+        That link is busy only if transfers between stages go through it.
+        """
         return np.maximum(self.compute_s(s), self._block.traffic_s)
 
     @cached_property
@@ -50,7 +53,7 @@ class KeptStages(KeepAll):
         return self._inside(self._block.comm_s)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """Returns a grid whose entries are infinite if stage s would be over the limit."""
+        """Returns a grid with infinite entries where stage s would be over the limit."""
         limit = self.problem.memory_limit_bytes
         if limit is None:
             return grid
@@ -61,5 +64,5 @@ class KeptStages(KeepAll):
         )
 
     def decision(self, places: Sequence[int]) -> Decision:
-        """Returns the decision with the cuts at some places of the grid."""
+        """Returns the decision with some of the cuts, given by their rows in the grids."""
         return Decision.keeping_all([int(self.cuts[place]) for place in places])

@@ -4,10 +4,11 @@ Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Effi
 Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
 
 A pass of Kernighan-Lin exchanges vertices between the two sides of a graph until each vertex has
-been moved once, and keeps the best state on its way. Here both sides are contiguous in the order of
-the layers, as stages are. Only the vertices next to the bound between the sides can change sides,
-so a pass is a walk of that bound over all places. Its result is therefore the best bound of all:
-the one that cuts the fewest bytes among those that balance the sides' seconds within a tolerance.
+been moved once, and keeps the best division that it meets. Here the layers of each side are
+consecutive, as those of a stage are. So only the vertices next to the bound between the sides can
+change sides, and a pass moves that bound to all its possible positions. Its result is therefore the
+best bound of all: among the bounds that balance the sides' seconds within a tolerance, the one that
+cuts the fewest bytes.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     coarse = coarse_bounds(problem, fine, total, PAPER.heavy * mean_s)
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
-        """Returns the bounds at which stages end that lie between two bounds.
+        """Cuts the layers between two bounds into stages, and returns where the stages end.
 
         Args:
             lo: the bound at which the first stage begins.
@@ -51,7 +52,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         # one bound is balanced.
         tolerance = max(nearest, PAPER.imbalance * mean_s)
         balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
-        # The fewest bytes win; if several bounds have as few, the best balance.
+        # The fewest bytes win; if they are equal, the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
@@ -77,10 +78,11 @@ def coarse_bounds(
         problem: the problem to plan.
         fine: the bounds at which the model may be cut.
         total: the running seconds up to each layer.
-        heaviest_s: the most seconds of a vertex, unless it is a single piece between fine bounds.
+        heaviest_s: the most seconds of a vertex. Layers between two neighboring fine bounds are
+            never divided, even if they take more.
     """
     layers = len(problem.costs.layers)
-    # For each layer, the number of edges that begin to pass by there, minus those that end there.
+    # Entry i: how many edges begin to pass by at layer i, minus how many have ended there.
     passed_by = [0] * (layers + 1)
     for edge in problem.costs.edges:
         passed_by[edge.producer + 1] += 1
@@ -106,10 +108,10 @@ def refine(
     total: OverJ,
     crossing: OverJ,
 ) -> tuple[int, ...]:
-    """Moves each bound to where it cuts the fewest bytes, between the coarse bounds beside it.
+    """Moves each bound, between its coarse neighbors, to where it cuts the fewest bytes.
 
-    The slower of the two stages beside the bound may be slower than at the best balance, by a share
-    of `PAPER.imbalance`.
+    The slower of the two stages beside a bound may take longer than at the best balance, at most by
+    the factor 1 + `PAPER.imbalance`.
 
     Args:
         bounds: the bounds of the stages, which are changed.
@@ -120,7 +122,7 @@ def refine(
     """
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]
-        # A bound stays between its coarse neighbours, and never passes the bounds beside it.
+        # A bound stays between its coarse neighbors, and never passes the bounds beside it.
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
         slower_s: dict[int, float] = {}

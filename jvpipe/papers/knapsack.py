@@ -1,4 +1,4 @@
-"""AdaPipe's knapsack: which residuals a stage keeps to recompute least, for every segment at once.
+"""AdaPipe's knapsack: finds the recomputation of least seconds, for every stage and segment.
 
 Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
 
@@ -7,9 +7,10 @@ Legend:
     item        a way to treat a layer's residuals, without swaps; each layer gets one item
     weight      the bytes of an item beyond those of the layer's smallest item, in quanta; rounded
                 up, so that the limit holds
-    quantum     the unit of bytes: the greatest common divisor of all weights, or a multiple of it,
-                such that `PAPER.quanta` of them are all bytes that a stage may use
-    cap         a bound on the working bytes of one layer's backward
+    quantum     the unit of bytes: the least multiple of the greatest common divisor of all weights
+                for which `PAPER.quanta` quanta cover all bytes that a stage may use
+    cap         a bound on the bytes that one layer's backward needs while it runs (working bytes);
+                the knapsack of a cap leaves out items that need more, and several caps are tried
 
     table[j, q]     the least extra seconds of layers [i, j) with q quanta; i goes from the last
                     layer to 0, and each step adds layer i to all rows j > i
@@ -19,8 +20,8 @@ n layers may leave n quanta unused. So cuts are compared with `PAPER.quanta`, an
 the best cuts choose again with `PAPER.fine_quanta`, which makes a quantum smaller. A stage that can
 keep everything needs no knapsack.
 
-The largest cap is added to all bytes that are held. That is never less than `stage_cost.py` counts,
-where later layers have freed some of their bytes before.
+A stage counts the bytes that its layers hold, plus the largest working bytes of a layer. This is
+never less than `stage_cost.py` counts, which subtracts what later layers' backwards have freed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 @dataclass(frozen=True)
 class Item:
-    """A treatment: its choice, bytes per micro-batch, extra seconds, backward's working bytes."""
+    """A choice for a layer's residuals: bytes per micro-batch, extra seconds, working bytes."""
 
     choice: int
     bytes: int
@@ -49,7 +50,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments without swaps, less those that another is as good as in all."""
+    """Lists each layer's treatments without swaps; those no better than another are left out."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
@@ -79,10 +80,10 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists caps on the working bytes: all different values of items, or evenly chosen ones.
+    """Lists caps on the working bytes: all values that items have, or if many, some of them.
 
-    No cap is below the largest of the layers' smallest values, so every layer has an item under
-    each cap.
+    Under each cap every layer has an item: no cap is below the working bytes of the layer whose
+    least working bytes are the largest.
     """
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     every = chain.from_iterable(layers)
@@ -130,8 +131,8 @@ class Knapsack:
         """Yields i and table[j, q], for i from the last layer down to 0; the table is reused.
 
         Args:
-            ends: for each i the last j that is needed; rows behind it are not brought up to date.
-                It must not rise as i falls.
+            ends: for each i the last j that is needed; later rows are not brought up to date. This
+                last j must not rise as i falls.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
@@ -195,8 +196,8 @@ class Knapsack:
             rest = options[0].min(0)
         choices, left = [], quanta
         for layer, option in zip(range(i, j), options, strict=True):
-            # `option` is the table whose minimum over items became `rest`, so its smallest entry is
-            # exactly the choice behind the minimum.
+            # The least seconds are the minimum of `option` over items. So the item with the
+            # smallest entry is the one that gives them.
             best = int(option[:, left].argmin())
             choices.append(self.layers[layer][best].choice)
             left -= self.weights[layer][best]
@@ -277,8 +278,8 @@ class Recomputation:
         """Returns for each i the last j for which [i, j) may fit with its smallest items."""
         segments = self.segments
         limit = self.segments.problem.memory_limit_bytes or 0
-        # With the fewest versions of any of these stages, this is a lower bound on the bytes of
-        # each: a segment that exceeds the limit by it fits on no stage.
+        # These are the least bytes of any of the stages, because the fewest versions are counted. A
+        # segment that takes more than the limit by this count fits on no stage.
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)

@@ -1,4 +1,4 @@
-"""Errors of planners that find no plan, which name a memory limit under which they find one.
+"""Errors of planners that find no plan; each names a limit under which the planner finds one.
 
 A heuristic planner may fail under a limit that some plan would keep. It may also find a plan under
 one limit and none under a slightly larger limit. So an error names only a limit under which the

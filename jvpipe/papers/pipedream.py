@@ -4,8 +4,8 @@ Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Tr
 section 3.1. `replication.py` has the paper's plans with replicated stages.
 
 A dynamic program over the cuts finds the plan whose slowest stage or transfer is fastest. The
-program is exact: the slowest time of some stages is the larger of the last stage's time and the
-slowest time of the stages before. So only the best plan of those has to be kept.
+program is exact: the slowest time of several stages is the larger of the last stage's time and the
+slowest time of all earlier stages. So of all plans for the earlier stages, only the best is needed.
 """
 
 from itertools import pairwise

@@ -16,15 +16,15 @@ from jvpipe.planners.model.shapes import Path, Shape, Shapes
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds PipeDream's plan over the levels of a cluster, with few cuts; None if none fits.
+    """Finds PipeDream's plan over machines and their devices, with few cuts; None if none fits.
 
     Args:
         segments: the costs of the model's segments.
         size: the examples of a micro-batch.
 
     Raises:
-        ValueError: the devices do not fill the machines, or there are more devices than pieces of
-            the model.
+        ValueError: the devices do not fill the machines, or there are more devices than pieces into
+            which the model can be cut.
     """
     shapes, cuts = segments.shapes, enough(segments)
     pieces = len(cuts) - 1
@@ -43,7 +43,7 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
 def enough(segments: LocalSegments) -> Cuts:
     """Picks few cuts that leave at least as many pieces as there are devices, if possible.
 
-    The coarse cuts alone may leave too few pieces if few layers have most of the work.
+    If few layers have most of the work, the coarse cuts alone may leave too few pieces.
 
     Args:
         segments: the costs of the model's segments, with their coarse cuts.
@@ -67,9 +67,9 @@ def one_each(
         shapes: the model, its costs and the cluster.
         size: the examples of a micro-batch.
         stages: the number of stages.
-        cuts: the places at which a stage may begin or end.
+        cuts: the bounds at which a stage may begin or end.
     """
-    # Layers between two neighbouring cuts stay together.
+    # Layers between two neighboring cuts stay together.
     spans = [range(a, b) for a, b in pairwise(map(int, cuts))]
     together = tuple(tuple(span) for span in spans if len(span) > 1)
     cluster = shapes.cluster

@@ -4,10 +4,12 @@ Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Tr
 section 3.1.
 
 Legend, in the paper's symbols (a stage has the layers [i, j) here):
-    k               the level: 1 is the devices of a machine, 2 the machines of a cluster
+    k               the level: its parts are the devices of a machine (1), or the machines of a
+                    cluster (2)
     m_k, B_k        m_k is the number of parts of level k, B_k the bandwidth between them
-    T^k(i, j, m)    seconds per micro-batch of one stage on m parts of level k; the parts share the
-                    work and add up gradients, w being the bytes of the stage's parameters:
+    w               the bytes of the stage's parameters
+    T^k(i, j, m)    seconds per micro-batch of one stage on m parts of level k, which share the work
+                    and add up gradients:
                         max(A^(k-1)(i, j, m_(k-1)), 2 (m - 1) w / B_k) / m
     C^k(c, j)       seconds over B_k of the values that [c, j) reads from earlier layers, and of
                     their cotangents (the paper's 2 a_c / B_k)
@@ -21,10 +23,10 @@ Legend, in the paper's symbols (a stage has the layers [i, j) here):
     level 1      one stage on     stages on       each part is planned in the same way over the
                  4 devices        3 and 1         devices of a machine
 
-A^0 is the forward and backward of a stage on one device. For each micro-batch in flight, the device
-holds a version of its parameters and the activations. The number of these is 1 + `behind`, rounded
-up (S - s for stage s of S if no stage is replicated). The program goes from the last stage to the
-first. So `behind` is known when a stage is planned, and the memory constraint is exact.
+A^0 is the seconds of a stage's forward and backward on one device. For each micro-batch in flight,
+the device holds a version of its parameters, and activations. The number in flight is 1 + `behind`,
+rounded up: S - s on stage s of S, if no stage is replicated. The program goes from the last stage
+to the first. So `behind` is known when a stage is planned, and the memory constraint is exact.
 """
 
 import math
@@ -83,7 +85,7 @@ def replicated(problem: Problem) -> Replicated:
 class _Stage:
     """A stage from the a-th to the b-th cut.
 
-    Each of its devices has as many micro-batches in flight as stage s of a straight pipeline.
+    Each device has as many micro-batches in flight as stage s of a pipeline without replicas.
     """
 
     a: int
@@ -115,7 +117,7 @@ class _Pipelines:
 
     Attributes:
         cost: A^k(., ., m).
-        begins: the place c at which the last stage begins.
+        begins: c, the cut at which the last stage begins, as an index.
         parts: m', the number of parts that the last stage is on.
     """
 
@@ -186,8 +188,8 @@ class _Fastest:
             # Either one stage is on all m parts, or a pipeline is on the first m - last parts and
             # a stage on the others.
             cost = self._stage_cost(k, behind, m, m)[:rows]
-            # Where the last stage begins and how many parts it is on, from which `_stages` traces
-            # the stages back.
+            # `_stages` traces the stages back from these two: where the last stage begins, and how
+            # many parts it is on.
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
@@ -258,7 +260,10 @@ class _Fastest:
 
 
 class _Smallest(_Fastest):
-    """The same program over bytes of the fullest device, to find the smallest possible limit."""
+    """The same program with bytes of the fullest device in place of seconds.
+
+    It finds the smallest limit that a pipeline keeps.
+    """
 
     def device(self, s: int) -> Grid:
         return self.kept.peak_bytes(s)

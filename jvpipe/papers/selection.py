@@ -1,13 +1,12 @@
 """One stage while its fates are chosen greedily, by changing one layer's choice at a time.
 
-A fate says if a value is kept, swapped to the host or recomputed. Two planners use this file:
-vPipe's algorithm 2, and Capuchin's optimisation as DawnPiper has it. They differ in the changes
-that they consider and in the order in which they take changes.
+A fate says whether a value is kept, swapped to the host or recomputed. Two planners use this file:
+vPipe's algorithm 2, and Capuchin's optimization as DawnPiper has it. They differ in the changes
+that they consider and in the order in which they take changes (`Selection.spend`).
 
 Legend:
     k           the number of micro-batches in flight on the stage
-    choice      the fates of a layer: an index into the layer's options, or `RECOMPUTE`; the papers
-                have nothing like `RECOMPUTE_CHAIN`, which runs several layers again
+    choice      the fates of a layer: an index into the layer's options, or `RECOMPUTE`
 
 A swapped byte stays on the device for min(k, 2) of the k micro-batches.
 """
@@ -96,7 +95,7 @@ class FateChanges:
         self._found: dict[tuple[int, int], list[FateChange]] = {}
 
     def after(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer that is at a choice."""
+        """Lists the changes of a layer's choice from this one to others that hold fewer bytes."""
         if (layer, choice) not in self._found:
             *options, again = self.layers[layer]
             now = self.layers[layer][choice]
@@ -122,12 +121,15 @@ class FateChanges:
         return self._found[layer, choice]
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer at a choice that swap more and recompute no more."""
+        """Lists those changes from a layer's choice that swap more and recompute no more."""
         swapping = (x for x in self.after(layer, choice) if x.swapped_bytes > 0)
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the one change that saves most per second of those that swap no more, if any."""
+        """Lists one change from a layer's choice: of those that swap no more, the best.
+
+        It saves the most bytes per second. If every change swaps more, the list is empty.
+        """
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         if not changes:
             return []
@@ -138,8 +140,8 @@ class Selection:
     """Stage s with layers [i, j); at first everything is kept.
 
     The numbers equal those of `stage_cost`, with two exceptions. The seconds that a change adds are
-    the same on all devices, even if devices differ in speed. And if this device has less memory
-    than others, the bytes that it lacks count as used.
+    the same on all devices, even if devices differ in speed. If this stage's device has less memory
+    than others, the difference counts as used.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class Selection:
         return range(self.first, self.first + len(self.choices))
 
     def later_s(self, layer: int) -> float:
-        """Returns the forward and backward seconds of the stage's layers behind one of them."""
+        """Returns the forward and backward seconds of the stage's layers after one of them."""
         total = self._through_s
         return float(total[self.layers.stop] - total[layer + 1])
 
@@ -198,7 +200,7 @@ class Selection:
     def excess_bytes(self) -> int:
         """The larger excess: of the device over its limit, or of the host over the stage's share.
 
-        Stages have equal shares of the host's limit.
+        The share is the host's limit divided by the number of stages.
         """
         device = self.problem.memory_limit_bytes
         host = self.problem.host_limit_bytes
@@ -235,8 +237,10 @@ class Selection:
 
     @property
     def seconds(self) -> float:
-        """The seconds between micro-batches: of the device, its link to the host, or its link to
-        other stages, whichever takes longest.
+        """The stage's seconds per micro-batch.
+
+        The device, its link to the host or its links to other stages set them: whichever is busy
+        for the longest.
         """
         return max(self.compute_s, self.link_s(), self.comm_s)
 
@@ -272,8 +276,9 @@ class Selection:
         change that is refused is dropped.
 
         Args:
-            changes: lists the changes of a layer that is at a choice.
-            score: returns how good a change is, at the time when its layer gets to the choice.
+            changes: lists the changes of a layer from its present choice.
+            score: returns how good a change is. It is asked once, when the layer gets the choice
+                that the change starts from.
             allowed: tells whether a change may be taken now.
         """
 
@@ -288,7 +293,7 @@ class Selection:
         heapify(heap)
         while heap and self.is_over:
             _, _, choice, change = heappop(heap)
-            # If the layer has got to another choice since, this change is stale.
+            # If the layer has another choice by now, this change is stale.
             is_fresh = self.choices[change.layer - self.first] == choice
             if is_fresh and allowed(change):
                 self.take(change)

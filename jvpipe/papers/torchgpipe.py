@@ -45,7 +45,7 @@ def torchgpipe_size(problem: Problem) -> Decision:
 
 
 def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
-    """Plans a block partition by costs of layers; layers that must stay together count as one."""
+    """Plans a block partition by layers' costs; layers that must stay together count as one."""
     cuts = [int(cut) for cut in Segments(problem).cuts]
     between_cuts = [sum(costs[i:j]) for i, j in pairwise(cuts)]
     blocks = block_partition(between_cuts, problem.stages)
@@ -56,10 +56,9 @@ def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     """Returns the layers per stage; no two blocks differ by more than the costliest layer.
 
-    Until that holds, the smallest block takes a layer from its neighbour on the side of the largest
-    block. The search starts from a partition whose largest block is as small as possible, and no
-    move makes the largest block larger. So the largest block of the result is as small as possible,
-    too.
+    The search starts from a partition whose largest block is as small as possible. While two blocks
+    differ by more, the smallest block takes a layer from its neighbor on the side of the largest
+    block. No move makes the largest block larger, so it stays as small as possible.
 
     Args:
         costs: the cost of each layer.
@@ -81,8 +80,8 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
             bounds[q] -= 1
         else:
             bounds[q + 1] += 1
-    # An empty block gets the outermost layer of its neighbour. A single layer is no larger than the
-    # largest block, so the largest block stays the largest.
+    # An empty block gets the outermost layer of its neighbor. This makes no block larger than the
+    # largest one, because a single layer is no larger.
     places = np.arange(stages + 1)
     bounds = np.maximum.accumulate(bounds - places) + places
     bounds = np.minimum(bounds, len(costs) - stages + places)

@@ -27,7 +27,7 @@ from jvpipe.planners.model.segments import Segments
 
 
 def vpipe(problem: Problem) -> Decision:
-    """Plans as vPipe does: it minimises the slowest stage's seconds, whatever the schedule.
+    """Plans as vPipe does: it minimizes the slowest stage's seconds, whatever the schedule.
 
     Raises:
         Infeasible: a stage still does not fit when the two steps improve nothing more.
@@ -45,9 +45,9 @@ def vpipe(problem: Problem) -> Decision:
 def swap_recompute(stage: Selection) -> None:
     """Changes a stage's fates until the stage fits or no change is left (algorithm 2).
 
-    At first only swaps are taken that are hidden: their copies, and the activation traffic, which
-    goes first, together take no longer than the stage computes. Then recomputations are taken. If
-    the stage is still over the limit, it swaps more than can be hidden.
+    First come swaps that are hidden: on the link to the host, their copies and the activation
+    traffic together take no longer than the stage computes. Then come recomputations. If the stage
+    is still over the limit, changes follow whose swaps may not be hidden.
     """
     stage.spend(
         stage.changes.swaps,
@@ -106,14 +106,14 @@ def _migrate(
     allowed: Sequence[int],
     stages_of: Callable[[Sequence[int]], list[Selection]],
 ) -> tuple[int, ...] | None:
-    """Moves a layer from the slowest stage to the nearest stage for which the plan gets better.
+    """Moves a layer out of the slowest stage, towards the nearest target that improves the plan.
 
         bounds before    0   3   5   7        the slowest stage is 0, the target is stage 2: every
         bounds after     0   2   4   7        bound between the two moves by one towards stage 0
 
-    A move is better if each stage from the slowest to the target then has a smaller load than the
-    slowest had. So each move lowers the largest load, or leaves fewer stages with that load, and
-    repeated moves come to an end.
+    The plan gets better if each stage from the slowest to the target then has a smaller load than
+    the slowest had before. So each move lowers the largest load, or leaves fewer stages with that
+    load. Therefore repeated moves come to an end.
 
     Args:
         bounds: the bounds of the stages.
@@ -126,15 +126,15 @@ def _migrate(
     now = [_load(stage) for stage in stages_of(bounds)]
     slowest = now.index(max(now))
     place = {b: at for at, b in enumerate(allowed)}
-    # The nearest stage is tried first; of two equally near ones, the lighter.
+    # The nearest stage is tried first; of two equally near stages, the lighter.
     targets = sorted(range(len(now)), key=lambda s: (abs(s - slowest), now[s]))
     for target in targets:
         between = range(min(target, slowest), max(target, slowest) + 1)
         step = -1 if target > slowest else 1
         moved = list(bounds)
         for s in between[1:]:
-            # Every bound between the two stages moves by one place, so that each stage between them
-            # gets one layer and gives one away.
+            # Every bound between the two stages moves to the allowed bound next to it, so that each
+            # stage between them gets a layer and passes a layer on.
             moved[s] = allowed[place[bounds[s]] + step]
         if target == slowest or any(a >= b for a, b in pairwise(moved)):
             continue

@@ -1,4 +1,4 @@
-"""A planner's answer to a problem, or the reason why there is none, and the best of answers."""
+"""A planner's answer to a problem: a plan, or the reason why there is none. Sorts answers."""
 
 import math
 from collections.abc import Mapping, Sequence

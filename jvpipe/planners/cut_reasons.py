@@ -1,8 +1,8 @@
 """Explains the place of each cut: what would happen if the cut were one layer later.
 
-Then the first layer of a stage would be the last one of the stage before. `_reason` takes the first
-reason that applies: something forbids it, the memory limit does, or it is not faster. Further
-reasons may be added there.
+Then the first layer of a stage would be the last one of the stage before. `_reason` gives the first
+reason that applies: the layer may not move, the stage before would exceed its memory limit, or the
+step would not be faster. Further reasons may be added there.
 """
 
 from itertools import pairwise

@@ -17,7 +17,7 @@ def order_reasons(
     decision: Decision,
     cross_layer: Sequence[str],
 ) -> list[str]:
-    """Compares a plan's order with 1F1B without a limit: seconds, idle time, transfers, bytes.
+    """Compares a plan with 1F1B that has no memory limit: seconds, idle time, transfers, bytes.
 
     The list is empty if there is nothing to compare: for streams, one device, or unknown seconds.
 
@@ -89,7 +89,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Explains an order that was searched: its origin, its bound, and the seconds of rules."""
+    """Explains an order that a search found; compares it with the bound and usual schedules."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (

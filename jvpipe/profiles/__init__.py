@@ -1,1 +1,1 @@
-"""Profiles and operator graphs read from files."""
+"""Reads files that describe the cost of a model, operator by operator, for planning without it."""

@@ -1,7 +1,8 @@
-"""Reads graph files: profiles of models, for which jvpipe can plan without having the model.
+"""Reads a graph file, from which jvpipe can plan a model without having the model's code.
 
+A graph file lists the nodes of a model, such as its operators, with their measured time and size.
 There are two formats: PipeDream's graph.txt (`graph_txt.py`) and the JSON of dnn-partitioning
-(`graph_json.py`). The content of a file decides which of the two it is.
+(`graph_json.py`). The content of a file decides which format it has, or else the ending `.json`.
 """
 
 import re
@@ -17,13 +18,14 @@ _LINE = re.compile(r"^\s*node\S* --", re.MULTILINE)
 
 
 def read_graph(path: str | Path) -> GraphFile:
-    """Reads a graph file.
+    """Reads a graph file of either format.
 
-    The layers are the file's (forward) nodes in topological order, with nodes that must share a
-    device as close together as possible. If several nodes could come next, the lowest id does.
+    Each node of the forward becomes a layer. The layers are in a topological order in which nodes
+    that must share a device are as close together as possible. If the next layer may be one of
+    several nodes, it is the one with the lowest id.
 
     Raises:
-        ValueError: the file is wrong; the message names file, line and field.
+        ValueError: the file cannot be read or is wrong; the message names the line and the flaw.
 
     >>> from tempfile import NamedTemporaryFile
     >>> times = "forward_compute_time=1.0, backward_compute_time=2.0"

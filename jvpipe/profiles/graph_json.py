@@ -1,16 +1,18 @@
-"""Reads the JSON files of dnn-partitioning, which describe a model and a machine to spread it over.
+"""Reads the JSON files of dnn-partitioning, which describe a model and the machine that runs it.
 
-Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", 2020.
+The format is that of Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
+Operators", 2020.
 
     field of a node     meaning
     fpgaLatency         the milliseconds that the node takes on an accelerator
-    size                the bytes that the node has on an accelerator
-    colorClass          nodes of one class share a device
-    isBackwardNode      1 for backward nodes, which training files have. Most are in the class of
-                        their forward node; losses and sums of gradients may have their own class
+    size                the bytes that the node needs on an accelerator
+    colorClass          a number; all nodes with the same one must share a device
+    isBackwardNode      1 for a node of the backward. Most backward nodes are in the color class of
+                        their forward node. Losses and sums of gradients may be in one of their own
 
-The `cost` of an edge is the milliseconds that the output of its source takes to or from an
-accelerator.
+    field of an edge    meaning
+    cost                the milliseconds that moving the output of the edge's source takes
+    size                the bytes of this output; few files have it
 """
 
 import statistics
@@ -23,12 +25,12 @@ from jvpipe.profiles.located_json import Located, parse_located
 from jvpipe.profiles.operator_graph import Operator, operator_costs
 from jvpipe.util.sizes import MOST_BYTES
 
-_BYTES_PER_S = 16e9  # of PCIe 3, for files whose edges have a cost but no size
+_BYTES_PER_S = 16e9  # the rate of PCIe 3, assumed if no edge of a file has a cost and a size
 
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """An edge; its bytes are 0 if the file does not give them."""
+    """An edge, with its object in the file; its bytes are 0 if the file does not give them."""
 
     place: Located
     seconds: float
@@ -36,12 +38,14 @@ class _Edge:
 
 
 def read_graph_json(text: str, file: str) -> GraphFile:
-    """Reads costs, limit and link from the text of a dnn-partitioning file.
+    """Reads costs, memory limit and link from the text of a dnn-partitioning file.
 
-    Each forward node is a layer (`operator_graph.py`). The `size` of a forward node counts as
-    parameters, the `size` of its backward node as gradients. The format does not say what the bytes
-    are, so a plan cannot swap or recompute any. The bytes of an edge are those that the file's link
-    moves in the `cost` of the edge.
+    Each forward node becomes a layer (see `operator_graph.py`). The `size` of a forward node counts
+    as bytes of parameters, and the `size` of its backward node as bytes of gradients. The format
+    does not say which bytes are activations, so the plan swaps and recomputes nothing.
+
+    All edges use one link, whose rate is the median over the edges that have both `cost` and
+    `size`. The bytes of every edge are what this link moves in the edge's `cost`.
 
     Args:
         text: the text of the file.
@@ -65,12 +69,12 @@ def read_graph_json(text: str, file: str) -> GraphFile:
         raise whole.wrong("the field maxFPGAs is 0: at least one accelerator is needed")
     nodes = _nodes(whole)
     edges = _edges(whole, nodes)
-    # A message about a cycle names a line.
+    # If the edges run in a cycle, the message names the line of one of them.
     lines = {ends: edge.place.line for ends, edge in edges.items()}
     order = topological_order(nodes, lines, file)
     link = Link(_bytes_per_s(edges.values()))
     for edge in edges.values():
-        # The comparison is written so that NaN is refused, too.
+        # NaN must be refused, too, and a comparison with NaN is false: hence `not ... <=`.
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
             raise edge.place.wrong(
                 f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
@@ -135,7 +139,7 @@ def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int
 
 
 def _bytes_per_s(edges: Iterable[_Edge]) -> float:
-    """Returns the rate of the file's edges in bytes per second; the median if they disagree."""
+    """Returns the median of the edges' rates, in bytes per second."""
     real = [edge for edge in edges if edge.bytes and edge.seconds]
     rates = [edge.bytes / edge.seconds for edge in real]
     return statistics.median(rates) if rates else _BYTES_PER_S

@@ -1,4 +1,4 @@
-"""The common parts of all graph file formats: the result of reading, the order of nodes, errors."""
+"""Holds what both formats of graph files share: the result, the order of nodes, and messages."""
 
 import heapq
 import math
@@ -15,7 +15,7 @@ class GraphFile:
     """The content of a graph file.
 
     Attributes:
-        costs: the costs of the model; `costs.ids` are the file's node ids.
+        costs: the costs of the model's layers; `costs.ids` are the layers' node ids in the file.
         memory_limit_bytes: the limit of each device; None if the file does not give one.
         devices: the number of devices; None if the file does not give it.
         link: the link that joins the devices.
@@ -28,12 +28,12 @@ class GraphFile:
 
 
 def wrong(file: str, line: int, what: str) -> ValueError:
-    """Makes the error that says where a file is wrong.
+    """Makes the error that names the line at which a file is wrong.
 
     Args:
         file: the name of the file.
         line: the number of the line, from 1.
-        what: the flaw, and what would be right.
+        what: what is wrong there, and what would be right.
 
     >>> wrong("a.txt", 3, "activation_size is missing")
     ValueError('a.txt, line 3: activation_size is missing')
@@ -59,17 +59,18 @@ def topological_order(
     edges: Mapping[tuple[int, int], int],
     file: str,
 ) -> list[int]:
-    """Orders nodes such that every edge runs forward.
+    """Orders nodes so that the source of every edge comes before its target.
 
-    If several nodes wait for no other, the one with the lowest id comes next.
+    The order is that of Kahn's algorithm: a node is ready once the sources of all its edges are in
+    the order. The next node is always the ready one with the lowest id.
 
     Args:
-        nodes: the nodes of the graph.
-        edges: pairs of source and target, each with its line in the file.
+        nodes: the ids of the graph's nodes.
+        edges: the pairs of source and target, each with its line in the file.
         file: the name of the file, for messages.
 
     Raises:
-        ValueError: there is a cycle, which the message names.
+        ValueError: the edges run in a cycle, whose nodes the message names.
 
     >>> topological_order([3, 1, 2], {(3, 2): 8}, "a.txt")
     [1, 3, 2]
@@ -79,7 +80,7 @@ def topological_order(
     for source, target in edges:
         readers[source].append(target)
         waits_for[target] += 1
-    # From a heap the lowest id comes first, whatever the order of the edges is.
+    # The heap yields the lowest id first. So the result does not depend on the order of the edges.
     ready = [node for node, count in waits_for.items() if not count]
     heapq.heapify(ready)
     order = []
@@ -100,10 +101,11 @@ def topological_order(
 
 
 def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Finds a cycle among the nodes that were left waiting.
+    """Finds a cycle among the nodes that never became ready.
 
-    Each of these nodes has a source that was left waiting, too. So a walk from source to source
-    must come to some node for the second time. The walk between the two visits is a cycle.
+    Each of these nodes has an edge from another of them, for which it waits. So a walk from target
+    to source can always go on, and must come to some node a second time. The walk between the two
+    visits, turned around, is a cycle.
     """
     inside = [(source, target) for source, target in edges if source in left and target in left]
     source_of = {target: source for source, target in inside}

@@ -1,12 +1,15 @@
-"""Pieces of a graph: the smallest sets of nodes between which the graph may be cut into stages.
+"""Divides a graph into pieces, the smallest sets of nodes between which a stage may end.
 
-All nodes of a class must share a device:
+A class is a set of nodes that must share a device. A piece holds whole classes, and all that lies
+between their nodes:
 
     1 -> 2 -> 3 -> 4        1 and 3 are a class and 2 lies between them, so the pieces are
     ^- class -^             (1, 2, 3) and (4)
 
-If edges in both directions are added between the nodes of each class, the pieces are the strongly
-connected components of the graph.
+To find the pieces, edges in both directions are added between the nodes of each class. The pieces
+are then the strongly connected components of the graph. This is right because two nodes must be in
+the same stage exactly if each must come no later than the other: an edge says that its source must
+come no later than its target, and being in one class says both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,14 +24,14 @@ def pieces_of(
     edges: Iterable[tuple[int, int]],
     classes: Iterable[Sequence[int]],
 ) -> list[tuple[int, ...]]:
-    """Divides nodes into pieces, in order; each class is within a piece, and no edge runs backward.
+    """Divides nodes into pieces, and orders the pieces so that no edge runs backward.
 
-    The pieces are as small as possible. If several pieces could come next, the one with the lowest
-    node does. Within a piece, nodes keep their order.
+    Every class is within one piece, and the pieces are as small as possible. If the next piece may
+    be one of several, it is the one with the lowest node.
 
     Args:
         nodes: all nodes, in the order that they keep within a piece.
-        edges: pairs of source and target; edges may run in cycles.
+        edges: the pairs of source and target; edges may run in cycles.
         classes: lists of nodes that must share a device.
 
     >>> pieces_of([1, 2, 3, 4, 5], [(1, 2), (2, 4), (3, 5)], [(1, 3), (2, 5)])
@@ -51,7 +54,7 @@ def pieces_of(
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     shape = len(nodes), len(nodes)
     joined = csr_array((np.ones(len(ends)), ends.T), shape=shape)
-    # Nodes that wait for each other, or that must share a device, are in one component.
+    # Each node gets the number of its component.
     labels = connected_components(joined, directed=True, connection="strong")[1]
     members: dict[int, list[int]] = {}
     for node, label in zip(nodes, labels, strict=True):
@@ -61,6 +64,6 @@ def pieces_of(
         piece_of[node] = min(members[int(label)])
     ends_of = [(piece_of[a], piece_of[b]) for a, b in edges]
     between = {(a, b): 0 for a, b in ends_of if a != b}
-    # A piece is named by its lowest node.
+    # Each piece is named by its lowest node, as in `piece_of`.
     named = {min(piece): tuple(piece) for piece in members.values()}
     return [named[piece] for piece in topological_order(named, between, "pieces")]

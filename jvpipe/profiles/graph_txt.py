@@ -1,16 +1,17 @@
 """Reads PipeDream's graph.txt: a profile of a model's layers, with a line per node and per edge.
 
-This is the line of a node, which is broken here only for the page, and the line of an edge, which
-begins with white space:
+Here are the line of a node and the line of an edge. In a file the former is not broken, and the
+latter begins with white space:
 
     node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2,
         backward_compute_time=113.3, activation_size=1644167168.0, parameter_size=147712.0
         -- stage_id=0
     <white space>node4 -- node5
 
-Times are milliseconds per micro-batch, sizes are bytes. `activation_size` may be a list, `[a; b]`.
-`stage_id` is optional. Nodes may come in any order. The time of an `Input` node does not count: it
-is the time of the data loader, which runs on no device.
+Times are milliseconds per micro-batch, and sizes are bytes. `activation_size` may be a list,
+`[a; b]`, which stands for its sum. `stage_id` is optional and ignored. The lines may come in any
+order. The time of an `Input` node counts as 0, because it is the time of the data loader, which
+does not run on a device of the pipeline.
 """
 
 import logging
@@ -31,7 +32,7 @@ _INPUT = re.compile(r"Input[0-9]*")
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """The content of a node's line, with times in seconds."""
+    """The content of a node's line, whose number in the file is `line`; times are in seconds."""
 
     line: int
     description: str
@@ -48,9 +49,9 @@ class _Node:
 def read_graph_txt(text: str, file: str) -> GraphFile:
     r"""Reads costs from the text of a graph.txt.
 
-    Each node is a layer, named by its description. Its activation may be kept, swapped or
-    recomputed. An edge from a node to itself is ignored with a warning. An edge that appears twice
-    counts once.
+    Each node becomes a layer, with the node's description as its name. A plan may keep, swap or
+    recompute the activation of a layer. An edge from a node to itself is ignored, with a warning.
+    An edge that appears twice counts once.
 
     Args:
         text: the text of the file.
@@ -71,13 +72,13 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     lines = [(line, content) for line, content in numbered if content.strip()]
     for line, content in lines:
         if not content[0].isspace():
-            # A line that begins at the margin is a node, an indented one an edge.
+            # A line without white space at its beginning describes a node.
             node, cost = _read_node(content.rstrip(), file, line)
             if node in nodes:
                 earlier = nodes[node].line
                 raise wrong(file, line, f"node{node} was described on line {earlier} already")
             nodes[node] = cost
-    # Nodes may come in any order, so edges are read after all nodes.
+    # An edge may come before its nodes in the file, so edges are read once all nodes are known.
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
         if content[0].isspace():
@@ -109,7 +110,7 @@ def _read_node(
     file: str,
     line: int,
 ) -> tuple[int, _Node]:
-    """Reads the line of a node; its description may contain commas, parentheses and ` -- `."""
+    """Reads the line of a node, whose description may contain commas, parentheses and ` -- `."""
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
     if matched is None:
@@ -134,7 +135,7 @@ def _number(
     file: str,
     line: int,
 ) -> float:
-    """Reads the number of a field; for a list of activations, their sum."""
+    """Returns the number in a field of a node, or the sum of a list of activation sizes."""
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
     written = fields[field].strip()
@@ -145,7 +146,7 @@ def _number(
     except ValueError:
         digits = f"{field}={written} is not a number: write digits, such as 1000.5"
         raise wrong(file, line, digits) from None
-    # The sum is checked, too, because finite numbers may add up to infinity.
+    # The sum is checked, too, because the sum of finite numbers may be infinite.
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={written} {reason}")
@@ -153,9 +154,10 @@ def _number(
 
 
 def _read_number(text: str) -> float:
-    """Reads a number as profilers write it.
+    """Returns the number that a text of ASCII digits stands for.
 
-    Python's `float` would also accept underscores and the digits of other scripts.
+    Underscores and the digits of other scripts are refused, although Python's `float` accepts them,
+    because no profiler writes them.
     """
     if "_" in text or not text.isascii():
         raise ValueError(text)
@@ -200,7 +202,7 @@ def _costs(
 
 def _layer(name: str, node: _Node) -> LayerCost:
     kept = node.activation_bytes
-    # The time of an input is the data loader's, which does not count.
+    # The time of an input node is that of the data loader, which runs on no device.
     forward_s = 0.0 if node.is_input else node.forward_s
     backward_s = 0.0 if node.is_input else node.backward_s
     options = [Option(kept)]

@@ -1,24 +1,25 @@
 """Parses JSON into objects that know the line where they start, so that errors can name the line.
 
-Python's parser does not report the lines of objects. But it makes the objects in the order in which
-they close, and a search for braces outside of strings finds the lines in the order in which objects
-open. For the files that are read here, each of the two orders gives the other.
+Python's parser does not report lines, but it makes the objects in the order in which they close. A
+search for braces outside of strings finds that order, too, with the line where each object opens.
 """
 
 import bisect
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from jvpipe.profiles.graph_parts import flaw, wrong
 
-_STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
+_STRING_OR_BRACE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}]')
 
 
 class Located(dict[str, Any]):
-    r"""A JSON object that starts on `line` of `file`.
+    r"""A JSON object that starts on `line` of `file`, which counts lines from 1.
 
-    A method that reads a field raises ValueError if the field is wrong, and names file and line.
+    Each method that reads a field raises ValueError if the field is missing or wrong. The message
+    names the file and the line.
 
     >>> whole = parse_located('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
     >>> whole.amount("size"), whole.objects("nodes")[0].line
@@ -32,7 +33,7 @@ class Located(dict[str, Any]):
     line: int = 1
 
     def wrong(self, what: str) -> ValueError:
-        """Makes the error that says where this object starts."""
+        """Makes an error whose message names the file, and the line where this object starts."""
         return wrong(self.file, self.line, what)
 
     def field(self, field: str) -> Any:
@@ -42,7 +43,7 @@ class Located(dict[str, Any]):
         return self[field]
 
     def amount(self, field: str) -> float:
-        """Reads a number that can be a time or a size."""
+        """Reads a number that can be a time or a size: finite, not negative and not huge."""
         number = self.field(field)
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise self.wrong(f"the field {field} is {number!r}, which is not a number")
@@ -58,7 +59,7 @@ class Located(dict[str, Any]):
         return int(number)
 
     def flag(self, field: str) -> bool:
-        """Reads true or false, or 1 or 0."""
+        """Reads true or false, which a file may also write as 1 or 0."""
         value = self.field(field)
         if value not in (0, 1):
             raise self.wrong(f"the field {field} is {value!r}: it must be true or false")
@@ -80,19 +81,16 @@ class Located(dict[str, Any]):
 
 
 def parse_located(text: str, file: str) -> Located:
-    """Parses a text that holds a JSON object; objects inside it must not contain further objects.
+    """Parses a text that holds a JSON object.
 
-    So the outermost object opens first and closes last, and all others close in the order in which
-    they open:
+    Args:
+        text: the text of the file.
+        file: the name of the file, for messages.
 
-        {"a": [{..}, {..}], "b": [{..}]}        objects open in order 1 2 3 4, close as 2 3 4 1
+    Raises:
+        ValueError: the text is not JSON, or an object has the same field twice.
     """
-    newlines = [i for i, letter in enumerate(text) if letter == "\n"]
-    tokens = _STRING_OR_OPENING.finditer(text)
-    openings = [token.start() for token in tokens if token[0] == "{"]
-    # The parser makes an object when it closes: the outermost one, which opens first, comes last.
-    closing = (*openings[1:], *openings[:1])
-    lines = iter([bisect.bisect(newlines, at) + 1 for at in closing])
+    lines = _lines_as_closed(text)
 
     def locate(pairs: list[tuple[str, Any]]) -> Located:
         located = Located(pairs)
@@ -113,3 +111,14 @@ def parse_located(text: str, file: str) -> Located:
     if not isinstance(whole, Located):
         raise wrong(file, 1, "the file must hold a JSON object")
     return whole
+
+
+def _lines_as_closed(text: str) -> Iterator[int]:
+    """Yields the lines where objects open, in the order in which the objects close."""
+    newlines = [i for i, letter in enumerate(text) if letter == "\n"]
+    opened = list[int]()
+    for token in _STRING_OR_BRACE.finditer(text):
+        if token[0] == "{":
+            opened.append(bisect.bisect(newlines, token.start()) + 1)
+        elif token[0] == "}" and opened:
+            yield opened.pop()

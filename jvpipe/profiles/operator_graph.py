@@ -1,15 +1,16 @@
-"""Makes the layers of a pipeline from profiled operators, of the forward and of the backward.
+"""Makes the layers of a pipeline from profiled operators of the forward and of the backward.
 
     forward     a ----> b ----> c          layers a, b, c
                 |       |       |
-    backward    da <--- db <--- dc         each counts as the backward of the layer of its color
+    backward    da <--- db <--- dc         da counts as the backward of layer a, which has its color
 
-Operators of one color share a device, because a stage runs the forward of its layers and later
-their backward. Edges between forward operators order the layers.
+Each forward operator becomes a layer. A color is a label: operators of one color must share a
+device, because a stage runs the forward of its layers and later their backward. A color that has no
+forward operator becomes a layer of its own.
 
-A color without a forward operator is a layer, too. Its backward edges order it, in reverse. All
-other backward edges are ignored for the order: they mirror forward edges, and in some files they
-even run in the direction of the forward.
+The order of the layers follows the edges between forward operators. A layer without a forward
+operator is ordered by the reverse of its backward edges. All other backward edges are ignored for
+the order: they mirror forward edges, and in some files they even run in the forward's direction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from jvpipe.profiles.graph_pieces import pieces_of
 class Operator:
     """A node of a graph file, with its seconds and bytes on a device.
 
-    Operators of one color share a device.
+    Operators with equal `color` must share a device.
     """
 
     id: int
@@ -38,7 +39,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A value that an operator of layer `source` sends to layer `target`, with its seconds."""
+    """A value that an operator sends from one layer to another, with its seconds on the link."""
 
     operator: Operator
     source: int
@@ -53,15 +54,16 @@ def operator_costs(
 ) -> Costs:
     """Makes the costs of a model from its operators.
 
-    A forward operator is a layer, and its bytes count as parameters. The bytes of a backward
-    operator count as gradients of the last forward operator of its color; if its color has no
-    forward operator, of a layer that the color becomes. Layers are ordered so that colors stay
-    together, which leaves as many places to cut as possible.
+    Each forward operator becomes a layer, and its bytes count as parameters. A backward operator
+    belongs to the last forward operator of its color, and its bytes count as gradients of this
+    layer. Layers are ordered so that operators of a color stay close together, which leaves as many
+    places to cut as possible.
 
     Args:
         operators: forward and backward operators, in a topological order.
-        edges: for each pair of source and target, the seconds of the source's output on the link.
-        link: the link that joins the devices.
+        edges: for each pair of source and target ids, the seconds of the source's output on the
+            link.
+        link: the link that joins the devices, by whose rate these seconds become bytes.
 
     >>> a, b = Operator(1, "a", 1.0, 8, False, "red"), Operator(2, "b", 1.0, 8, False, "blue")
     >>> da = Operator(3, "da", 2.0, 4, True, "red")
@@ -72,34 +74,34 @@ def operator_costs(
     (Edge(producer=0, readers=(1,), bytes=50, name='node1', differentiable=False),)
     """
     node = {operator.id: operator for operator in operators}
-    home = _homes(operators)
+    layer_of = _layers_of(operators)
     colors: dict[object, list[int]] = {}
     backward: dict[int, list[Operator]] = {}
     for operator in operators:
-        if home[operator.id] == operator.id:
+        if layer_of[operator.id] == operator.id:
             colors.setdefault(operator.color, []).append(operator.id)
         if operator.is_backward:
-            backward.setdefault(home[operator.id], []).append(operator)
+            backward.setdefault(layer_of[operator.id], []).append(operator)
     sent = []
     for (source, target), seconds in edges.items():
-        # An edge from a forward operator to the backward of a layer that has a forward takes no
-        # transfer: the layer's forward leaves the value on the device.
-        at_home = node[target].is_backward == node[home[target]].is_backward
-        if node[source].is_backward or at_home:
+        # An edge from a forward operator to a backward one needs no transfer of its own if the
+        # target's layer has a forward operator: its forward leaves the value on the device.
+        needs_transfer = node[target].is_backward == node[layer_of[target]].is_backward
+        if node[source].is_backward or needs_transfer:
             sent.append(
                 _Sent(
                     node[source],
-                    home[source],
-                    home[target],
+                    layer_of[source],
+                    layer_of[target],
                     seconds,
                 )
             )
-    layers = [operator.id for operator in operators if home[operator.id] == operator.id]
-    groups = pieces_of(layers, _order(sent, node), colors.values())
-    # In this order, layers that must share a stage are neighbours.
-    in_order = chain.from_iterable(groups)
+    layers = [operator.id for operator in operators if layer_of[operator.id] == operator.id]
+    pieces = pieces_of(layers, _order(sent, node), colors.values())
+    # In this order, layers that must share a stage are neighbors.
+    in_order = chain.from_iterable(pieces)
     place = {layer: i for i, layer in enumerate(in_order)}
-    together = [tuple(place[x] for x in group) for group in groups if len(group) > 1]
+    together = [tuple(place[x] for x in piece) for piece in pieces if len(piece) > 1]
     costs = [_layer(node[layer], backward.get(layer, ())) for layer in place]
     return Costs(
         tuple(costs),
@@ -109,13 +111,13 @@ def operator_costs(
     )
 
 
-def _homes(operators: Sequence[Operator]) -> dict[int, int]:
-    """Returns for each operator the layer that it counts for."""
+def _layers_of(operators: Sequence[Operator]) -> dict[int, int]:
+    """Returns, for the id of each operator, the id of the layer that it belongs to."""
     first = {operator.color: operator.id for operator in reversed(operators)}
     last = {operator.color: operator.id for operator in operators if not operator.is_backward}
-    # A color without a forward operator is a layer of its own, named by its first operator.
-    layer_of = first | last
-    return {x.id: layer_of[x.color] if x.is_backward else x.id for x in operators}
+    # A color without a forward operator is a layer of its own, with the id of its first operator.
+    of_color = first | last
+    return {x.id: of_color[x.color] if x.is_backward else x.id for x in operators}
 
 
 def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:
@@ -132,7 +134,7 @@ def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:
 
 
 def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[int, int]]:
-    """Lists pairs of layers of which the first must come before the second."""
+    """Lists pairs of layers; the first layer of a pair must come before the second."""
     pairs = [(x.source, x.target) for x in sent if not x.operator.is_backward]
     for x in sent:
         without_forward = node[x.source].is_backward or node[x.target].is_backward
@@ -148,20 +150,24 @@ def _values(
     place: Mapping[int, int],
     link: Link,
 ) -> tuple[Edge, ...]:
-    """Makes the edges between layers: one for each output and cost, to all readers at that cost.
+    """Makes the edges between layers.
 
-    An edge has a cotangent if a value is sent back between the colors of one of its readers and of
-    its producer. A value may also be sent back where none came forward, as past a sum of gradients.
-    Such a value becomes an edge without cotangent from the earlier layer to the later one, because
-    the link takes equally long in both directions.
+    An operator's output becomes an edge to all layers that read it. If sending it to some readers
+    takes longer than to others, there is an edge for each number of seconds.
+
+    An edge has a cotangent (is differentiable) if the backward sends a value from the color of one
+    of its readers to the color of its producer. The backward may also send a value between two
+    colors where the forward sends none, for example past a sum of gradients. Such a value becomes
+    an edge without a cotangent, from the earlier layer to the later one. Its direction does not
+    matter, because the link takes equally long both ways.
     """
     ways: list[tuple[_Sent, int, int]] = []
     for x in sent:
         if x.source != x.target:
             a, b = sorted((x.source, x.target), key=place.__getitem__)
             ways.append((x, a, b))
-    # Pairs of colors, in the order of the layers: `came` has those between which a value goes
-    # forward, `returned` those between which a value goes back.
+    # Both sets hold pairs of colors, the color of the earlier layer first. The forward sends a
+    # value between each pair in `came`, and the backward between each pair in `returned`.
     came: set[tuple[object, object]] = set()
     returned: set[tuple[object, object]] = set()
     for x, a, b in ways:

@@ -1,1 +1,1 @@
-"""Reports of plans and runs: words, tables, lines, metrics, timelines, figures and trackers."""
+"""Reports of plans and runs, as text, tables, metrics, timelines and figures, and to trackers."""

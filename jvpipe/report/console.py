@@ -17,7 +17,7 @@ _BAR = 16  # characters
 
 
 class DeviceRow(NamedTuple):
-    """The row of a device: the layers on it as text, and its memory limit."""
+    """The row of a device: its layers as text, and its memory limit; None: no limit."""
 
     layers: str
     limit_bytes: int | None = None
@@ -43,6 +43,11 @@ class TrainingDisplay:
 
     If `console` is not a terminal, nothing is shown. Text that is printed to the terminal in the
     meantime appears above the display.
+
+    Args:
+        total_steps: the number of the last step.
+        step: how many steps the run has made already.
+        console: the terminal to show it on; None: stderr.
     """
 
     def __init__(self, total_steps: int, step: int = 0, console: Console | None = None) -> None:
@@ -50,7 +55,7 @@ class TrainingDisplay:
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("step", total=total_steps, completed=step)
-        shared = sys.stdout.isatty()  # printed text is redirected only if it goes to a terminal
+        shared = sys.stdout.isatty()  # text that goes to a file or pipe must not be redirected
         self._live = Live(
             self._progress, console=self._console, refresh_per_second=4, redirect_stdout=shared
         )
@@ -93,11 +98,11 @@ def _numbers(metrics: StepMetrics) -> Table:
 
 
 def device_rows(metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> Table:
-    """Makes a table with a row for each device: layers, peak and limit of memory, and work share.
+    """Makes a table with a row for each device: its layers, peak and limit of memory, and work.
 
     Args:
         metrics: the metrics of a step.
-        places: the devices by name.
+        places: the devices by name, in the order of their rows.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("device", no_wrap=True, max_width=16)

@@ -1,4 +1,4 @@
-"""Plans in words: which layers run where, the bytes that devices hold, and the reasons."""
+"""Explains plans in words: which layers run where, what devices hold, and the reasons."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +20,15 @@ def explain(
     why: str = "",
     reasons: Sequence[str] = (),
 ) -> str:
-    """Writes a line for each stage and each layer, with fates other than keep, and the reasons.
+    """Writes a text about a plan: a line for each stage and each layer, and the reasons.
+
+    A layer's line lists the values that are swapped or recomputed.
 
     Args:
         graph: the model's layers.
         plan: says which layers run where.
-        peaks: the most bytes on each device; None if another process knows them.
-        layer_s: the seconds of each layer for a micro-batch, if they are known.
+        peaks: the most bytes on each device; None if only another process knows them.
+        layer_s: the seconds of each layer for a micro-batch; None if they are unknown.
         devices: the devices, by their numbers in the plan.
         why: how the planner decides, in a sentence.
         reasons: lines that say why each cut is where it is.
@@ -73,7 +75,7 @@ def stage_lines(
     Args:
         graph: the model's layers.
         plan: says which layers run where.
-        peaks: the most bytes on each device; None if another process knows them.
+        peaks: the most bytes on each device; None if only another process knows them.
         devices: the devices, by their numbers in the plan.
     """
     rows: list[Sequence[object]] = [("stage", "on", "layers", "holds", "peak")]
@@ -95,7 +97,7 @@ def _parameters(graph: LayerGraph, stage: Stage) -> str:
 
 
 def _peak(peak: Peak | None) -> str:
-    """Returns a text about a device's peak: its bytes, the task, and what holds them."""
+    """Returns a text about a device's peak: its bytes, the row that ran, and what holds them."""
     if peak is None:
         return "its peak is known to its process"
     text = f"peak {format_bytes(peak.bytes)}"
@@ -122,10 +124,10 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
 def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
     """Returns a text about a layer's values that are swapped or recomputed.
 
-    Tensors between layers are listed at the layer that makes them.
+    Values that pass to other layers are listed at the layer that makes them.
     """
     layer = graph.layers[i]
-    # These are the names under which plans have fates.
+    # Plans have fates under these names.
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     states = [graph.parameters[p].array.name for p in graph.owned(i)]

@@ -1,4 +1,4 @@
-"""Figures of timelines: the tasks of each device, and below them the bytes that each holds."""
+"""Draws timelines as figures: the tasks of each device, and below them the bytes on each device."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from jvpipe.util.sizes import format_bytes
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8
-"""Boxes up to the first width have no white edge; none is drawn narrower than the second width,
-because it would not be visible."""
+"""Boxes of at most `_THIN_PT` points have no white edge. No box is drawn narrower than `_SEEN_PT`
+points, because it would be invisible."""
 _MOST_ROOM = 3.0
 """A limit is drawn as a line if it is at most this many times the most bytes held. With a line for
 a larger limit, the curves would shrink to the bottom of the axis."""
@@ -33,7 +33,7 @@ LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7
 
 
 def check_format(path: str | Path) -> None:
-    """Raises ValueError unless a picture can have the suffix of a path.
+    """Raises ValueError unless a path's suffix is a format that pictures can be written in.
 
     >>> check_format("plan.json")
     Traceback (most recent call last):
@@ -50,17 +50,17 @@ def check_format(path: str | Path) -> None:
 def timeline_figure(
     picture: Picture, path: str | Path, limits: Mapping[str, int] | None = None, title: str = ""
 ) -> None:
-    """Draws steps, simulated or measured.
+    """Draws the timeline of steps, simulated or measured, to a file.
 
-    There is a row for each device, a thinner one for each link with traffic, and a box for each
-    task, with the number of its micro-batch if that fits. Below, if the picture has any bytes, are
-    curves of the bytes on each device over time, with the limits.
+    Each device has a row, and each link with traffic has a thinner row. A box is a task, with the
+    number of its micro-batch if there is room for it. If the picture has bytes, curves below show
+    the bytes on each device over time, and the limits.
 
     Args:
-        picture: the spans of tasks, and the bytes held over time.
-        path: the file to draw to; its suffix is the format: png, svg or pdf.
-        limits: the memory limits of devices by name. They are lines between the curves, or only
-            words in the legend if they are far above.
+        picture: the tasks with their times, and the bytes over time.
+        path: the file to draw to; its suffix is the format, such as png, svg or pdf.
+        limits: the memory limits of devices by name. A limit far above the curves is not drawn, and
+            is only named in the legend.
         title: the title of the figure.
     """
     picture = _from_zero(picture)
@@ -86,7 +86,7 @@ def timeline_figure(
 
 
 def _from_zero(picture: Picture) -> Picture:
-    """Returns a picture with times since its first start; measured ones have another origin."""
+    """Returns a picture with times counted from its first start; measured times have any origin."""
     start_s = min((span.start_s for span in picture.spans), default=0.0)
     spans = (
         replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
@@ -128,8 +128,8 @@ def _draw_rows(
         if width_pt > size * (0.6 * len(label) + 0.3):
             middle = (start_s + end_s) / 2, bottoms[device] + rows[device] / 2
             axes.text(*middle, label, ha="center", va="center_baseline", size=size)
-    for (_, colour), boxes in by_look.items():
-        _draw_boxes(axes, colour, boxes)
+    for (_, color), boxes in by_look.items():
+        _draw_boxes(axes, color, boxes)
     axes.set_ylim(min(bottoms.values(), default=-1.0), 0.0)
     axes.set_yticks([bottoms[row] + rows[row] / 2 for row in rows], list(rows))
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
@@ -139,13 +139,13 @@ def _draw_rows(
     kinds = [
         look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look
     ]
-    _legend(axes, [Patch(color=colour, label=name) for name, colour in kinds])
+    _legend(axes, [Patch(color=color, label=name) for name, color in kinds])
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
-    """Yields (row, micro-batch, start, end) of each label; consecutive boxes of a kind share one.
+    """Yields (row, micro-batch, start, end) of each label; consecutive boxes of a task share one.
 
-    Measured boxes are of single layers, so a task has several boxes; simulated ones are of whole
+    Measured boxes are of single layers, so a task has several boxes. Simulated boxes are of whole
     stages.
     """
     order = sorted(spans, key=lambda span: (span.device, span.start_s))
@@ -159,18 +159,18 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
             yield device, label, first.start_s, max(box.end_s for box in (first, *others))
 
 
-def _draw_boxes(axes: Axes, colour: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
-    """Draws boxes, given with widths in points; thin ones lie above neighbours' white edges."""
+def _draw_boxes(axes: Axes, color: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
+    """Draws boxes with their widths in points; thin ones lie above the white edges of neighbors."""
     wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
-    axes.add_collection(PolyCollection(wide, facecolors=colour, edgecolors="white", linewidths=0.5))
+    axes.add_collection(PolyCollection(wide, facecolors=color, edgecolors="white", linewidths=0.5))
     thin = [(corners, width_pt) for corners, width_pt in boxes if width_pt <= _THIN_PT]
     axes.add_collection(
         PolyCollection(
             [corners for corners, _ in thin],
-            facecolors=colour,
-            edgecolors=colour,
+            facecolors=color,
+            edgecolors=color,
             linewidths=[max(0.0, _SEEN_PT - width_pt) for _, width_pt in thin],
-            snap=False,  # snapped to pixels, both sides of a narrow box would be at one edge
+            snap=False,  # snapping to pixels would put both sides of a narrow box on one pixel
             zorder=1.5,
         )
     )
@@ -184,16 +184,16 @@ def _draw_curves(
 ) -> None:
     """Draws the bytes of each place as a step curve, dotted for the host, and the limits.
 
-    A limit that all devices share is black; other limits have the colours of their devices.
+    A limit that all devices share is black. Other limits have the colors of their devices.
     """
-    colours = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
-    colours |= {_HOST: "#777777"}
+    colors = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
+    colors |= {_HOST: "#777777"}
     for place, (times_s, sizes) in curves.items():
         axes.step(
             [*times_s, end_s],
             [*sizes, sizes[-1]],
             where="post",
-            color=colours[place],
+            color=colors[place],
             linestyle=":" if place == _HOST else "-",
             linewidth=1.3,
             label=f"{place}: {format_bytes(max(sizes))}",
@@ -206,8 +206,8 @@ def _draw_curves(
         if limit > _MOST_ROOM * highest:
             axes.plot([], [], " ", label=f"{label}, above")
         else:
-            colour = "black" if alike else colours.get(place, "black")
-            axes.axhline(limit, color=colour, linestyle="--", linewidth=1, label=label)
+            color = "black" if alike else colors.get(place, "black")
+            axes.axhline(limit, color=color, linestyle="--", linewidth=1, label=label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(

@@ -1,4 +1,4 @@
-"""Progress of a run as lines, for output that is not a terminal: of phases, steps and silence."""
+"""Writes the progress of a run as lines of text, for output that is not a terminal."""
 
 import math
 import threading
@@ -25,15 +25,16 @@ class Written(Protocol):
 
 
 class Lines:
-    """A context manager that writes lines to a pipe or file, each at once.
+    """A context manager that writes lines to a pipe or file, and flushes after each.
 
-    While it is open, a thread writes a line about the current work whenever there was none for
-    `silence_s`. If nothing reads the pipe any more, lines are lost without an error.
+    While it is open, a thread writes a line about the current work after each silence of
+    `silence_s`. So a reader sees what takes long. If nothing reads the pipe any more, lines are
+    lost without an error.
 
     Args:
         out: the destination of the lines.
         period_s: the least seconds between the lines of two steps.
-        silence_s: seconds without a line after which one is written about the current work.
+        silence_s: how many seconds without a line are a silence.
         clock: returns seconds, counted from any origin.
     """
 
@@ -59,15 +60,14 @@ class Lines:
 
     def say(self, line: str) -> None:
         """Writes a line."""
-        with suppress(
-            OSError, ValueError
-        ):  # the reader of the pipe may be gone, which must not stop the training
+        # If the reader of the pipe is gone, training must go on.
+        with suppress(OSError, ValueError):
             self._out.write(line + "\n")
             self._out.flush()
         self._said_s = self._clock()
 
     def doing(self, what: str) -> None:
-        """Notes the current work, which replaces the work noted before."""
+        """Notes what the current work is, in place of the work noted before."""
         self._doing = [(what, self._clock())]
 
     def begin(self, part: str) -> None:

@@ -19,19 +19,26 @@ from jvpipe.util.sizes import MOST_S
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one step.
+    """The metrics of one step, and what some of the names mean:
 
-    Steps count from 1. `staleness` is in updates, for each layer. `swapped_bytes` were copied to
-    the host. For `copy_exposed_s` seconds devices waited for the copies to the host and back; for
-    `copy_hidden_s` the copies ran while devices worked. `recomputed_s` counts the recomputing of
-    values that were not kept. `busy_fraction` is the share of the step in which each device worked.
-    `elapsed_s` is the time of training so far, with evaluations and checkpoints, over all starts of
-    the run.
+        step               counts from 1
+        peak_bytes         the most bytes on each device
+        staleness          in updates, for each layer
+        swapped_bytes      copied to the host
+        copy_exposed_s     seconds for which devices waited for copies to the host and back
+        copy_hidden_s      seconds of these copies while devices worked
+        recomputed_s       seconds of recomputing values that were not kept
+        busy_fraction      the share of the step in which each device worked
+        elapsed_s          seconds of training so far, with evaluations and checkpoints, over all
+                           starts of the run
 
-    Metrics that a run does not have are left out of the line. These are `tokens_per_s` if the batch
-    has no leaf of tokens, `mfu` (see `jvpipe.cost.utilisation`) if the peak of a device is unknown,
-    `held_out_loss` if there was no evaluation after the step, `aux` (scalars by name) if the loss
-    returns none, and `architecture` (the names of the model's blocks) outside of a search.
+    A metric that a run does not have is left out of the step's line:
+
+        tokens_per_s       if the batch has no leaf of tokens
+        mfu                (`jvpipe.cost.utilization`) if the peak rate of a device is unknown
+        held_out_loss      if there was no evaluation after the step
+        aux                (scalars by name) if the loss returns none
+        architecture       (the names of the model's blocks) outside of a search
     """
 
     step: int
@@ -64,9 +71,9 @@ class StepMetrics:
         }
 
     def numbers(self) -> dict[str, int | float]:
-        """Returns all numbers by name, with names NAME/KEY for entries of mappings.
+        """Returns all numbers by name; the entries of a mapping have names like aux/accuracy.
 
-        For staleness, this is the largest of all layers.
+        Staleness is the largest number of any layer.
         """
         numbers: dict[str, int | float] = {}
         for name, value in self.told().items():
@@ -86,7 +93,7 @@ class StepMetrics:
 
 
 def scalars_in(tree: Any) -> Mapping[str, float]:
-    """Returns the scalars of a tree by their paths; if the tree is a scalar, its name is aux.
+    """Returns the scalars of a tree by their paths; a tree that is a scalar has the name aux.
 
     >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
     {'accuracy': 0.5}
@@ -99,10 +106,15 @@ def scalars_in(tree: Any) -> Mapping[str, float]:
 
 
 class MetricsLog:
-    """A file to which each step appends a line, flushed at once: a kill loses at most the last.
+    """A file to which each step appends a line.
 
-    `resumed_step` is the step from which the run goes on. Lines of later steps are dropped, because
-    the run makes these steps again. `elapsed_s` is that of the last line that is kept.
+    Each line is flushed, so a run that is killed loses at most its last line. `elapsed_s` has the
+    seconds of the run up to `resumed_step`.
+
+    Args:
+        path: the file.
+        resumed_step: the step after which the run goes on. Lines of later steps are dropped,
+            because the run makes these steps again.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
@@ -112,7 +124,7 @@ class MetricsLog:
             else []
         )
         self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
-        # Only the kept lines are written; the resumed run writes the later ones again.
+        # The lines of later steps are dropped here.
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = path.open("a")
 
@@ -129,7 +141,7 @@ class MetricsLog:
 
 
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the steps of a metrics file; skips other lines, such as one torn by a kill."""
+    """Yields the steps of a metrics file; skips other lines, such as one cut off by a kill."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
@@ -138,7 +150,7 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
-    """Returns the seconds of a run up to a line; 0 if the line does not have them."""
+    """Returns the `elapsed_s` of a line of a metrics file; 0 if it has none."""
     elapsed_s = line.get("elapsed_s")
     if elapsed_s is None:
         return 0.0
@@ -167,7 +179,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def _speakable(value: Any) -> Any:
-    """Returns a value with None for numbers that are not finite, also inside of mappings."""
+    """Returns a value with None in place of numbers that are not finite, also inside mappings."""
     if isinstance(value, Mapping):
         return {name: _speakable(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

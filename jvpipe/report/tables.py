@@ -14,10 +14,10 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
     """Makes a table with a row for each stage of a plan.
 
     Args:
-        stages: the seconds and bytes of each stage, by the names of `--json`.
-        names: the name of each stage's device; empty if all devices are equal.
+        stages: the seconds and bytes of each stage, by the names that `jvpipe plan --json` writes.
+        names: the name of each stage's device; empty if all devices are alike.
     """
-    # Columns about replicas are left out if no stage has any.
+    # Columns about replicas are left out if each stage has one device.
     shared = any(stage["replicas"] > 1 for stage in stages)
     seconds = {
         "F": "forward",
@@ -49,7 +49,7 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
 
 
 def comparison(rows: Iterable[Sequence[str]]) -> Table:
-    """Makes a table with a row for each planner."""
+    """Makes a table that compares plans, with a row for each planner."""
     table = Table(
         "planner", "layers per stage", "slowest stage ms", "step ms", "idle", "peak", "planned in s"
     )
@@ -59,8 +59,8 @@ def comparison(rows: Iterable[Sequence[str]]) -> Table:
 
 
 def printed(show: Callable[[Console], None]) -> str:
-    """Returns what `show` prints, as text without colours."""
-    # In a notebook, rich would display the text in the notebook and not return it.
+    """Returns what `show` prints, as text without colors."""
+    # Without `force_jupyter`, rich would show the text in a notebook in place of returning it.
     console = Console(width=160, color_system=None, force_jupyter=False)
     with console.capture() as captured:
         show(console)

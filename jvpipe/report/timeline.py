@@ -1,4 +1,4 @@
-"""Timelines as Chrome traces, which Perfetto (https://ui.perfetto.dev) opens, and idle shares."""
+"""Writes timelines as Chrome traces (for https://ui.perfetto.dev), and counts idle shares."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.span import Hop, Picture, Span
 
 COMPUTE = frozenset(kind for kind, info in KINDS.items() if info.busy)
-"""The kinds of task that occupy a device; all others are copies beside them."""
+"""The kinds of task that count as work of a device."""
 
 
 def chrome_trace(picture: Picture) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def write_trace(path: Path, picture: Picture) -> None:
 
 
 def joined(pictures: Sequence[Picture]) -> Picture:
-    """Joins pictures of steps; the number of the step in each copy's key keeps copies apart."""
+    """Joins pictures of steps; copies of different steps get different keys."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
     hops = (
@@ -83,10 +83,12 @@ def joined(pictures: Sequence[Picture]) -> Picture:
 
 
 def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
-    """Yields the two ends of each copy of which both are known, first the one where it leaves.
+    """Yields both ends (hops) of each copy, the end where it leaves first.
 
-    Different threads measure the two ends, and one may wake late. If the copy would arrive before
-    it leaves, it is made to leave when it arrives.
+    A copy of which only one end is known is skipped.
+
+    Different threads measure the two ends, and one may wake late. A copy that would arrive before
+    it leaves is made to leave when it arrives.
     """
     ends = defaultdict[str, list[Hop]](list)
     # False sorts before True, so the end where a copy leaves comes first.
@@ -99,7 +101,7 @@ def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
 
 
 class Busy(NamedTuple):
-    """The summed seconds of work of `devices`, and the time from its first start to its end."""
+    """The seconds of work, summed over devices, and the seconds from its first start to its end."""
 
     seconds: float
     elapsed_s: float
@@ -117,7 +119,7 @@ class Busy(NamedTuple):
 
 
 def busy(spans: Iterable[Span]) -> Busy:
-    """Adds up the work in spans; where spans of a device overlap, the time counts once.
+    """Adds up the seconds of work in spans; time in which spans of a device overlap counts once.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> busy([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 2.0, Kind.F)])
@@ -128,7 +130,7 @@ def busy(spans: Iterable[Span]) -> Busy:
 
 
 def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
-    """Returns, for each device, its share of work in the time of all work.
+    """Returns the share of time in which each device works, from the first start to the last end.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> busy_fractions([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 4.0, Kind.F)])
@@ -149,14 +151,14 @@ def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
     worked_s = dict.fromkeys((span.device for span in work), 0.0)
     reached_s = dict.fromkeys(worked_s, start_s)
     for span in work:
-        # Only the part of the span that does not overlap earlier ones of the device is added.
+        # Only the part of the span after all earlier spans of the device is added.
         worked_s[span.device] += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
         reached_s[span.device] = max(span.end_s, reached_s[span.device])
     return worked_s, end_s - start_s
 
 
 def bubble_fraction(spans: Iterable[Span]) -> float:
-    """Returns the idle share of the devices in the time of their work; 0 if there was none."""
+    """Returns the share of time in which devices are idle between the first and the last work."""
     return busy(spans).bubble_fraction
 
 
@@ -165,7 +167,7 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
 
 
 def sorted_devices(devices: Iterable[str]) -> list[str]:
-    """Sorts names of devices, each once, with numbers by value: `cpu:2` comes before `cpu:10`."""
+    """Sorts names of devices without repeats, by the value of numbers: `cpu:2` before `cpu:10`."""
     # `re.split` makes text and numbers alternate, so numbers are compared with numbers.
     parts = {name: re.split(r"(\d+)", name) for name in devices}
     return sorted(

@@ -1,4 +1,7 @@
-"""Trackers that get the metrics of a run: TensorBoard, Weights & Biases, MLflow and trackio."""
+"""Sends the metrics of a run to trackers: TensorBoard, Weights & Biases, MLflow and trackio.
+
+Other packages can add trackers by an entry point (`ENTRY_POINTS`).
+"""
 
 import importlib
 import os
@@ -28,13 +31,13 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what is not written yet; no call follows."""
+        """Writes what is not written yet. This is the last call."""
         ...
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run for trackers: its folder, its options, and how many steps it had at this start."""
+    """A run for trackers: its folder, its options, and the steps that it had before this start."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -44,15 +47,15 @@ class TrackedRun:
 class TensorBoard:
     """A tracker that writes event files to the folder `tensorboard` of the run.
 
-    Steps that a killed run had logged after its last checkpoint are purged. TensorBoard's names
-    cannot have colons, so peak_bytes/cpu:0 is called peak_bytes/cpu_0.
+    A resumed run purges the steps that it had logged after its last checkpoint, and makes them
+    again. TensorBoard's names cannot have colons, so peak_bytes/cpu:0 is called peak_bytes/cpu_0.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter
         purged = run.first_step + 1 if run.first_step else None
-        begun = f".from-{run.first_step}"  # each start has a file of its own
+        begun = f".from-{run.first_step}"  # each start of the run writes a file of its own
         self._writer = SummaryWriter(
             str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun
         )
@@ -82,7 +85,7 @@ class _Sent:
 
 
 class WeightsAndBiases(_Sent):
-    """A tracker that sends to Weights & Biases, as wandb's own settings say.
+    """A tracker that sends to Weights & Biases; wandb reads its own settings.
 
     WANDB_MODE=offline keeps the metrics in the folder `wandb` of the run. A resumed run keeps its
     id, which is in the file `wandb.id`.
@@ -92,7 +95,7 @@ class WeightsAndBiases(_Sent):
         with extra("wandb"):
             import wandb
         named = run.folder / "wandb.id"
-        # If the file exists, the run is resumed and goes on under the id in it.
+        # If the file exists, the run is resumed and goes on under its old id.
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
         options = {
@@ -147,7 +150,7 @@ class MLflow:
 
 
 class Trackio(_Sent):
-    """A tracker that sends to trackio, as its own settings say; TRACKIO_DIR is its local folder."""
+    """A tracker that sends to trackio, which reads its own settings, such as TRACKIO_DIR."""
 
     def __init__(self, run: TrackedRun) -> None:
         with extra("trackio"):
@@ -173,10 +176,10 @@ ENTRY_POINTS = "jvpipe.trackers"
 
 
 def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
-    """Returns the tracker with a name, jvpipe's or an installed package's, if it can be imported.
+    """Returns the tracker with a name: one of jvpipe's, or one of another installed package.
 
     Raises:
-        ValueError: there is no such tracker, or its package is not installed.
+        ValueError: there is no such tracker, or its package is not installed or cannot be loaded.
 
     >>> find_tracker("tensorbord")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -197,11 +200,11 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
 
 
 class Tracking:
-    """A function for `on_step` that sends a run's metrics to trackers, and closes them at its end.
+    """A function for `on_step` that sends the metrics of a run to trackers.
 
-    It is also a context manager, whose end closes the trackers. The metrics of a step are read when
-    the next step has been dispatched, so that no device is idle meanwhile. If there are several
-    processes, the first one sends.
+    It is also a context manager, whose end closes the trackers. The metrics of a step are read only
+    when the next step has been dispatched, so that no device is idle meanwhile. If the run has
+    several processes, only the first one sends.
 
     Args:
         names: names of trackers: "tensorboard", "wandb", "mlflow", "trackio", or those of installed

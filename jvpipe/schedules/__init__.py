@@ -1,4 +1,7 @@
-"""Schedules: the order of tasks on each device; one file per family, and the registry of names."""
+"""Schedules: the order of tasks on each device; one file per family, and the registry of names.
+
+A new schedule is a file of its own and an entry of `_USUAL` (docs/adding_a_schedule.md).
+"""
 
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.gpipe import GPIPE
@@ -20,7 +23,11 @@ SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 
 
 def find_schedule(name: str | Schedule) -> Schedule:
-    """Returns the schedule of a name, with its default options; a schedule is returned as it is."""
+    """Returns the schedule with a name, with its default options; a schedule is returned as is.
+
+    Raises:
+        ValueError: there is no schedule with this name.
+    """
     if isinstance(name, Schedule):
         return name
     if name not in SCHEDULES:

@@ -1,4 +1,4 @@
-"""The schedule "auto", whose lists a planner finds, and schedules of lists that a plan brings."""
+"""The schedule "auto", whose task lists a planner finds, and the lists as text in plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
     """Tells whether a schedule runs backwards in two halves, or may do so once it is planned.
 
     Args:
-        schedule: the schedule of a step.
+        schedule: the schedule; "auto" may get lists with halves.
         devices: the number of devices that the pipeline passes.
-        microbatches: the number of micro-batches of the step.
+        microbatches: the number of micro-batches of a step.
 
     >>> may_split(AUTO, 2, 4)
     True
@@ -28,12 +28,12 @@ def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class GivenLists:
-    """Lists for one number of devices and of micro-batches, as a line of text per device."""
+    """The lists of a plan, a line of text per device, for one number of micro-batches."""
 
     lines: tuple[str, ...]
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
-        """Reads the lines; raises ValueError for other numbers of devices or micro-batches."""
+        """Reads the lines; raises ValueError if they are for other devices or micro-batches."""
         lists = read_lines(self.lines)
         count = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
         if (len(lists), count) != (devices, microbatches):
@@ -51,7 +51,8 @@ def given_lists(lines: Sequence[str]) -> Schedule:
         lines: the tasks of each device, as a line of text.
 
     Raises:
-        ValueError: the stages lie on the devices neither in a loop nor there and back.
+        ValueError: the stages lie on the devices neither in a loop (0 1 2 0 1 2) nor there and back
+            (0 1 2 2 1 0).
 
     >>> schedule = given_lists(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
     >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
@@ -61,7 +62,7 @@ def given_lists(lines: Sequence[str]) -> Schedule:
     places = {task.stage: d for d, tasks in enumerate(read_lines(lists.lines)) for task in tasks}
     devices, stages = len(lines), 1 + max(places, default=0)
     chunks = max(1, stages // devices)
-    # The order of stages on devices tells whether it is a loop or a vee.
+    # Both ways to place stages are tried; the lines must agree with one of them.
     for vee in (False, True):
         schedule = Schedule(name="auto", lists=lists, chunks=chunks, vee=vee)
         expected = {s: schedule.device_of(s, devices) for s in range(stages)}

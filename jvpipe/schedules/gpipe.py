@@ -1,14 +1,15 @@
 """GPipe: each stage runs all forwards, then all backwards.
 
-F<m> and B<m> are the forward and the backward of micro-batch m. A column is one unit of time, which
-each of them takes in the drawing. With S = 3 stages and M = 3 micro-batches:
+F<m> and B<m> are the forward and the backward of micro-batch m. In the drawing a column is one unit
+of time, and each task takes one unit. With S = 3 stages and M = 3 micro-batches:
 
     stage 0  F0 F1 F2             B0 B1 B2
     stage 1     F0 F1 F2       B0 B1 B2
     stage 2        F0 F1 F2 B0 B1 B2
 
-Backwards run in ascending order, unlike in the paper's drawing, so that gradients are summed in the
-same order as under every other schedule. M micro-batches are in flight on every stage.
+The paper draws backwards in descending order. Here they run in ascending order, so that gradients
+are summed in the same order as under every other schedule. On every stage all M micro-batches are
+in flight at once: their forward has run, and their backward has not.
 """
 
 from jvpipe.ir.kinds import Kind

@@ -1,9 +1,8 @@
 """Interleaved 1F1B: each device runs several chunks (stages), with whole or split backwards.
 
-In the drawings F<m> and B<m> are the forward and the backward of micro-batch m, and small letters
-stand for the device's second chunk. A column is one unit of time, which each task takes. With S = 3
-devices, M = 3 micro-batches and v = 2 chunks per device, each of which takes half as long as a
-stage of 1F1B:
+F<m> and B<m> are the forward and the backward of micro-batch m. Small letters stand for the
+device's second chunk. In the drawings a column is one unit of time, and each task takes one unit.
+With S = 3 devices, M = 3 micro-batches and v = 2 chunks per device:
 
     device 0  F0 F1 F2 f0 f1 f2       b0    b1    b2 B0 B1 B2
     device 1     F0 F1 F2 f0 f1 f2 b0    b1    b2 B0 B1 B2
@@ -15,10 +14,11 @@ zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds of S to 2S - 1 micro-batches, whose sizes differ by at most
-one. So for every M >= S a step takes (M + (S - 1) / v) (F + B), where F and B are the seconds of
-all chunks of a device for one micro-batch. On each stage backwards run in ascending order, as under
-every other schedule.
+Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that no device
+waits for the first of them to come back from the last device. There are as many rounds as possible,
+and their sizes differ by at most one. So for every M >= S a step with whole backwards takes
+(M + (S - 1) / v) (F + B), where F and B are the seconds of all chunks of a device for one
+micro-batch. On each stage backwards run in ascending order, as under every other schedule.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class InterleavedLists:
         forwards = [(chunk, m) for batch in rounds for chunk in chunks for m in batch]
         backwards = [(chunk, m) for batch in rounds for chunk in reversed(chunks) for m in batch]
         warm = min(self._warm(devices - 1 - d, len(rounds[0])), len(forwards))
-        # A device for which the user gives `late` as 0 runs whole backwards.
+        # A device whose `late` the user gives as 0 runs whole backwards.
         split = self.split and (late > 0 or self.late is None)
         work = [(Kind.F, one) for one in forwards[:warm]]
         following = iter(forwards[warm:])
@@ -77,12 +77,12 @@ class InterleavedLists:
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
 
     def _warm(self, hops: int, first_round: int) -> int:
-        """Counts the forwards before a device's first backward.
+        """Counts the forwards before a device begins to run forwards and backwards in turn.
 
         The first backward is one of the last chunk, so the whole first round passes all earlier
-        chunks before it. Then a micro-batch goes through the `hops` later devices and comes back.
-        Forwards fill the time of the way there. If there are several chunks and whole backwards,
-        they fill the time of the way back, too.
+        chunks before it. In the last chunk, micro-batch 0 goes through the `hops` later devices and
+        comes back. Other forwards fill the time of its way there. With several chunks and whole
+        backwards, they fill the time of its way back, too.
 
         Args:
             hops: the number of devices after this one.
@@ -94,7 +94,7 @@ class InterleavedLists:
 
 
 def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Divides micro-batches into the most rounds with one per device or more, larger ones first."""
+    """Divides micro-batches into as many rounds of at least one per device as possible."""
     count = max(1, microbatches // devices)
     size, larger = divmod(microbatches, count)
     sizes = [size + (i < larger) for i in range(count)]
@@ -105,10 +105,9 @@ def _rounds(devices: int, microbatches: int) -> Sequence[range]:
 class Interleaved(Schedule):
     """The schedule of 1F1B over several chunks per device.
 
-    The first of S devices has the first stage, the (S + 1)-th, and so on. With `split` a backward
-    runs in two halves, and the second half comes a number of backwards later than the first. `late`
-    has that number for each device; a device with 0 runs whole backwards. If `late` is None, the
-    number of device d, counted from 0, is d.
+    Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a backward runs
+    in two halves, and the second half comes some backwards later than the first. `late` says how
+    many, for each device; a device that is given 0 runs whole backwards. By default device d has d.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')

@@ -1,14 +1,16 @@
-"""The schedule with one micro-batch in flight, which passes all stages before the next one begins.
+"""The schedule with one micro-batch in flight, by which planners find the least memory.
 
-It goes forward through all stages, and back through all of them. F<m> and B<m> are the forward and
-the backward of micro-batch m; a column is one unit of time. With S = 3 and M = 2:
+Each micro-batch passes all stages forward and then backward before the next one begins. F<m> and
+B<m> are the forward and the backward of micro-batch m. A column is one unit of time. With S = 3
+stages and M = 2 micro-batches:
 
     stage 0  F0             B0 F1             B1
     stage 1     F0       B0       F1       B1
     stage 2        F0 B0             F1 B1
 
-No order of the same stages holds less, because in any order each stage has a micro-batch in flight
-at some time. No order takes longer.
+No order of the same stages holds less: whatever the order, a micro-batch that reaches the last
+stage is in flight on all stages at once. But no order takes longer, because here only one task runs
+at a time.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class OneByOneLists:
-    """The lists of `one_by_one`; stages lie on devices as under the schedule `placed`.
+    """The lists of `one_by_one`, with stages on the same devices as under the schedule `placed`.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule

@@ -1,20 +1,21 @@
 """1F1B with a flush (PipeDream-flush, DAPPLE): forwards first, then backwards and forwards in turn.
 
-F<m> and B<m> are the forward and the backward of micro-batch m. A column is one unit of time, which
-each of them takes in the drawing. With S = 3 stages and M = 4 micro-batches:
+F<m> and B<m> are the forward and the backward of micro-batch m. In the drawing a column is one unit
+of time, and each task takes one unit. With S = 3 stages and M = 4 micro-batches:
 
     stage 0  F0 F1 F2       B0 F3 B1    B2    B3
     stage 1     F0 F1    B0 F2 B1 F3 B2    B3
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
-On stage s, min(S - s, M) micro-batches are in flight: their forward has run there, and their
-backward has not. More of them, up to 2 (S - s) - 1 ("eager", DAPPLE's policy B), hide the time of
-sends. If K[s] micro-batches are in flight on stage s, and a send takes c seconds, a micro-batch
-takes in the long run the maximum, over stages a < b, of
+On stage s, at most min(S - s, M) micro-batches are in flight: their forward has run there, and
+their backward has not. With 2 (S - s) - 1 in flight ("eager", DAPPLE's policy B), sends cost no
+time in the long run if a send takes at most half as long as a forward plus a backward.
+
+Let K[s] be the most micro-batches in flight on stage s, and let F, B and c be the seconds of a
+forward, of a backward and of a send. A round trip from stage a to stage b and back lets K[a] - K[b]
++ 1 micro-batches pass. So in the long run a micro-batch takes the maximum, over stages a <= b, of
 
     ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
-
-where F and B are the seconds of a forward and of a backward.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
 
 
 def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
-    """Makes a stage's list: `warm` forwards, backwards and forwards in turn, the last backwards."""
+    """Makes a stage's list: `warm` forwards, backwards and forwards in turn, other backwards."""
     forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
     backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
     steady = [task for pair in zip(backwards, forwards[warm:], strict=False) for task in pair]
@@ -49,7 +50,7 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
 class EagerLists:
     """The lists of `OneFOneB`.
 
-    `most` has the number of micro-batches in flight for each device; by default, device d of S has
+    `most` has the most micro-batches in flight on each device. By default, device d of S has
     2 (S - d) - 1.
 
     >>> from jvpipe.ir.task import text
@@ -72,9 +73,10 @@ class EagerLists:
 
 
 class OneFOneB(Schedule):
-    """The schedule of 1F1B with more micro-batches in flight than it needs, to hide sends.
+    """The schedule of 1F1B with a choice of how many micro-batches are in flight.
 
-    Their number is the one of `eager` (see `EagerLists`), or that in `most` for each device.
+    More micro-batches in flight hide sends, and take more memory. With `eager`, device d of S has
+    at most 2 (S - d) - 1. `most` has a number for each device. Without either, it is plain 1F1B.
 
     >>> OneFOneB(eager=True).name, OneFOneB(most=[3, 2, 1]).name
     ('1f1b-eager', '1f1b-most-3-2-1')

@@ -1,16 +1,16 @@
 """PipeDream (SOSP 2019): the order of 1F1B over a stream, which has no flush between its steps.
 
-F<m> and B<m> are the forward and the backward of micro-batch m; an update follows each B. A column
-is one unit of time. With S = 3 stages and a stream of 5 micro-batches:
+F<m> and B<m> are the forward and the backward of micro-batch m. An update follows each B, and takes
+no time in the drawing. A column is one unit of time. With S = 3 stages and 5 micro-batches:
 
     stage 0  F0 F1 F2       B0 F3 B1 F4 B2    B3    B4
     stage 1     F0 F1    B0 F2 B1 F3 B2 F4 B3    B4
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-PipeDream stashes the version that each micro-batch in flight has read. On stage s of S, F<m> reads
-version max(0, m - (S - 1 - s)), and B<m> reads the same version, so the stage holds S - s versions.
-With vertical sync all stages read the version that stage 0 has read, which is
-max(0, m - (S - 1)), and each stage holds S versions.
+Version n of a stage's weights is the one after n updates. PipeDream keeps (stashes) the version
+that each micro-batch in flight has read. On stage s of S, F<m> and B<m> both read version
+max(0, m - (S - 1 - s)), so the stage holds S - s versions. With vertical sync all stages read the
+version that stage 0 has read, max(0, m - (S - 1)), so each stage holds S versions.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -2,18 +2,18 @@
 
 A backward finds newer weights than its forward has read, and corrects for that. The order of tasks
 is that of PipeDream. On stage s of S, F<m> reads version max(0, m - tau) and B<m> reads version m,
-where tau = S - 1 - s. (The paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which
-updates are further away.) The paper has three techniques, with K for `anneal_updates` and D for
-`decay`:
+where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N micro-batches, is for a pipeline
+in which more tasks lie between a forward and its update.) The paper has three techniques. Here K is
+`anneal_updates`, D is `decay`, and w[t] is version t of the weights w:
 
     T1  the t-th update is scaled by max(1, tau) ** -(1 - min(t / K, 1))
     T2  B reads w - tau delta, where delta <- gamma delta + (1 - gamma) (w[t + 1] - w[t])
         and gamma = D ** (1 / tau); not applied if tau = 0
     T3  the first `warmup_updates` are synchronous, under 1F1B, one per step
 
-Forwards that are recomputed for a backward read the backward's weights, so here the fates of a plan
-change the results of training. A parameter that several stages read has the versions of its first
-reader on all of them, and is stashed instead of corrected.
+Forwards that are recomputed for a backward read the backward's weights. So under this schedule the
+results of training depend on what a plan recomputes. A parameter that several stages read is not
+corrected: all of them read the version of the first reader, which is stashed until the backward.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

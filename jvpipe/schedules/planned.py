@@ -1,4 +1,4 @@
-"""The task lists of a plan: its own ones if it has some, otherwise those of its schedule's rule."""
+"""Finds the task lists of a plan: its own if it has some, otherwise those of its schedule."""
 
 from collections import Counter
 from itertools import product
@@ -12,7 +12,7 @@ from jvpipe.schedules.schedule import Schedule
 
 
 def pipeline_length(plan: Plan, schedule: Schedule) -> int:
-    """Counts the task lists of a plan, of which each device that the pipeline passes has one.
+    """Counts the places of a plan's pipeline; each has a task list, and one device or replicas.
 
     Raises:
         ValueError: the number of stages is not a multiple of the schedule's chunks.
@@ -37,12 +37,12 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
 
     Args:
         plan: the plan; its own tasks are returned if it has some.
-        schedule: the schedule whose rule gives the tasks otherwise.
+        schedule: gives the tasks if the plan has none of its own.
         microbatches: the number of micro-batches of the step.
 
     Raises:
-        ValueError: the plan's tasks are those of another step, or the stages of a list lie on
-            different devices.
+        ValueError: the plan's tasks are for other micro-batches or stages, or the stages of one
+            list lie on different devices.
     """
     if plan.tasks:
         lists = merged(read_lines(plan.tasks))
@@ -51,7 +51,7 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
         lists = schedule.tasks(pipeline_length(plan, schedule), microbatches)
     for tasks in lists:
         stages = sorted({task.stage for task in tasks})
-        # One device runs a list, or one group of replicas.
+        # A list is run by one device, or by one group of replicas.
         groups = {plan.stages[s].devices for s in stages}
         if len(groups) > 1:
             devices = sorted(d for group in groups for d in group)
@@ -71,7 +71,7 @@ def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
     """
     counts = Counter(task for tasks in lists for task in tasks)
     for s, m in product(range(stages), range(microbatches)):
-        # Tasks that are expected are popped; tasks that are left in the end do not belong here.
+        # Expected tasks are popped, so the tasks that are left do not belong here.
         times = [counts.pop(Task(s, kind, m), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
         if times not in ([1, 1, 0, 0], [1, 0, 1, 1]):
             raise ValueError(

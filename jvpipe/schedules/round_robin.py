@@ -1,17 +1,17 @@
 """Lists of asynchronous schedules whose stages have several devices that take turns (PipeDream).
 
-Micro-batch m runs whole on device m mod r of a stage with r devices. In this example stage 0 has
-two devices, for even and for odd micro-batches, and stage 1 has one. An update (U) comes every two
-micro-batches:
+On a stage with r devices, micro-batch m runs on device m mod r alone. F<m> and B<m> are its forward
+and its backward. In this example stage 0 has two devices, for even and for odd micro-batches, and
+stage 1 has one. An update (U) comes every two micro-batches:
 
     stage 0   even   F0 F2     B0 F4   ...
               odd    F1 F3          B1 U1 F5 ...
     stage 1             F0 B0 F1 B1 U1     ...
 
 A stage has as many micro-batches in flight as the next stage, plus one for each of its own devices,
-rounded up so that each device has the same number. With fewer the devices of a stage that is wider
-than its neighbours would wait for one another; PipeDream has fewer, namely the number of devices of
-the stage and of all later stages.
+rounded up so that each of its devices has the same number. PipeDream has fewer in flight: as many
+as the stage and all later stages have devices. But then the devices of a stage that has more
+devices than its neighbors would wait for one another.
 """
 
 import math
@@ -25,7 +25,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """The lists for stages that have `replicas` devices, a number for each stage.
+    """The lists for stages of several devices; `replicas` has the number of each stage's devices.
 
     >>> from jvpipe.ir.task import text
     >>> RoundRobin((2, 1)).in_flight, text(RoundRobin((2, 1))(2, 6)[0])
@@ -50,7 +50,7 @@ class RoundRobin:
 
 
 def taking_turns(schedule: Schedule, plan: Plan) -> Schedule:
-    """Returns an asynchronous schedule with the lists that the stages of a plan run."""
+    """Returns an asynchronous schedule, with lists for turns if stages of the plan need them."""
     return schedule.with_lists(RoundRobin(plan.replicas)) if plan.replicated else schedule
 
 
@@ -59,7 +59,7 @@ def check_turns(schedule: Schedule, plan: Plan, microbatches: int) -> None:
 
     Args:
         schedule: an asynchronous schedule.
-        plan: a plan with stages of several devices.
+        plan: a plan in which stages have several devices.
         microbatches: the number of micro-batches of a step.
     """
     if schedule.predicts or schedule.decay is not None:

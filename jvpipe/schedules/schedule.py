@@ -1,4 +1,12 @@
-"""A schedule: the order of tasks on each stage, and the micro-batches and versions held by it."""
+"""A schedule: the order of tasks on each device, and the versions of weights that tasks read.
+
+The counts that planners need follow from the lists of tasks, such as the micro-batches in flight
+(`Schedule.in_flight`). So a new schedule gives its lists, and no formulas for such counts.
+
+Gradients are added up in the order of a stage's backwards. All schedules here run them in ascending
+order of micro-batches, so that the results of synchronous ones are bitwise identical. A schedule
+with another order is allowed, and rounds differently.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +27,14 @@ _log = logging.getLogger("jvpipe")
 Rule = Literal["newest", "first stage", "one behind"]
 """The version that a forward reads.
 
-"newest" is its stage's newest version. "first stage" is the version that the first stage has read
-for the micro-batch. "one behind" is the version before the one that the micro-batch's update takes.
+"newest" is the newest version of the forward's stage. "first stage" is the version that the first
+stage has read for the same micro-batch. "one behind" is the version before the one that is updated
+with the gradients of the micro-batch.
 """
 
 
 def one_version(stage: int, stages: int) -> int:
-    """Counts the versions that a stage holds if it is updated only when nothing is in flight."""
+    """Returns 1: a stage that is updated only when nothing is in flight holds one version."""
     return 1
 
 
@@ -33,16 +42,18 @@ def one_version(stage: int, stages: int) -> int:
 class Schedule:
     """A family of task lists, with the rule for the versions of weights that tasks read.
 
-    `lists` makes the lists for a number of devices and of micro-batches, one list per device. If
-    the schedule is `synchronous`, they are the lists of a step; otherwise they are those of a whole
-    stream, with its warm-up and its drain. Each device runs `chunks` stages. The stages lie on the
-    devices in a loop or, with `vee`, there and back. These are the devices of the stages 0 to 5 on
-    three devices:
+    `lists` is a function of the number of devices and the number of micro-batches. It makes one
+    list per device. A `synchronous` schedule has the lists of one step. Any other schedule has the
+    lists of a whole stream, from its warm-up to its drain.
+
+    Each device runs `chunks` stages. The stages lie on the devices in a loop or, with `vee`, there
+    and back. With three devices, stages 0 to 5 lie on these:
 
         chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
 
-    `versions` counts the versions of its parameters that a stage (counted from 0) holds.
+    `versions` is a function of a stage (counted from 0) and the number of stages. It counts the
+    versions of its parameters that the stage holds.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
     A forward reads the version that `rule` says. A backward reads the same version if `stash` is
@@ -99,7 +110,7 @@ class Schedule:
         return self.chunks * devices
 
     def tasks(self, devices: int, microbatches: int) -> TaskLists:
-        """Makes the lists as they are run: halves that gain nothing are joined by `merged`.
+        """Makes the lists as they run: `merged` joins halves that gain nothing by being apart.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -113,10 +124,11 @@ class Schedule:
 
         The result has vectors for each device. A vector has a pair (k, w) for each chunk: k
         micro-batches are between their forward and their backward, and w are between the two halves
-        of their backward. Only vectors count that no other one reaches or exceeds in every entry.
-        If a micro-batch takes A bytes of a chunk in the first case, and H bytes in the second, the
-        peak of a device is the maximum, over its vectors, of the sum over its chunks of k A + w H.
-        So the vectors serve for any sizes.
+        of their backward. A vector is left out if another one is as large or larger in every entry.
+
+        The vectors serve for any sizes. If a micro-batch takes A bytes of a chunk between forward
+        and backward, and H bytes between halves, the peak of a device is the maximum, over its
+        vectors, of the sum over its chunks of k A + w H.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("zb-h1").held(2, 8)
@@ -166,7 +178,7 @@ class Schedule:
         return microbatches / self.period(microbatches)
 
     def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
-        """Makes the lists of a stream with their updates: U<m> follows the B<m> that completes it.
+        """Makes the lists of a stream with updates: U<m> follows B<m> if B<m> completes an update.
 
         Args:
             stages: the number of stages.
@@ -183,7 +195,7 @@ class Schedule:
         return tuple(tuple(with_updates(tasks, every)) for tasks in lists)
 
     def check(self, devices: int, microbatches: int) -> None:
-        """Checks that a stream can run in steps of a number of micro-batches.
+        """Checks that an asynchronous schedule can run in steps of so many micro-batches.
 
         Args:
             devices: the number of devices that the pipeline passes.
@@ -195,7 +207,7 @@ class Schedule:
         """
         if self.synchronous:
             return
-        # An update comes after a whole backward, on a device with one stage.
+        # `with_updates` puts updates only after whole backwards, on devices with one stage.
         split = self.splits(devices, microbatches)
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
@@ -243,10 +255,10 @@ class Schedule:
 
 
 Holding = tuple[tuple[int, int], ...]
-"""What a device holds at some time: a pair for each of its chunks.
+"""The micro-batches that a device holds at some time: a pair for each of its chunks.
 
-The pair has the number of micro-batches between their forward and their backward (or its first
-half), and the number between the two halves of their backward.
+The first number counts micro-batches between their forward and their backward (or its first half),
+the second number those between the two halves of their backward.
 """
 
 
@@ -265,7 +277,7 @@ def at_least(least: int, **options: Any) -> None:
 
 
 def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
-    """Reads an option that has a number for each device.
+    """Checks an option that has a number for each device, and returns the numbers as a tuple.
 
     Args:
         least: the least that each number may be.
@@ -273,7 +285,7 @@ def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
         values: the numbers as the user gave them.
 
     Raises:
-        ValueError: they are not such numbers.
+        ValueError: a value is not a whole number, or is below `least`.
 
     >>> numbers_of(0, "late", [0, 1])
     (0, 1)
@@ -293,9 +305,9 @@ def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
 
 
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
-    """Words the message for fewer micro-batches than devices.
+    """Writes the message about fewer micro-batches than devices.
 
-    It names the idle share of devices whose stages are equal and whose backwards are whole.
+    The idle share in it assumes that stages are equal and backwards are whole.
     """
     # The seconds of a step, in units of a device's work on one micro-batch.
     step = devices + (microbatches - 1) / schedule.chunks
@@ -312,17 +324,17 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
 def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Holding, ...], ...]:
     count = microbatches
     if not schedule.synchronous:
-        # After that many the pipeline of a stream is full, so nothing later holds more.
+        # After so many micro-batches the pipeline of a stream is full, and holds no more later.
         count = max(microbatches, 2 * devices)
     lists = schedule.tasks(devices, count)
     return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
 
 
 def _largest_holdings(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ...]:
-    """Finds the holdings of a device that no other holding reaches or exceeds in every entry.
+    """Finds the holdings of a device, except any that another one equals or exceeds in every entry.
 
-    Only holdings before a task that releases something are looked at, because a device holds less
-    before a forward than after it.
+    Only the moments before a task that releases something are looked at, because between them a
+    device holds more with each forward.
     """
     current = [[0, 0] for _ in range(chunks)]
     peaks: dict[Holding, None] = {}

@@ -1,8 +1,8 @@
 """PipeDream-2BW (ICML 2021): the order of PipeDream, with one update per step and two versions.
 
-The forwards and backwards of step b read version max(0, b - 1). The update of step b makes version
-b + 1 from version b. So every update has gradients of one version earlier, even with a single
-stage.
+Version n of the weights is the one after n updates. The forwards and backwards of step b read
+version max(0, b - 1). The update of step b makes version b + 1 from version b. So from step 1 on,
+gradients are one version older than the weights that they update, even with a single stage.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -5,9 +5,9 @@ stages on one device. With S devices, device d has stage d as its first chunk an
 as its second. So the last device runs its second chunk directly after its first, and device 0 has
 both the first stage (with the embedding) and the last (with the loss).
 
-In the drawings F<m> is the forward of micro-batch m, and I<m> and W<m> are the halves of its
-backward. Small letters stand for the device's second chunk. A column is one unit of time, which
-each of these tasks takes. zb-v, for S = 3 devices and M = 5 micro-batches:
+F<m> is the forward of micro-batch m, I<m> and W<m> are the halves of its backward. Small letters
+stand for the device's second chunk. In the drawings a column is one unit of time, and each task
+takes one unit. zb-v, for S = 3 devices and M = 5 micro-batches:
 
     device 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4
     device 1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3 w4 W4
@@ -19,10 +19,16 @@ v-half, for S = 3 and M = 4:
     device 1     F0       f0 F1    i0 w0 f1 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2    I2 i3 W2 w3    I3 W3
     device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3 W3
 
-A device holds at most so many micro-batches: S under zb-v (`memory="full"`), as under 1F1B;
-S / 2 + 1.5 under v-half ("half"); S / 3 + 1.5 under v-min ("least"). v-half and v-min repeat a
-block of six slots of time for each micro-batch. Only the order of the slots counts, not how long
-tasks take.
+The three differ in how many micro-batches a device holds at most. A micro-batch on one of the two
+chunks counts one half:
+
+    name      `memory`    micro-batches
+    zb-v      "full"      S, as under 1F1B
+    v-half    "half"      S / 2 + 1.5
+    v-min     "least"     S / 3 + 1.5
+
+v-half and v-min give each task of a micro-batch a slot of time. The next micro-batch has the same
+slots plus six. Only the order of the slots is used, not how long tasks take.
 """
 
 from collections import deque
@@ -43,9 +49,9 @@ PERIOD_SLOTS = 6
 
 @dataclass(frozen=True)
 class VeeLists:
-    """The lists of `VSchedule`.
+    """The lists of `VSchedule`; `memory` is explained there.
 
-    The code writes the work of a device in letters; small letters stand for its second chunk.
+    The code writes the work of a device in letters, as the drawings do.
 
     >>> from jvpipe.ir.task import text
     >>> text(VeeLists("half")(2, 1)[0])
@@ -61,13 +67,13 @@ class VeeLists:
     def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
         match self.memory:
             case "full":
-                # The phases need 2 S - 1 micro-batches. The surplus of a short step is left out.
+                # The phases need 2 S - 1 micro-batches. If a step has fewer, the others are dropped.
                 work = _full(d, devices, max(microbatches, 2 * devices - 1))
             case "half" | "least":
                 work = _repeated(_slots(self.memory, d, devices), microbatches)
             case _:
                 assert_never(self.memory)
-        # The device's stage by whether the letter is small, which means the second chunk.
+        # A small letter (True) is a task of the second chunk.
         stage = {True: 2 * devices - 1 - d, False: d}
         return tuple(
             Task(stage[letter.islower()], Kind(letter.upper()), m)
@@ -77,7 +83,7 @@ class VeeLists:
 
 
 def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Yields the phases of zb-v on device d, each of which repeats some letters.
+    """Yields the tasks of device d under zb-v, in phases; each phase repeats some letters.
 
     letters         phase
     F               until the first micro-batch comes back from the last device
@@ -110,8 +116,8 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
     """Returns the slot of each task of the first micro-batch on device d.
 
-    The same task of micro-batch m has the slot 6 m later. So tasks of different micro-batches would
-    collide if two slots of a device were equal modulo 6; the `gap` prevents that.
+    The same task of micro-batch m comes 6 m slots later. So no two slots may be equal modulo 6:
+    tasks of different micro-batches would collide. The `gap` prevents this.
     """
     S = devices
     if memory == "half":
@@ -130,9 +136,9 @@ _LATER = {"i": "w", "I": "W"}
 
 
 def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str, int]]:
-    """Yields the tasks of all micro-batches, each six slots after the same task of the one before.
+    """Yields all tasks of a device; each micro-batch has the slots of the one before, plus six.
 
-    W and w fill the slots between.
+    W and w fill the empty slots in between.
     """
     at: dict[int, tuple[str, int]] = {}
     for letter, slot in slots.items():

@@ -1,13 +1,14 @@
 """XPipe (arXiv:1911.04610): forwards read the weights that their backwards are expected to find.
 
-The order of tasks is that of PipeDream. F<m> reads w[c] + d u. Here w[c] is the newest version of
-the weights, d = m - c is the number of updates until B<m>, and u is the last applied update (zero
-before the first one). B<m> reads w[m]. (In the paper u is Adam's step, predicted for a whole batch
-from its first micro-batch; here u is whatever the optimizer did.)
+The order of tasks is that of PipeDream. w[n] are the weights after n updates. F<m> reads the
+prediction w[c] + d u: c is the newest version, d = m - c is the number of updates until B<m>, and u
+is what the last update has added (zero before the first one). B<m> reads w[m]. In the paper u is
+Adam's step, predicted for a whole batch from its first micro-batch. Here u is whatever the
+optimizer did.
 
 Forwards that are recomputed for a backward read the backward's weights. A parameter that several
 stages read is not predicted: its backward reads the version that its forward has read, which is
-stashed.
+stashed until then.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -15,7 +16,8 @@ from jvpipe.schedules.schedule import Schedule, at_least
 
 
 def _and_prediction(stage: int, stages: int) -> int:
-    return 1 + 2 * (stage < stages - 1)  # u, and the predicted weights while a forward runs
+    # Besides the weights, all stages but the last hold u, and predictions while a forward runs.
+    return 1 + 2 * (stage < stages - 1)
 
 
 class XPipe(Schedule):

@@ -70,7 +70,7 @@ class Adapter:
     Args:
         compiled_plans: the compiled plans of the model.
         queue: the pipeline's migrations that are still to be made.
-        limits: the limits of memory in bytes, which a migration keeps also while layers move.
+        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
         hosts: the processes of the run, if there are several.
     """
 
@@ -219,7 +219,7 @@ class _Judge:
     Args:
         rule: how much evidence is enough for another plan.
         compiled_plans: the compiled plans of the model.
-        limits: the limits of memory in bytes, which a migration keeps also while layers move.
+        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
     """
 
     def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
@@ -232,7 +232,7 @@ class _Judge:
         self.ready: Migration | str | None = None  # for `preparing`, or why it cannot be made
         self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # a proposal is to replace it: its steps do not count
+        self._replaced: Plan | None = None  # a proposal leaves this plan: its steps do not count
         self._answer: Planned | None = None  # the last plan that the planner gave
         self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
 
@@ -269,7 +269,7 @@ class _Judge:
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
-        """Prepares a migration for which this process has memory; `ready` has it, or the error.
+        """Prepares a migration within the limits; sets `ready` to it, or to the error's text.
 
         Args:
             proposal: has the plan to move to.

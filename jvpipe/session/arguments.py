@@ -32,7 +32,7 @@ Tree = Any
 PER_LAYER = "per_layer"
 """The optimizer sees parameters of stacked layers (those of a scan) as one array per layer."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
-"""The numbers of stages and micro-batches unless given, in `Pipeline` and in `plan_for` alike."""
+"""The default numbers of stages and micro-batches, both in `Pipeline` and in `plan_for`."""
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
@@ -68,8 +68,8 @@ def positive(name: str, value: Any, largest: float = math.inf) -> float:
 
 
 def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
-    """Makes a check that a name is one of `choices`; messages call what is named a `kind`."""
-    # A list can be read by each check, while `choices` may be an iterator.
+    """Makes a check that a name is one of `choices`; `kind` is the message's word for a choice."""
+    # Each check reads the names, while `choices` may be an iterator, which is read only once.
     names = list(choices)
 
     def check(name: str, value: Any) -> str:
@@ -349,8 +349,8 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
 def shapes_of(tree: Tree) -> Any:
     """Returns the containers of a tree, and the shapes and types that its leaves have on a device.
 
-    A loss is traced to the same program for all trees with the same result, so the result is the
-    key under which the program is kept.
+    If two trees have the same containers, shapes and types, a loss is traced to the same program
+    for both. So what this returns is the key under which the program is kept.
     """
     leaves, containers = jax.tree.flatten(tree)
     return containers, tuple(
@@ -367,15 +367,16 @@ _UNEVEN = (
 def check_deferred(options: Mapping[str, Any]) -> None:
     """Raises ValueError unless the other options allow deferred batch norms.
 
-    These sum over a whole batch, in the model state. So there must be a model state, and each batch
-    must end before the next one begins. A replica would sum over a part of the batch only.
+    Deferred batch norms keep sums over a whole batch in the model state. So there must be a model
+    state, and each batch must end before the next one begins. There must be no replicas, because
+    each would sum over its own examples only.
     """
     if not options["deferred_batch_norm"]:
         return
     if not options["has_state"]:
         raise ValueError(
-            "deferred_batch_norm=True, but the loss carries no model state: say has_state=True, and carry what batch "
-            "norms remember in it"
+            "deferred_batch_norm=True, but the loss carries no model state: say has_state=True, and carry the "
+            "running statistics of batch norms in it"
         )
     if not options["schedule"].synchronous:
         raise ValueError(
@@ -386,12 +387,12 @@ def check_deferred(options: Mapping[str, Any]) -> None:
     if replicas == "auto" or any(count > 1 for count in replicas or ()):
         raise ValueError(
             f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums of its own examples alone; "
-            "leave one of both out, or call jvpipe.deferred_batch_norm in the loss"
+            "leave out one of the two, or call jvpipe.deferred_batch_norm in the loss"
         )
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of a micro-batch, if the batch can be split into equal micro-batches."""
+    """Returns the shapes of a micro-batch; ValueError if the batch cannot be split evenly."""
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)
@@ -418,7 +419,7 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"the leaves of the batch differ in their leading axis: {sizes}; give each an entry per example, and let "
-            "the loss capture what is none of examples"
+            "the loss capture arrays that have none"
         )
     return jax.tree_util.tree_map_with_path(part, batch)
 

@@ -132,7 +132,7 @@ def restore(session: Engine, path: str | Path) -> State:
         _trace(session, path, saved.meta)
     _check_key(session, path, saved.meta)
     compiled = session.compiled
-    if compiled.previous:  # earlier plans of the session's stream, which ends here
+    if compiled.previous:  # the session's own stream ends here, so its earlier plans are dropped
         compiled = compiled.after(None)
     if "flight" in saved.meta:
         _saving(session, compiled).check_in_flight(path, saved.meta["flight"])

@@ -117,7 +117,7 @@ class CompiledPlans:
         chosen = shape and shape.planned
         if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
             lines += shape.why
-        # After a migration the cuts may be others, which the planner's reasons do not explain.
+        # The planner's reasons explain its own cuts. After a migration, other cuts may be in use.
         if planned and planned.plan.cuts == compiled.plan.cuts:
             layer_s = layer_s and work_s(planned.placed)
             lines += planned.reasons(compiled.optimizer.cross_layer)
@@ -448,7 +448,7 @@ class KnownModels:
             path = _missing(loss_fn, params, *rest) or error.args[0]
             raise ValueError(
                 f"the new loss reads parameter '{path}', which params lack: give a value for every parameter that it "
-                "reads (of those that are kept the value does not matter)"
+                "reads (the values of kept parameters are ignored)"
             ) from error
         return compiled_plans
 

@@ -1,4 +1,4 @@
-"""Makes settings of options: the device of each stage, limits of memory, meshes and sharding."""
+"""Turns options into settings: the device of each stage, limits of memory, meshes and sharding."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def _check_different(devices: Sequence[Device]) -> None:
     """Raises ValueError if a device is named twice."""
     if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
         raise ValueError(
-            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
+            f"device {twice} is named twice: where stages are replicated each replica needs a device of its own"
         )
 
 
@@ -184,8 +184,8 @@ def device_limits(
     """Returns each device's limit in bytes; empty if no limit is given and none reported (CPUs).
 
     Args:
-        limits: one limit for all devices; or one for each device; or one for each that the plan
-            uses, and other devices get the smallest of them. None: the limits that devices report.
+        limits: one limit for all devices; or one for each device; or one for each device of the
+            plan, of which other devices get the smallest. None: the limits that devices report.
         devices: all devices of the run.
         planned: how many devices the plan uses; they come first in `devices`.
         hosts: the processes of the run, if there are several.
@@ -226,7 +226,7 @@ def _reported(device: Device) -> int | None:
 
 
 def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
-    """Returns how many bytes the host may hold for all devices; None: there is no limit.
+    """Returns how many bytes the host may hold for all devices; None if there is no limit.
 
     Args:
         asked: the limit that the user gives. If it is None and there are GPUs, the limit is the sum
@@ -321,7 +321,7 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
         if len(processes) > 1:
             raise ValueError(
                 f"the mesh of {group} has devices of processes {processes}: the inner axes of a place cannot go over "
-                "several, give each mesh devices of one"
+                "several processes: give each mesh devices of one process"
             )
         if shared := [device for device in members if holder.setdefault(device, group) != group]:
             raise ValueError(
@@ -344,7 +344,7 @@ def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
-            f"{brief(sharding)}; or batch_axis, which of them has the examples"
+            f"{brief(sharding)}; or give batch_axis, the axis along which examples are cut"
         )
     return {_checked_rule(rule): _checked_spec(rule, spec, axes) for rule, spec in sharding.items()}
 

@@ -41,7 +41,7 @@ from jvpipe.session.planning import Planned
 from jvpipe.session.settings import Parts, Settings, Trees, option_parts, with_sums
 from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.digests import array_digest, leaf_lines, made_lines, shape_lines
-from jvpipe.trace.leaves import abstract, canonical, is_initialiser
+from jvpipe.trace.leaves import abstract, canonical, is_initializer
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -166,8 +166,8 @@ class Engine:
             if hosts is None:
                 return list(map(to_host, arrays))
             spots = names_of(self.compiled, state.stream_steps)
-            home = next(place for place, device in enumerate(devices) if _jax.is_own(device))
-            shapes = [self.compiled.lying(Value(kind, index), home) for _, index in names]
+            own_place = next(place for place, device in enumerate(devices) if _jax.is_own(device))
+            shapes = [self.compiled.lying(Value(kind, index), own_place) for _, index in names]
             processes = [devices[spots[newest[name]].place].process_index for name in names]
             return hosts.gather(processes, shapes, arrays)
         except Exception as error:
@@ -183,7 +183,9 @@ class Engine:
         }
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """Returns the newest version of each array that outlives a step, without those in flight.
+        """Returns the newest version of each array that a state at rest has.
+
+        Arrays of micro-batches in flight and older versions are left out.
 
         Raises:
             ValueError: the state is not whole, or belongs to another model.
@@ -429,7 +431,7 @@ def agree_on_given(
     Raises:
         Disagreement: two processes give different values.
     """
-    if is_initialiser(params):
+    if is_initializer(params):
         assert rng is not None
         parameters = made_lines(params, rng)
     else:
@@ -462,7 +464,8 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
 
     Args:
         hosts: the processes.
-        here: the peaks as this process knows them; those of other processes' devices are too small.
+        here: the peaks as this process knows them. Its numbers for other processes' devices are too
+            small, so the largest report of each device counts.
     """
     sizes_by_process = [
         json.loads(word)

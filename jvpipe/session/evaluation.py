@@ -238,7 +238,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
 def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     """Puts each layer of a function on the stage of its parameters, or on a later stage."""
     trained, stages = training.traced.graph, training.plan.stages
-    home = {
+    stage_of = {
         trained.parameters[p].array.name: s
         for s, stage in enumerate(stages)
         for layer in stage.layers
@@ -246,8 +246,8 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     }
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
-        # A layer may read values of all layers before it, so it is on the same stage or later.
-        at = max([at, *(home[graph.parameters[p].array.name] for p in graph.owned(layer))])
+        # A layer may read values of all layers before it, so it is on no earlier stage than they.
+        at = max([at, *(stage_of[graph.parameters[p].array.name] for p in graph.owned(layer))])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
     return Plan(tuple(Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs))

@@ -39,9 +39,9 @@ class Forecast:
     """The answers of planners to a problem, the best answer first.
 
     `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also decided
-    how many devices each stage has, `shapes` holds the shapes that it could choose from. `state_s`
-    counts the seconds per step in which the optimizer's state is copied from the host and back; no
-    other work is assumed to hide these seconds.
+    which devices each stage has (the shape), `shapes` holds the shapes that it could choose from.
+    `state_s` counts the seconds per step in which the optimizer's state is copied from the host and
+    back; no other work is assumed to hide these seconds.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -130,8 +130,8 @@ class Forecast:
         kinds = self.answers[0].kinds
         shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
         state = (
-            "the optimizer's state that lies on the host comes before its update and goes back after it: "
-            f"{self.state_s:.3g} s a step more, at most"
+            "the optimizer's state that lies on the host is copied to the devices before its update and back after it, "
+            f"which takes at most {self.state_s:.3g} s per step"
         )
         away = [state] if self.state_s else []
         return [*unlike, *shape, *cut_reasons(self.problem, decision), *away]
@@ -290,7 +290,10 @@ def _plan_of(problem: Problem, answer: Answer) -> Plan:
 
 
 def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
-    """Returns each stage's layers, seconds and bytes, by the names of `--json` and `host_bytes`."""
+    """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
+
+    `host_bytes` comes in addition, which `--json` does not have.
+    """
     assert answer.evaluation is not None
     stages = list[dict[str, Any]]()
     for stage, cost in zip(_plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
@@ -344,8 +347,8 @@ def asked(
     """Asks planners to solve a problem, and returns their answers, the best first.
 
     Args:
-        problem: the problem; if its order of tasks is open, the forecast's problem has the order of
-            the best answer.
+        problem: the problem; if it leaves the order of tasks to the planner (schedule "auto"), the
+            forecast's problem has the order of the best answer.
         names: the names of the planners.
         title: the title of a figure.
         question: the question from which the problem was made.
@@ -357,15 +360,15 @@ def asked(
     check_sums(problem)
     for name in names:
         check_chooser(problem.schedule, name)
-    # The sort of `best_first` is stable, so jvpipe's own planner comes before one with equal plans.
+    # The sort of `best_first` is stable, so of equally good plans jvpipe's own comes first.
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)
-    by_planner = {name: _timed(name, problem, partial(ask, name, problem)) for name in own_first}
+    by_planner = {name: timed(name, problem, partial(ask, name, problem)) for name in own_first}
     answers = best_first(problem, [answer for _, answer in by_planner.values()])
     answers = [replace(answer, splits=splits) for answer in answers]
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
-def _timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
+def timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
     """Asks a planner and measures how long it takes.
 
     Args:

@@ -43,7 +43,7 @@ from jvpipe.session.arguments import (
     check_functions,
     checked_name,
 )
-from jvpipe.session.forecast import Forecast, _timed, asked, with_splits
+from jvpipe.session.forecast import Forecast, asked, timed, with_splits
 from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
@@ -63,7 +63,7 @@ Tree = Any
 _log = logging.getLogger("jvpipe")
 USUAL_HARDWARE = "a100-40gb"
 Limits = int | tuple[int, ...] | None
-"""Bytes: one limit for all devices, or one for each; None: all the memory that they have."""
+"""Bytes: one limit for all devices, or one for each; None: all the memory of each device."""
 
 
 def plan_for(
@@ -97,22 +97,22 @@ def plan_for(
     more than the limit, another plan is made.
 
     With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then decides
-    all of stages, replicas, cuts and micro-batches that are not given.
+    whichever of stages, replicas, cuts and micro-batches are not given.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or their shapes.
-        stages: how many stages; 2 unless given or decided.
-        devices: how many devices all stages share; unless given, as many as `replicas` take, or
-            else all of the hardware.
-        replicas: how many devices each stage has, such as (3, 1) or "3:1"; decided with "auto".
+        stages: how many stages; 2, unless it is given or the planner decides.
+        devices: how many devices all stages have together; unless given, as many as `replicas`
+            take, or else all of the hardware.
+        replicas: how many devices each stage has, such as (3, 1) or "3:1"; "auto" leaves it open.
         cuts: how many layers each stage has.
         hardware: a cluster: a name such as "h100", a TOML file, or a `Cluster`. Its first devices
             are used. "a100-40gb" unless given.
         memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a limit
             for each. Unless given, all the memory that the devices have.
-        microbatches: how many a batch is split into; 4 unless given or decided.
+        microbatches: how many a batch is split into; 4, unless it is given or the planner decides.
         schedule: the name of a schedule, or one with options; replicas need a synchronous one.
         planner: the name of a planner, or several to compare; "all" compares all planners. Replicas
             are planned by "jvpipe", "pipedream" or "dapple".
@@ -123,9 +123,9 @@ def plan_for(
         stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
         state_fates: where the optimizer's state lies between updates, by patterns of parameters.
-            Unless given, it is decided, if there is one planner and it chooses fates: on the host
-            if no other plan fits, or if copying it takes less time than recomputing values to make
-            room for it.
+            Unless given, a single planner that chooses fates decides it. State then lies on the
+            host if no other plan fits, or if copying it takes less time than recomputing values to
+            make room for it.
         compile: True for the compiler of the hardware, or the name of a compile target, such as
             "v5e:4x4".
         title: the title of the figure.
@@ -203,22 +203,21 @@ class _Asking:
         chooses = [find_planner(name).chooses_fates for name in self.names]
         if self.question.state_fates or chooses != [True]:
             return kept
-        splits = kept.answers[0].splits
-        return place_state(kept, partial(asking._state_away, limits, splits), _judged)
+        away = partial(asking._state_away, limits, kept.answers[0].splits)
+        return place_state(kept, away, _judged)
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
-        """Returns the answers; layers are cut at `splits`, or if empty, where that is faster."""
+        """Returns the answers, with layers cut at `splits`; empty: wherever a cut saves time."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
             (planner, *_) = self.names
-            problem, best = _timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
+            problem, best = timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
             return _with_state(Forecast(problem, (best,), self.title, question, shapes))
         problem = question.problem(cluster, limits, splits)
         forecast = asked(problem, self.names, self.title, question, splits)
-        if splits:
-            return _with_state(forecast)
-        cuts_layers = not any(find_planner(name).as_paper for name in self.names)
+        of_paper = any(find_planner(name).as_paper for name in self.names)
+        cuts_layers = not splits and not of_paper
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
@@ -262,7 +261,7 @@ class _Asking:
         used = self.cluster.accelerators[: self.devices]
         limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in used)
         # The model is the same each time, so its traces and their costs are kept.
-        again = replace(self, question=replace(self.question, made={}))
+        again = replace(self, question=replace(self.question, remembered={}))
         return signed(
             lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
         )
@@ -355,7 +354,7 @@ class Signer:
 
     @property
     def said(self) -> Said:
-        """For each program, the sizes by the compiler that reports the most temporary bytes."""
+        """For each program, the report of the compiler that counts the most temporary bytes."""
         largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
@@ -394,7 +393,7 @@ class Signer:
             peak, padding, host = by_store[self.stores[fullest]][fullest]
             layers = problem.layers_on(s)[first:last]
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
-            # The row (program or copy) that runs at the peak has the layer of the temporaries.
+            # Temporaries at the peak are those of the layer whose row (program or copy) runs then.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
             stages.append(

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
-    """Returns how many times longer than the first a device takes per layer; empty if equally fast.
+    """Returns how many times longer a device takes per layer than the first; empty if equally fast.
 
     Args:
         speeds: the relative speeds of all devices; empty: all are equally fast.
@@ -93,9 +93,9 @@ def slowness_by_kind(
     """Returns the slowness of each device, found once per kind; empty for the first one's kind.
 
     Args:
-        devices: the devices, whose first one the others are compared with.
+        devices: the devices; the others are compared with the first one.
         kind_of: returns the kind of a device.
-        longer: returns how many times longer than the first one a device takes for each layer.
+        longer: returns how many times longer a device takes for each layer than the first one.
     """
     by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
     for device in devices:
@@ -200,9 +200,10 @@ class Measurement:
         return self.costs_of(self.traced)
 
     def costs_of(self, traced: Traced) -> Costs:
-        """Returns the costs of the model, traced at a micro-batch or a slice.
+        """Returns the costs of the model, traced at a micro-batch or at a slice of one.
 
-        The optimizer's state counts where the user wants it to lie.
+        A slice is what one of several replicas works on. The optimizer's state counts where the
+        user wants it to lie.
         """
         costs, fates = self._costs_of(traced), self.settings.state_fates
         return costs_with_state(costs, traced.graph, self.optimizer, fates)
@@ -245,7 +246,7 @@ class Measurement:
 
     @cached_property
     def slowness(self) -> list[Slowness]:
-        """How many times longer than the first each device of `used` takes for each layer."""
+        """For each device of `used`, how many times longer than the first it takes per layer."""
         speeds, layers = self.settings.speeds, len(self.costs.layers)
         if speeds or not self.asks_seconds:
             first = self.used[0]
@@ -306,7 +307,7 @@ class Measurement:
         return measured_lending(self.bench.store, program, devices, self.bench.archive)
 
     def shapes(self, local: LocalCosts, pins: Pins | None = None) -> Shapes:
-        """Returns the shapes of the model on all devices.
+        """Returns the shapes (which devices each stage has) that a planner may choose from.
 
         Args:
             local: the costs of the model on slices of a micro-batch.
@@ -380,7 +381,7 @@ def per_machine(processes: Sequence[int]) -> int:
     """
     distinct = list(dict.fromkeys(processes))
     count = processes.count(distinct[0])
-    # Then the p-th block of `count` devices belongs to the p-th process.
+    # If machines are alike, the p-th block of `count` devices belongs to the p-th process.
     together = [distinct.index(p) for p in processes] == [i // count for i in range(len(processes))]
     return count if together else 1
 

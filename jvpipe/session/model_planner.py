@@ -41,7 +41,7 @@ ALL_AWAY = {"*": Fate.SWAP.value}
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
-    """Counts the bytes of optimizer state of each parameter with any, by the parameter's path.
+    """Counts the bytes of each parameter's optimizer state, by path; leaves out those without any.
 
     Args:
         graph: the model's layers.
@@ -76,7 +76,7 @@ def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
 
 
 def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) -> Plan:
-    """Brings state back from the host to the devices that have room, the largest first.
+    """Brings state back from the host to the devices that have room, the largest state first.
 
     Args:
         plan: a plan with optimizer state on the host.
@@ -336,14 +336,14 @@ class ModelPlanner:
         """Returns the peak of each stage's fullest device, in a step or while arrays are made."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        # Programs cannot be compiled for devices of other processes. One of this process stands in.
+        # No program can be compiled for another process's device: one of this process stands in.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         peaks = [max(step.bytes, making.bytes) for step, making in both]
         return [max(peaks[device] for device in stage.devices) for stage in compiled.plan.stages]
 
     def _to_run(self, traced: Traced, plan: Plan) -> CompiledPlan:
-        """Returns the compiled plan to run: the checked one if there is one process."""
+        """Returns the checked plan to run, without a device that stands in for another."""
         checked = self._checked_plan(traced, plan)
         return checked if checked.stand_in is None else replace(checked, stand_in=None)
 
@@ -442,9 +442,11 @@ def _check_carried(compiled: CompiledPlan) -> None:
     """Raises ValueError if a device with several stages might wait for its own later task.
 
     Model state is carried from one micro-batch to the next: the first layer that reads a leaf waits
-    until the last layer that writes it has run on the micro-batch before. A device with several
-    stages runs one of them for several micro-batches before it runs the next. If the writer is in
-    another stage than the reader, it may come after that next stage: the reader would wait forever.
+    until the last layer that writes it has run on the previous micro-batch. A device with several
+    stages runs one of them for several micro-batches before it runs the next. Suppose that the
+    reader is in the first of these two, and the writer in a later stage. The reader's second
+    micro-batch then waits for the writer, which may wait for the device's next stage, which waits
+    for the reader.
     """
     plan = compiled.plan
     for first, *_, last in carried(compiled.traced.graph):

@@ -182,7 +182,7 @@ class PipelineOptions:
         None,
         partial(checked_stages, largest=MOST_PLACES),
         "How many stages the model is cut into; each runs on one device, or on as many as --replicas says. If left "
-        "out, 2; but decided with --replicas auto, and by the plan command with --devices.",
+        "out, 2; with --replicas auto, and in the plan command with --devices, the planner decides.",
         "pipeline",
         "stages",
         EVERY,
@@ -191,7 +191,7 @@ class PipelineOptions:
     replicas: str | None = option(
         None,
         checked_replicas,
-        "How many devices each stage has, such as 2,1. With auto, this and the number of stages are decided.",
+        "How many devices each stage has, such as 2,1. With auto, the planner decides this and the number of stages.",
         "pipeline",
         "devices",
         EVERY,
@@ -210,8 +210,8 @@ class PipelineOptions:
     microbatches: int | None = option(
         None,
         _COUNT,
-        "How many parts a batch is split into. If left out, 4; but decided by the plan command with --devices or "
-        "--replicas.",
+        "How many parts a batch is split into. If left out, 4; in the plan command with --devices or --replicas, the "
+        "planner decides.",
         "pipeline",
         "micro-batches",
         EVERY,
@@ -220,7 +220,7 @@ class PipelineOptions:
     cuts: str | None = option(
         None,
         read_whole_numbers,
-        "How many layers each stage has, such as 10:4; decided if left out.",
+        "How many layers each stage has, such as 10:4; if left out, the planner decides.",
         "pipeline",
         "layers",
         PLANS,
@@ -355,7 +355,7 @@ class PipelineOptions:
     host_memory_limit: str | None = option(
         None,
         lambda said, value: parse_bytes(value),
-        "How much memory the swapped values of all devices may take on the host together.",
+        "How much host memory the swapped values of all devices may take together.",
         "memory",
         "bytes",
         RUNS,
@@ -385,7 +385,7 @@ class PipelineOptions:
         None,
         partial(checked_fates, of="parameters, such as {'*': 'swap'} or \"*=swap\""),
         "Where the optimizer's state lies between updates, by patterns of the paths of parameters, such as *=swap; "
-        "several are separated by commas. If left out, decided under a memory limit.",
+        "several are separated by commas. If left out, the planner decides under a memory limit.",
         "memory",
         "PATTERN=FATE",
         EVERY,

@@ -141,8 +141,8 @@ def ask(
     Args:
         planner: the name of the planner.
         problem: the problem to solve; the problem in the answer has the order that was chosen.
-        places: the device of each stage, or the devices if the order of tasks is open; unless
-            given, 0, 1, 2 and so on. Not used for unlike devices, which the problem numbers itself.
+        places: the device of each stage; if the order of tasks is open, the devices in turn. Unless
+            given, 0, 1, 2 and so on. Not used for unlike devices, whose numbers the problem has.
         fixed: keep unlike devices in the order that they have.
 
     Raises:
@@ -161,7 +161,7 @@ def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planne
         return answered(planner, problem, find_planner(planner).decide(problem), places)
     ordered = find_order(problem)
     plan = ordered.plan(problem, planner)
-    # Groups name their devices themselves.
+    # If devices are unlike, the problem's groups have their numbers.
     if places and not problem.groups:
         plan = plan.on([(places[d],) for stage in plan.stages for d in stage.devices])
     return Planned(plan, ordered.answered(problem), ordered.decision, ordered)
@@ -220,8 +220,9 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
     """Returns the rough plans, given the fastest first, whose shapes are worth an exact plan.
 
-    If the fastest one recomputes layers, all shapes are, because exact fates may save much time.
-    Otherwise only better cuts can save time, and shapes that are much slower are left out.
+    If the fastest one recomputes layers, much slower shapes are worth one too, because exact fates
+    may save much time. Otherwise only better cuts can save time, and such shapes are left out. At
+    most `SHAPE.planned` plans are returned.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s
@@ -234,8 +235,8 @@ def _of_shape(planner: str, plan: RoughPlan) -> Planned:
     problem = plan.problem
     if problem.schedule == AUTO:
         return _ask(planner, problem, None)
-    # The search begins with the rough plan, if that keeps the limit and has as many stages. What it
-    # finds is then at least as fast.
+    # The search begins with the rough plan if this keeps the limit and has the problem's number of
+    # stages. What the search finds is then at least as fast.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
     return answered(planner, problem, under_rule(problem, begin))
@@ -267,8 +268,8 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
     while not finds(enough):
         enough += enough // 8 + 1
     return Infeasible(
-        f"{planner.name} has no plan that fits into {limit} bytes per device: with {enough} bytes it has, "
-        f"{enough - limit} more. Use more devices, or planner 'jvpipe'",
+        f"{planner.name} has no plan that fits into {limit} bytes per device: with {enough} bytes, "
+        f"{enough - limit} more, it has one. Use more devices, or planner 'jvpipe'",
         stage=0,
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
@@ -287,8 +288,8 @@ class _Asker:
     """A planner that is asked until a run of its answer keeps a limit.
 
     One number stands for the limits of all devices: that of the device with the most memory. If
-    another device may hold x bytes less, x is added to the bytes that it holds, so that the sum
-    keeps the one number exactly if the device keeps its own limit.
+    another device may hold x bytes less, x is added to the bytes that it holds. The sum is then
+    within that number if and only if the device keeps its own limit.
 
     Args:
         planner: the name of the planner.
@@ -313,7 +314,7 @@ class _Asker:
             problem: says by how many bytes the limits of the other devices are smaller.
             plan: the plan.
         """
-        # The order of stages may be another one in the problem, so its devices identify a stage.
+        # A plan may have its stages in another order than the problem, so devices identify a stage.
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_sizes = zip(self.held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
@@ -349,8 +350,8 @@ class _Asker:
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        # The planner's estimate of the plan with the fewest bytes may exceed the bytes of its rows,
-        # and so a limit that the plan does keep.
+        # For the plan with the fewest bytes, the planner may estimate more than its rows hold, and
+        # so refuse a limit that the plan keeps.
         counted = (
             evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
         )

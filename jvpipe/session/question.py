@@ -32,7 +32,7 @@ from jvpipe.session.planning import Slowness, work_s
 from jvpipe.session.settings import OptimizerCutter, Training
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
-from jvpipe.trace.leaves import is_initialiser
+from jvpipe.trace.leaves import is_initializer
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
 from jvpipe.util.sizes import MOST_BYTES, MOST_S, limits_of_each
@@ -48,10 +48,10 @@ class Question(Training):
     Args:
         params: arrays, or shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or shapes.
-        stages: how many devices a micro-batch passes.
+        stages: how many devices a micro-batch passes; a schedule may run several stages on each.
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
-        made: traces and costs that were made for this question; None if it is asked only once, so
+        remembered: the traces and costs of this question; None if it is asked only once, so
             that nothing is kept.
     """
 
@@ -60,7 +60,7 @@ class Question(Training):
     stages: int
     model_state: Tree = None
     said: Said = field(default_factory=dict, repr=False, compare=False)
-    made: dict[Hashable, Any] | None = field(default=None, repr=False, compare=False)
+    remembered: dict[Hashable, Any] | None = field(default=None, repr=False, compare=False)
     _cutters: dict[tuple[int, int], OptimizerCutter] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -70,12 +70,12 @@ class Question(Training):
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what `make` returns, which is made once for a key if `made` keeps it."""
-        if self.made is None:
+        """Returns what `make` returns, which is made once for a key and then remembered."""
+        if self.remembered is None:
             return make()
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        if key not in self.remembered:
+            self.remembered[key] = make()
+        return self.remembered[key]
 
     def trace(self, examples: int | None = None, present: Traced | None = None) -> Model:
         """Traces the model at the shapes of a micro-batch.
@@ -96,7 +96,7 @@ class Question(Training):
             micro_batch = jax.tree.map(resized, micro_batch)
         # Any key will do, because shapes do not depend on it.
         key = jax.random.key(0)
-        params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
+        params = jax.eval_shape(self.params, key) if is_initializer(self.params) else self.params
         model = trace_model(
             self.loss_fn,
             params,
@@ -146,7 +146,7 @@ class Question(Training):
         def make() -> tuple[Costs, Any]:
             split = may_split(self.schedule, self.stages, self.microbatches)
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-            # Objects that are kept with the costs keep their ids, which are in the key.
+            # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
         key = "costs", id(traced), id(said), id(device), optimizer is None
@@ -392,8 +392,9 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the numbers of examples at which layers are traced, besides a whole micro-batch.
 
-    The first is the share of each device if all devices are replicas of one stage. The others are
-    the smallest possible shares: 1, or 2 if the loss is another program for a single example.
+    The first is how many examples each device gets if all devices are replicas of one stage, but at
+    least 2. The others are the fewest that a device can get: 1, or 2 if the loss is another program
+    for a single example.
 
     Args:
         examples: how many a micro-batch has.

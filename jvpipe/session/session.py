@@ -48,7 +48,7 @@ class Migrations:
     Args:
         compiled_plans: the compiled plans of the model; each migration changes their plan.
         controller: runs the copies of a migration.
-        limits: the limits of memory in bytes, which a migration keeps also while layers move.
+        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
         warmup_updates: how many of the first updates of an asynchronous run are made in synchronous
             steps.
     """
@@ -91,8 +91,8 @@ class Migrations:
             step, microbatch = earliest, 0
         old = self.queue[-1].new if self.queue else self._compiled_plans.current
         stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
-        # No micro-batch is expected in flight then, so the stream's earlier plans are dropped. If
-        # some are in flight after all, `run_due` prepares the migration again.
+        # The migration is expected to find no micro-batch in flight, so the stream's earlier plans
+        # are dropped. If it finds one after all, `run_due` prepares the migration again.
         if old.previous and not stream_steps:
             old = replace(old, previous=None)
         if microbatch and (old.plan.replicated or plan.replicated):
@@ -188,9 +188,7 @@ class Migrations:
 
     def _discard(self, whose: str) -> None:
         if self.queue:
-            _log.warning(
-                "migrations that were to come are dropped: they were of the %s before", whose
-            )
+            _log.warning("queued migrations are dropped: they were of the %s before", whose)
             self.queue.clear()
 
 
@@ -418,7 +416,7 @@ def switch_model(
     except StageError as error:
         error.state = replace(state, arrays=tuple(error.table))
         error.add_note(
-            "The model before is whole: go on with the `state` of this error, or save it."
+            "The previous model is whole: go on with the `state` of this error, or save it."
         )
         raise
     session.follow(compiled_plans)

@@ -72,8 +72,8 @@ class Settings(Training):
     """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
 
     Args:
-        stages: how many devices a micro-batch passes, or a plan for the first model's layers; None
-            if the planner decides (`shares`).
+        stages: how many devices a micro-batch passes (a schedule may run several stages on each),
+            or a plan for the first model's layers; None if the planner decides (`shares`).
         planner: the name of the planner, which chooses cuts and fates.
         limits: the bytes that each device may hold; empty if there is no limit.
         host_limit_bytes: the limit for swapped and parked values on the host.
@@ -139,8 +139,8 @@ class Settings(Training):
 # name the part that differs.
 
 Parts = list[tuple[str, str]]
-"""The name of each part with its text; parts are equal exactly if their texts are. A message shows
-the line that differs, so lines should be short."""
+"""The name of each part with its text; parts are equal if and only if their texts are. A message
+shows the line that differs, so lines should be short."""
 
 
 def library_versions() -> Parts:
@@ -173,6 +173,7 @@ def option_parts(settings: Settings) -> Parts:
 # The optimizer is cut into pieces, one for each layer, because layers are updated on their devices.
 
 _Readers = tuple[int, ...]
+"""A number for each parameter: how many layers read it, or which layer owns it."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,11 @@ class OptimizerCutter:
         ]
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
-        """Returns the number of gradients of each parameter, and the divisor of sums or None."""
+        """Returns how many gradients are added up for each parameter, and what divides the sums.
+
+        The divisor is the number of micro-batches per update. It is None if the loss is a
+        `Weighted`, because the sum of the weights is then the divisor.
+        """
         readers = tuple(len(p.readers) for p in graph.parameters)
         return readers, None if graph.weighted else schedule.period(self.microbatches)
 
@@ -438,7 +443,7 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         more = next(
             (f"there is no '{path}'" for path in there if path not in here),
-            "the containers are others",
+            "the containers differ",
         )
         raise ValueError(
             f"{what}: {more} in the tree of this pipeline: give one with the same leaves"

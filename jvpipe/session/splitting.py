@@ -4,8 +4,8 @@ vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpi
 layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
 inside layers and between them are considered together. Among all cuts whose slowest stage is nearly
 as fast as possible, those that cut the fewest layers are preferred, and among these the cuts that
-send the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what a
-run computes: a layer is cut only if its halves give bitwise identical results
+send the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what
+a run computes: a layer is cut only if its halves give bitwise identical results
 (`programs.bit_equality`).
 
 A stage of finer layers may hold fewer bytes. But whether a limit can be kept must not depend on
@@ -118,7 +118,8 @@ class Splitter:
             The plan, and how many more times layers may be cut: 1 for whole layers, 0 for halves.
 
         Raises:
-            MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit of both.
+            MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit that a
+                plan keeps, with whole or halved layers.
         """
         try:
             return plan(traced), 1
@@ -215,7 +216,7 @@ class Splitter:
         return None
 
     def halved(self, traced: Traced, stages: int) -> Traced | None:
-        """Cuts all layers in two that can be cut; None if none can, or there are many already."""
+        """Cuts in two all layers that can be; None if none can, or there are many already."""
         layers = range(len(traced.graph.layers))
         return (
             self.finer(traced, layers)
@@ -299,7 +300,7 @@ def even_places(
     problem, bounds = planned.problem, planned.decision.bounds
     layer_s = work_s(problem.costs.layers)
     stages = evaluate_decision(problem, planned.decision).stages
-    # How many times the seconds of its layers each stage takes now.
+    # The seconds that each stage takes now, as a multiple of the seconds of its layers.
     times = [
         stage.compute_s / (sum(layer_s[i:j]) or 1.0)
         for stage, (i, j) in zip(stages, pairwise(bounds), strict=True)

@@ -110,7 +110,7 @@ def all_of(parts: Sequence[Seen]) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """The cuts of a better plan, and the seconds per step that they save by the measurements.
+    """The cuts of a better plan, and the seconds per step that they save, as far as measured.
 
     `slowness` has, for each stage, how many times longer than planned its device takes for each
     layer of the model.
@@ -210,9 +210,10 @@ class Trigger:
         self._refused.add(cuts)
 
     def expect(self, cuts: tuple[int, ...]) -> None:
-        """Announces the cuts of the plan that is the answer to the cuts returned last.
+        """Announces the cuts of the next plan, which may differ from those that `observe` returned.
 
-        When a plan with these cuts is observed, it does not become the home plan. Any other does.
+        When a plan with these cuts is observed, it does not become the home plan. Any other plan
+        does.
         """
         self._asked = cuts
 
@@ -246,7 +247,7 @@ class Trigger:
         if now_s - self._least_step_s(float(seconds.sum()), slowness) <= now_s * (
             rule.gain if at_home else rule.gain_home
         ):
-            return None  # even the lower bound does not gain enough
+            return None  # even a step as short as the lower bound would gain too little
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
         goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         if goes_home:
@@ -286,7 +287,7 @@ class Trigger:
         }
         return [slow[stage.devices[0]] for stage in plan.stages]
 
-    def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:
+    def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
         """Names, as the reason, the stage whose seconds are furthest from the planned ones."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
@@ -296,7 +297,7 @@ class Trigger:
         # the median is named.
         relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
         stage = int(np.abs(np.log(relative)).argmax())
-        if at_home and np.all(ratio < self.rule.layer):
+        if goes_home and np.all(ratio < self.rule.layer):
             return "every stage takes what was planned again"
         return f"stage {stage} takes {ratio[stage]:.1f} times what was planned"
 

@@ -1,16 +1,19 @@
 """The simulator's engine: tasks that wait for each other and take turns on resources.
 
 A resource is anything that does one thing at a time: a device, a link, or several links that share
-their bandwidth. There are two kinds. Some resources serve their tasks strictly in the order of the
-tasks' numbers; a device does, because it runs a list. The other resources, such as links, serve
-tasks in the order in which they become ready, and of equally ready tasks the lower number first. A
-task that occupies two links holds both from its start to its end.
+their bandwidth. There are two kinds:
 
-On a resource of the first kind a task waits for the task before it, which is simply one more task
-to wait for. So only resources of the second kind have queues. If no task queues, the starts are the
-longest paths of a graph. Otherwise a heap holds the ready tasks, by the time when they became
-ready. The result is exact: no task that becomes ready later can be served before the first of the
-heap, so the start of that task is final when it leaves the heap.
+    in order        serves tasks in the order of their numbers, as a device does that runs a list
+    by readiness    serves the task that became ready first, as a link does; of tasks that became
+                    ready at the same time, the one with the lower number
+
+A task that occupies two links holds both from its start to its end.
+
+On a resource of the first kind, each task waits for the task before it. This is an edge of the
+graph like any other, so only resources of the second kind have queues. If no task queues, a task
+starts at the end of the longest path to it. Otherwise a heap holds the ready tasks, by the time
+when they became ready, and the first of them is started next. This is exact: all tasks that become
+ready later come later in the queue, so they cannot change when this task starts.
 
 A million tasks take a few seconds: `python -m experiments.planners.simulator` measures it.
 """
@@ -26,7 +29,7 @@ from jaxtyping import Float
 from jvpipe.ir.task import cannot_progress
 
 _Turns = tuple[tuple[int, ...], tuple[int, ...]]
-"""The resources of a task: those that serve in order, and those that serve by readiness."""
+"""The resources of a task: first those that serve in order, then those that serve by readiness."""
 
 
 class TaskGraph:
@@ -41,8 +44,7 @@ class TaskGraph:
         name: returns the name of a task in messages.
 
     Raises:
-        ValueError: tasks wait for each other in a circle; the message says which task waits for
-            which.
+        ValueError: tasks wait for each other in a circle; the message names the circle.
 
     >>> graph = TaskGraph(waits=[[], [0], [0]], occupies=[(0,), (1,), (1,)], in_order=[0])
     >>> graph.starts_s([2.0, 3.0, 1.0])
@@ -102,9 +104,9 @@ class TaskGraph:
     def _queued(self, seconds: Sequence[float]) -> list[float]:
         """Computes starts with queues: the task that became ready first is served first.
 
-        Tasks in `now` do not queue, and start as soon as they are ready. They are handled before
-        the head of the queue is taken, because they may make further tasks ready, which may then
-        be the head. After that no task can become ready before the head.
+        `now` has the tasks whose starts are final. When they end, other tasks may become ready,
+        which then queue or, if they need no queue, join `now`. So `now` is emptied before the head
+        of the queue is taken: after that, no task can become ready before the head.
         """
         starts = [0.0] * len(seconds)
         missing = [len(needs) for needs in self._before]  # how many tasks each still waits for
@@ -155,11 +157,11 @@ class TaskGraph:
 
     @cached_property
     def _levels(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Levels of tasks that can be computed together, with the tasks that these wait for.
+        """For each level of tasks, their numbers, and the numbers of those that each waits for.
 
-        The level of a task is the length of the longest path to it, so all tasks that it waits for
-        are on lower levels. The rows of a level's second array are filled up to equal width with
-        the number of the row that stands for no task.
+        The level of a task is the number of tasks on the longest path to it. So a task waits only
+        for tasks on lower levels, and all starts of a level are computed at once. The second array
+        has a row for each task, filled up with the number of the row that stands for no task.
         """
         tasks = len(self._before)
         depth = [0] * tasks
@@ -178,9 +180,9 @@ class TaskGraph:
         return arrays
 
     def _sorted(self) -> list[int]:
-        """Returns the tasks, each after all that it waits for.
+        """Returns the tasks in an order in which each comes after all tasks that it waits for.
 
-        Tasks in a circle, and tasks that wait for such tasks, are left out.
+        Tasks in a circle, and tasks that wait for them, are left out.
         """
         missing = [len(needs) for needs in self._before]
         order = [i for i, count in enumerate(missing) if not count]
@@ -198,10 +200,10 @@ class TaskGraph:
         return cannot_progress({name(i): [name(j)] for i, j in pairs})
 
     def _circle(self, done: Collection[int]) -> list[int]:
-        """Finds tasks each of which waits for the next, and the last of which waits for the first.
+        """Finds a circle of tasks: each waits for the next, and the last one waits for the first.
 
-        Every task that is not done waits for another such task, so a walk from task to task must
-        come back to a task that it has passed.
+        Every task that is not done waits for another task that is not done. So a walk from task to
+        task must come back to a task that it has passed.
         """
         i = next(i for i in range(len(self._before)) if i not in done)
         path: dict[int, None] = {}
@@ -215,7 +217,7 @@ class TaskGraph:
 def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Returns, for each task, the tasks that wait for it.
 
-    The result has tuples of numbers, because Python's garbage collector soon ignores these.
+    They are tuples, because Python's garbage collector stops tracking tuples of numbers.
     """
     needs = np.array([j for needs in before for j in needs], dtype=np.int64)
     waiting = np.repeat(np.arange(len(before)), [len(needs) for needs in before])

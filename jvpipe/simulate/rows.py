@@ -1,18 +1,19 @@
-"""The simulator: makes a timeline of a step's rows, or of a schedule's task lists, and seconds.
+"""The simulator: predicts when a step's rows, or a schedule's tasks, run, and the bytes over time.
 
 A row is one program or one copy. Programs run on their device in the order of their dispatch, and
 copies run on links as soon as they can. A row waits for the rows that wrote the buffers which it
 reads. Before it overwrites a buffer, it also waits for the rows that still read the buffer. Three
-more rules keep a device from holding more than the ledger, which counts bytes in the order of
-dispatch:
+more rules are needed for memory. The ledger of a run counts bytes in the order of dispatch, and the
+rules keep a device from ever holding more than the ledger counts:
 
-    FREE    holds back all later rows of its device, and all later copies to it
-    IN      waits for the last program of its device before it
-    FEED    waits as IN does; if it takes time, for the last program but one, so that it runs early
+    FREE    holds back all later rows of its device, and all later copies to its device
+    IN      waits for the last program that was dispatched to its device before
+    FEED    waits as IN does, if it takes no time. A FEED that takes time waits for the program
+            before that one, so that it can run beside the last program
 
 On some devices (CUDA) a buffer can be used only after all work that was enqueued there before the
-buffer was made. There a copy from another device waits for the last program before it on the device
-where it arrives.
+buffer was made (`buffers_wait`). There a copy from another device also waits for the last program
+that was dispatched to the receiving device before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +30,14 @@ from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Curve, Timeline
 
 Links = Callable[[Row], Sequence[str]]
+"""Returns the names of the links that a copy occupies; no link for a copy that takes no time."""
 
 
 def links_between_devices(lowered: Lowered) -> Links:
     """Returns a function from a copy to the links that it occupies.
 
-    Every ordered pair of devices has a link, and every device has one link to the host for both
-    directions. A copy that occupies no link takes no time; FEED is such a copy.
+    Every ordered pair of devices has a link of its own. Every device has one link to the host, for
+    both directions. FEED occupies no link.
 
     Args:
         lowered: the step; its buffers say where a copy goes.
@@ -68,8 +70,8 @@ def simulate(
     Args:
         lowered: the rows and buffers of the step.
         seconds_of: how long a row takes if it runs alone.
-        links_of: the links that a copy occupies, by name; `links_between_devices` unless given.
-            Copies that name the same link take turns on it.
+        links_of: returns the names of the links that a copy occupies. Copies that name the same
+            link take turns on it. By default, `links_between_devices`.
         temporary_bytes: for each row, the bytes that its program needs while it runs.
         buffers_wait: whether a buffer can be used only after all work that was enqueued on its
             device before the buffer was made.
@@ -110,7 +112,7 @@ def simulate(
 def _waits(
     lowered: Lowered, occupies: Sequence[tuple[int, ...]], *, buffers_wait: bool
 ) -> Iterator[Sequence[int]]:
-    """Yields the rows that each row waits for."""
+    """Yields the rows that each row waits for, by the rules of the module's docstring."""
     rows, buffers = lowered.rows, lowered.buffers
     writer: dict[int, int] = {}  # by buffer: the last row that wrote it
     readers: dict[int, list[int]] = {}  # by buffer: the rows that have read it since
@@ -121,7 +123,7 @@ def _waits(
         needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
         for b in row.writes:
             needs.update(readers.pop(b, ()))
-        # A copy waits for room on its own device and on the one where it arrives.
+        # A row waits for room on its device; a copy also on the device where it arrives.
         touched = {row.place, *(buffers[b].memory for b in row.writes)}
         needs.update(freed[d] for d in touched if d in freed)
         before = programs.setdefault(row.place, [])
@@ -150,7 +152,7 @@ def _programs_before(
     """Returns the program that a copy has to wait for, because its memory is not free earlier.
 
     Args:
-        link: the link that the copy takes.
+        link: the link that the copy takes; None if the row is not a copy.
         programs: the programs of its device so far.
         takes_time: whether the copy takes time.
     """
@@ -212,15 +214,16 @@ def simulate_lists(
     shared_link: bool = False,
     machines: tuple[tuple[int, ...], ...] = (),
 ) -> Timeline:
-    """Simulates task lists of F, B, I, W and U at the level of stages, as planners count.
+    """Simulates task lists at the level of whole stages, as planners do.
 
-    `stage_work` says which other tasks follow from them.
+    The lists have tasks of the kinds F, B, I, W and U. The docstring of `jvpipe.simulate.stages`
+    says which other tasks, such as copies, are simulated with them.
 
     Args:
         lists: for each device, its tasks in order.
         stages: the seconds and bytes of each stage.
-        shared_link: whether sends take the links to the host, which swapped values take, too.
-        machines: the machines of the devices at each place, if places share networks.
+        shared_link: whether sends between devices take the links to the host, as swaps do.
+        machines: the machines of the devices at each place; empty if no networks are shared.
 
     Raises:
         ValueError: the lists cannot progress; the message says which task waits for which others.
@@ -258,8 +261,8 @@ def _stage_curves(
 ) -> tuple[Curve, ...]:
     """Makes the curves of bytes over time, one for each device and a last one for the host.
 
-        bytes       are on the device
-        kept        from the start of F to the end of B (with halves, of I)
+        bytes       when they are on the device
+        kept        from the start of F to the end of B, or of I if B is split
         swapped     as kept, except from the end of OUT to the start of IN
         handed      from the end of I to the end of W
 
@@ -292,7 +295,7 @@ def _stage_curves(
                 device.append((start_s, load.swapped_bytes))
                 host.append((end_s, -load.swapped_bytes))
             case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE | Kind.U:
-                pass  # the bytes that such tasks need while they run are among the static ones
+                pass  # static_bytes include the bytes that these tasks need while they run
             case _:
                 raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")
     static = [0] * len(devices)

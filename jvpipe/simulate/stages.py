@@ -1,47 +1,48 @@
-"""Task lists of stages as work for the simulator; planners predict seconds and bytes by it.
+"""Turns task lists of stages into a graph for the simulator, by which planners predict seconds.
 
 A device has a list of tasks in the order in which it runs them, and each task names its stage. From
 the lists this module makes these tasks, for each stage and micro-batch:
 
     F, B            the forward and the backward
-    R               forwards that are computed again, while the cotangents for B are on their way
-    I, W            the two halves of a split backward; I takes the part of B in what follows
+    R               forwards that are recomputed while the cotangents for B are on their way
+    I, W            the two halves of a split backward; below, what is true of B is true of I
     SEND, RETURN    copies of activations to the next stage, and of cotangents to the previous one;
                     none between stages of one device
     OUT, IN         copies of swapped values to the host after F, and back before B
     REDUCE          sums of gradients among the replicas of a stage, once, after its last backward
     U               the update of a stage, if its list has one
 
-A device holds the swapped values of at most two micro-batches at a time. Two rules keep this bound.
-An F waits for the OUT of the F before the last one. An IN waits until the B before its own begins,
-and until the OUT of the last F before that B has ended. In the drawing F2 waits for OUT0, so that
-only the values of F1 are left when F2 makes its own; IN2 waits for B1 to begin, because then the
-values that B0 has read are gone:
+A device holds the swapped values of at most two micro-batches at a time. Two rules keep this bound:
+
+    F     waits for the OUTs of all earlier forwards on the device, except the last OUT. In the
+          drawing F2 waits for OUT0, so that only the values of F1 are left when F2 makes its own.
+    IN    waits until the B before its own begins, and until the last OUT before that B ends. In the
+          drawing IN2 waits for B1 to begin, because then the values that B0 has read are gone.
 
     device    F0 F1 F2 F3 ...  B0 B1 B2
     host         OUT0 OUT1 ...  IN1 IN2
 
-Nothing is swapped for a B that follows directly on its own F.
+Nothing is swapped for a B that comes directly after its own F.
 
 The replicas of a stage run in step, so a "device" here may be a group of devices at one place. If
 the machines of the devices are given, transfers between places and REDUCE occupy the networks of
-these machines, outgoing and incoming, and the transfers of several stages wait for each other.
+these machines, outgoing and incoming. Then transfers of several stages wait for each other.
 
 The link between a device and its host carries OUT and IN, one at a time. If sends between devices
-pass through the host, that link carries them, too. Otherwise devices of neighbouring stages have a
+pass through the host, this link carries them, too. Otherwise devices of neighboring stages have a
 link in each direction. R waits for its turn on the device and for swapped values. Values that a
-backward computes again within its own program are part of the seconds of B.
+backward recomputes within its own program are part of the seconds of B.
 
-`jvpipe.simulate.rows` simulates the rows that the controller dispatches, and
-tests/simulate/test_two_levels.py compares the two. Bytes are the same. Seconds are the same without
-swaps. With swaps two rules differ:
+`jvpipe.simulate.rows` simulates the rows that the controller dispatches, layer by layer.
+tests/simulate/test_two_levels.py compares the two. Bytes are the same. Without swaps, seconds are
+the same. With swaps, two rules differ:
 
     task                    waits in rows for              waits here for
     F before the first B    all OUTs that are not done     all OUTs but the last one (GPipe)
-    IN                      the end of the task before     the begin of the B before its own (1F1B)
+    IN                      the end of the task before     the start of the B before its own (1F1B)
 
-Over random loads with swaps, rows took between 0.8 and 1.25 times as long. Both times lie between a
-step whose copies take no time and that step plus all its copies.
+For random loads with swaps, rows took between 0.8 and 1.25 times as long. Both times lie between a
+step whose copies take no time and that step plus the seconds of all its copies.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -67,9 +68,11 @@ WAYS = ("out", "in")
 class StageLoad:
     """The seconds and bytes of one stage per micro-batch.
 
-    The seconds come first, and must stay in the order of `PARTS`. The halves of a split backward
-    take `input_s` and `weight_s`. `static_bytes` are held all the time, `kept_bytes` and
-    `swapped_bytes` from a forward to its backward, `handed_bytes` between the halves of a backward.
+    The seconds come first, and must stay in the order of `PARTS`. The halves I and W of a split
+    backward take `input_s` and `weight_s`.
+
+    `static_bytes` are held all the time, `kept_bytes` and `swapped_bytes` from a forward to its
+    backward, `handed_bytes` between the halves of a backward.
     """
 
     forward_s: float
@@ -101,8 +104,8 @@ _parts_s = attrgetter(*[field.name for field in fields(StageLoad)][: len(PARTS)]
 class Features:
     """The parts that are simulated besides F and B; a part that takes no time can be left out.
 
-    `shared` tells whether sends take the links to the host. `machines` are the machines of the
-    devices at each place, if places share the networks of machines.
+    `shared` tells whether sends take the links to the host. `machines` has the machines of the
+    devices at each place; it is empty if no networks are shared.
     """
 
     recompute: bool = True
@@ -148,15 +151,15 @@ class Features:
 class StageWork:
     """Task lists as a `TaskGraph`.
 
-    Each task has a code, an integer, because planners make and compare millions of tasks. With M
-    for `microbatches` and `part` for a position in `PARTS`:
+    Planners make and compare millions of tasks, so a task is coded as one integer. M is
+    `microbatches`, and `part` is a position in `PARTS`, which has 11 entries:
 
         slot = 11 stage + part
         code = slot M + micro-batch
 
-    Task i of `work` has the code `codes[i]`. A slot is also a position in the list of all stages'
-    seconds, which has the seconds of all `PARTS` of stage 0, then those of stage 1, and so on: task
-    i takes the seconds at `slots[i]`.
+    Task i of `work` has the code `codes[i]` and the slot `slots[i]`. The seconds of all stages form
+    one list: first stage 0, in the order of `PARTS`, then stage 1, and so on. A task takes the
+    seconds at the position `slot` in this list.
     """
 
     work: TaskGraph
@@ -176,12 +179,12 @@ class StageWork:
 
     @cached_property
     def tasks(self) -> list[Task]:
-        """The tasks; their kinds are `PARTS`."""
+        """All tasks, in the order of `codes`."""
         return [_task(code, self.microbatches) for code in self.codes]
 
     @cached_property
     def ids(self) -> dict[Task, int]:
-        """The number of each task."""
+        """The number of each task in `work`."""
         return {task: i for i, task in enumerate(self.tasks)}
 
     @property
@@ -191,7 +194,9 @@ class StageWork:
         what = "stage" if self.stages == len(devices) else "device"
         names = [f"{what} {d}" for d in devices]
         names += [f"{what} {d} host" for d in devices]
-        loop = len(devices) if len(devices) > 2 else 4  # of two, both neighbours are the other one
+        # Two devices have only one link in each direction. The other two names are not used: modulo
+        # 4 they name devices that do not exist.
+        loop = len(devices) if len(devices) > 2 else 4
         for step in (1, -1):
             names += [f"{what} {d} to {(d + step) % loop}" for d in devices]
         machines = (self.work.resources - len(names) + 1) // 2
@@ -210,7 +215,7 @@ class StageWork:
 
 
 def stage_work(lists: TaskLists, features: Features) -> StageWork:
-    """Makes the work of task lists.
+    """Makes the graph of task lists, with the tasks that follow from them.
 
     Args:
         lists: the tasks of each device.
@@ -308,10 +313,12 @@ def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -
 
 
 def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:
-    """Returns the link from one place to a neighbouring one.
+    """Returns the resources that a transfer from one place to a neighboring one occupies.
 
-    If the places are on different machines, it is the networks of these machines. If three or more
-    places form a loop, the last and the first are neighbours.
+    Between different machines, a transfer occupies the networks of both. Otherwise, if sends pass
+    through the host, it occupies the links of both places to their host. Otherwise it occupies the
+    link between the places. In a loop of three or more places, the first and the last are next to
+    each other.
 
     Args:
         d: the place that sends.
@@ -348,8 +355,9 @@ def _networks(senders: Sequence[int], readers: Sequence[int], D: int) -> tuple[i
 class _Around(NamedTuple):
     """The codes of a stage's `parts` for micro-batch 0, and of the tasks that they wait for.
 
-    The codes for micro-batch m are larger by m. F waits for the `source`. B waits for the `answer`,
-    or for the `half_answer` if the next stage splits its backward.
+    The codes for micro-batch m are larger by m. F waits for the `source`, which brings values from
+    the stage before. B waits for the `answer`, which brings cotangents from the next stage, or for
+    the `half_answer` if the next stage splits its backward.
     """
 
     parts: tuple[int, ...]
@@ -403,7 +411,7 @@ def _device(
     """
     last: tuple[int, ...] = ()  # the task before this one on the device
     outs: list[int] = []
-    # The tasks that the last B waited for, and the last OUT before it: when they end, it begins.
+    # The tasks that the last B waited for, and the last OUT before it. The B begins when they end.
     begun: tuple[int, ...] | None = None
     tasks = [task for task in tasks if on.updates or task.kind != Kind.U]
     ends = {t.stage: t for t in tasks if KINDS[t.kind].accumulates} if on.reduces else {}
@@ -425,7 +433,7 @@ def _device(
                 after = half_answer if (s + 1, m) in halves else answer
                 needs: tuple[int, ...] = (F + m,)
                 if on.swaps and last != (F + m,):
-                    # Before its first B the device has room once the last OUT but one has ended.
+                    # Before its first B the device has room when the second-to-last OUT has ended.
                     room = outs[-2:-1] if begun is None else begun
                     yield IN + m, (OUT + m, *room)
                     needs = (*needs, IN + m)
@@ -447,7 +455,7 @@ def _device(
                 yield U + m, (REDUCE + ends[s].microbatch,) if s in ends else ()
             case _:
                 raise ValueError(f"task {task}: lists at the level of stages hold F, B, I, W and U")
-        if ends.get(s) == task:  # after the last backward of the stage its gradients are complete
+        if ends.get(s) == task:  # the last backward of the stage completes its gradients
             yield REDUCE + m, last
 
 

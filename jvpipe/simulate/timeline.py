@@ -30,14 +30,14 @@ class Curve:
     ) -> "Curve":
         """Makes a curve of changes, which may be given in any order.
 
-        Changes at the same instant count as one: bytes that are removed at an instant make room for
-        those that are added at it.
+        Changes at the same instant are added up first, so bytes that are removed make room for
+        bytes that are added.
 
         Args:
             place: the name of the device or of the host.
             space: whether it is a device or the host.
             changes: pairs of a time in seconds and the bytes that are added or (negative) removed.
-            base_bytes: the bytes that are there all the time.
+            base_bytes: the bytes that are held all the time.
 
         >>> curve = Curve.of("stage 0", "device", [(1.0, 5), (0.0, 3), (1.0, -3)], base_bytes=10)
         >>> curve.t_s.tolist(), curve.bytes.tolist(), curve.most_bytes
@@ -63,12 +63,14 @@ class Curve:
 class Timeline:
     """A simulated run: when each task ran on which resources, and the bytes over time.
 
-    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, which are indices into
-    `resources`. The first `devices` resources are devices, the others are links. `curves` hold the
-    bytes of each device over time, and last those of the host. `peak_bytes` are the peaks in the
-    same order. If the tasks are rows, peaks may differ from the largest numbers of the curves: they
-    count bytes in the order in which rows are dispatched, as the ledger of a run does, and not by
-    simulated time.
+    Task i ran from `starts_s[i]` to `ends_s[i]` on the resources `occupies[i]`, which are indices
+    into `resources`. The first `devices` resources are devices, and the others are links. `curves`
+    has the bytes over time, one curve for each device and a last one for the host. `peak_bytes` has
+    the peaks in the same order.
+
+    If the tasks are rows, a peak may differ from the largest number of its curve. It then counts
+    bytes in the order in which rows are dispatched, as the ledger of a run does. The curve counts
+    them by simulated time.
     """
 
     tasks: Sequence[Task | Row]
@@ -96,7 +98,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of the step that devices are idle, on average."""
+        """The share of the step in which devices are idle, on average over the devices."""
         if not self.step_s:
             return 0.0
         busy_s = sum(self.busy_s[name] for name in self.resources[: self.devices])

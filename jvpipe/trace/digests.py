@@ -84,18 +84,18 @@ def _digest_of_leaf(leaf: Any) -> str:
     return array_digest(np.asarray(leaf) if isinstance(leaf, LazyArray) else leaf)
 
 
-def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
+def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """Returns a line for each leaf that a function makes from a key: path, type, shape and digest.
 
     No leaf is computed. Its digest covers the equation that makes the leaf and the digests of that
     equation's operands. So each equation is digested once, however many leaves depend on it.
 
     Args:
-        initialiser: makes a tree of arrays from a key.
+        initializer: makes a tree of arrays from a key.
         rng: the key.
     """
-    shapes = jax.eval_shape(initialiser, rng)
-    closed = flatten(initialiser, rng)
+    shapes = jax.eval_shape(initializer, rng)
+    closed = flatten(initializer, rng)
     digests: dict[Var, str] = {}
     for i, var in enumerate(closed.jaxpr.invars):
         digests[var] = f"key {i}"

@@ -79,7 +79,7 @@ def check_leaves(tree: Tree, role: Role) -> None:
     jax.tree_util.tree_map_with_path(lambda path, leaf: _type_of(path, leaf, role), tree)
 
 
-def is_initialiser(params: Any) -> bool:
+def is_initializer(params: Any) -> bool:
     """Tells whether `params` is a function key -> parameters; False if it is a tree of arrays.
 
     A module counts as a tree of arrays even if it can be called.
@@ -103,7 +103,7 @@ def is_initialiser(params: Any) -> bool:
     return True
 
 
-def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
+def made_shapes(initializer: Callable[[Any], Tree], rng: jax.Array) -> Tree:
     """Returns the shapes of the parameters that a function makes from a key.
 
     Raises:
@@ -111,7 +111,7 @@ def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
     """
 
     def checked(rng: jax.Array) -> Tree:
-        params = initialiser(rng)
+        params = initializer(rng)
         check_leaves(params, "parameter")
         return params
 

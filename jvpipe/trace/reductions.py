@@ -87,7 +87,7 @@ class Lies:
         beside: how slices must change the value's equation, so that the value lies as stated; None
             if they need not.
         open: the batch-norm statistics by which the value is centered but not yet scaled
-            (`jvpipe.trace.normalised`).
+            (`jvpipe.trace.normalized`).
         is_scale: whether the value is a scale: multiplying by it closes open statistics.
         excess: p, if the value is a sum over examples times n^p.
         is_zero: whether the value is zero for any examples; a zero may lie in every way.

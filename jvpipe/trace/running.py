@@ -25,7 +25,7 @@ from jvpipe.ir.layers import Ref
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace.jaxprs import variables
 from jvpipe.trace.loss import LossJaxpr
-from jvpipe.trace.normalised import first_of_same
+from jvpipe.trace.normalized import first_of_same
 
 _CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient", "name")
 """Primitives whose result counts as the same statistic as their operand."""
@@ -153,7 +153,7 @@ class TwoTraces:
         sums = [self._sum(eqn) for eqn in sorted(parts.sums)]
         known_sums = [x for x in sums if x is not None]
         if not known_sums:
-            return "is made of sums over examples by which no example is centred"
+            return "is made of sums over examples by which no example is centered"
         if len(known_sums) < len(sums):
             return "!also other sums over its examples than those of values and of their squares"
         if parts.barrier:
@@ -244,12 +244,12 @@ class TwoTraces:
             atom = self.eqns[place].invars[0]
         return atom
 
-    def _centre(self, eqn: JaxprEqn) -> int | None:
+    def _center(self, eqn: JaxprEqn) -> int | None:
         """Returns the place of the sum by whose mean an equation centers examples; else None."""
         if eqn.primitive.name != "sub" or not self._carries(eqn.outvars[0]):
             return None
-        values, centre = eqn.invars
-        place = self._mean(centre)
+        values, center = eqn.invars
+        place = self._mean(center)
         if place is None:
             return None
         summed = self.eqns[place].invars[0]
@@ -281,15 +281,15 @@ class TwoTraces:
         return prod(shape[axis] for axis in eqn.params["axes"])
 
     @cached_property
-    def _centred(self) -> dict[int, int]:
+    def _centered(self) -> dict[int, int]:
         """For each place of an equation that centers examples, the place of the mean's sum."""
-        found = ((i, self._centre(eqn)) for i, eqn in enumerate(self.eqns))
+        found = ((i, self._center(eqn)) for i, eqn in enumerate(self.eqns))
         return {i: place for i, place in found if place is not None}
 
     @cached_property
     def _centring(self) -> set[int]:
         """The places of the sums by whose mean examples are centered, repetitions included."""
-        firsts = {self._origin(self.eqns[place].outvars[0]) for place in self._centred.values()}
+        firsts = {self._origin(self.eqns[place].outvars[0]) for place in self._centered.values()}
         sums = (i for i, eqn in enumerate(self.eqns) if self._is_sum(eqn))
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
 
@@ -305,7 +305,7 @@ class TwoTraces:
         if base is None:
             return None
         centring = self._defining.get(base) if isinstance(base, Var) else None
-        mean_of = None if centring is None else self._centred.get(centring)
+        mean_of = None if centring is None else self._centered.get(centring)
         if mean_of is not None:
             alike = self.eqns[mean_of].params["axes"] == axes
             return Sum(place, count, mean_of) if alike else None

@@ -41,13 +41,13 @@ class Said:
         graph: the layer graph of a micro-batch.
         traced: how each output lies over the examples, as the trace tells.
         atoms: the variable or literal of each output.
-        normalising: the statistics that a batch norm divides by.
+        normalizing: the statistics that a batch norm divides by.
     """
 
     graph: LayerGraph
     traced: Mapping[Ref, Lies]
     atoms: Mapping[Ref, Atom]
-    normalising: Collection[Var]
+    normalizing: Collection[Var]
 
     @cached_property
     def aux(self) -> dict[Ref, Lies]:
@@ -98,7 +98,7 @@ class Said:
         )
 
     def _is_of_batch_norm(self, lies: Lies) -> bool:
-        return bool(lies.roots) and lies.roots <= set(self.normalising)
+        return bool(lies.roots) and lies.roots <= set(self.normalizing)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
         """Returns the equations that slices change, without those that chosen leaves are made by.

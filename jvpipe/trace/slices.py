@@ -30,7 +30,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, Traced, build_graph
 from jvpipe.trace.loss import LossJaxpr, active
-from jvpipe.trace.normalised import first_of_same
+from jvpipe.trace.normalized import first_of_same
 from jvpipe.trace.one_example import UnlikeError, on_one
 from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
@@ -330,7 +330,7 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
     outputs = {ref: spreading.lies(atom, other) for (atom, ref), (other, _) in both}
     atoms = {ref: atom for atom, ref in loss.outputs}
     # The user's choice of a reduction counts only if the trace cannot tell how an output is made.
-    said = Said(traced.graph, outputs, atoms, spreading.normalising)
+    said = Said(traced.graph, outputs, atoms, spreading.normalizing)
     outputs = outputs | said.aux
     _check_outputs(traced, outputs)
     aux = [outputs[Ref(ValueKind.AUX, i)] for i in range(len(traced.graph.aux))]

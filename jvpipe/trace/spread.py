@@ -12,7 +12,7 @@ equation of the loss and says how its result lies over the examples:
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
 results). A value of a single example must not be made from them: slices would compute another value
 than the whole micro-batch. Only a batch norm may do so if the model state keeps its statistics:
-each replica normalizes by its own (`jvpipe.trace.normalised`).
+each replica normalizes by its own (`jvpipe.trace.normalized`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from jvpipe.ir.examples import Over
 from jvpipe.trace import jaxprs
 from jvpipe.trace.alike import Alike
 from jvpipe.trace.axes import along_after
-from jvpipe.trace.normalised import normalised
+from jvpipe.trace.normalized import normalized
 from jvpipe.trace.pullbacks import pullback
 from jvpipe.trace.reductions import (
     NONE,
@@ -94,7 +94,7 @@ class Spreading:
         place_of: tells in which layer an equation is.
         lies_of: how each variable lies, as far as the equations have been followed.
         amended: the equations, by `id`, that slices change, and how.
-        normalising: the reductions over examples that a batch norm divides by.
+        normalizing: the reductions over examples that a batch norm divides by.
         same: maps each variable to the first one that an equal equation made.
         flows: the variables that a gradient flows through; None: all variables of inexact type.
     """
@@ -105,7 +105,7 @@ class Spreading:
     place_of: Callable[[JaxprEqn], str]
     lies_of: dict[Var, Lies] = field(default_factory=dict)
     amended: dict[int, Beside] = field(default_factory=dict)
-    normalising: set[Var] = field(default_factory=set)
+    normalizing: set[Var] = field(default_factory=set)
     same: Mapping[Var, Var] = field(default_factory=dict)
     flows: Collection[Var] | None = None
     _alike: Alike = field(default_factory=Alike)
@@ -195,7 +195,7 @@ class Spreading:
             return self._cond(eqn, small, ins)
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
         is_zero = _makes_zero(eqn, ins, in_rule=self._rule)
-        outs = [self._normalised(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
+        outs = [self._normalized(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
         return [replace(lies, is_zero=is_zero) for lies in outs]
 
     def _plainly(
@@ -235,7 +235,7 @@ class Spreading:
         opened = open_of(moving)
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
-    def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
+    def _normalized(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
         """Returns how a result lies, with the batch-norm statistics that are open in it.
 
         Args:
@@ -243,7 +243,7 @@ class Spreading:
             ins: how its operands lie.
             lies: how the result lies, without regard to batch norms.
         """
-        result = normalised(eqn, ins, lies)
+        result = normalized(eqn, ins, lies)
         if result is None:
             raise self._refused(
                 eqn,
@@ -252,9 +252,9 @@ class Spreading:
         if result.over is Over.ALONG:
             # A statistic that is no longer open has been scaled, so its batch norm is complete.
             before = open_of(ins)
-            self.normalising |= before - result.open
+            self.normalizing |= before - result.open
             if not result.is_scale:
-                self.normalising.update(*(x.roots for x in ins if x.is_scale))
+                self.normalizing.update(*(x.roots for x in ins if x.is_scale))
         return result
 
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
@@ -391,7 +391,7 @@ class Spreading:
             self,
             lies_of={},
             remembered=(),
-            normalising=set(),
+            normalizing=set(),
             flows=(),
             _alike=Alike(),
             _rule=True,

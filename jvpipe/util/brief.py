@@ -1,4 +1,4 @@
-"""Writes any value that a user gave in one short line, for messages."""
+"""Writes any value in one short line, so that an error message can show what the user gave."""
 
 import reprlib
 from typing import Any
@@ -7,21 +7,22 @@ _MOST_LETTERS = 200
 
 
 class _Brief(reprlib.Repr):
-    """A `repr` that is shortened as by Python's `reprlib`, with an array as its type and shape."""
+    """Python's `reprlib`, which shortens long values, with each array as its type and shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The first line limits the elements of a container, the second the letters of a leaf.
+        # The first line limits the elements shown of a container. The second limits the letters of
+        # a value that is not a container.
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
         self.maxstring = self.maxother = 80
 
     def repr1(self, x: Any, level: int) -> str:
-        """Writes the short form of a value; at most `level` further levels of nesting are shown."""
+        """Writes the short form of a value, with at most `level` levels of nesting inside it."""
         shape = getattr(x, "shape", None)
         dtype = getattr(x, "dtype", None)
         is_array = dtype is not None and isinstance(shape, tuple)
         if not is_array or not shape:
-            return super().repr1(x, level)  # a scalar is written as its value
+            return super().repr1(x, level)  # an array without axes is written as its number
         axes = ", ".join(map(str, shape))
         return f"{dtype}[{axes}]"
 

@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
-    """Aligns the columns of a table; the first row holds their names.
+    """Aligns the columns of a table, whose first row holds the names of the columns.
 
     >>> print(columns([["stage", "on", "peak"], [0, "cpu:0", "3.00 MiB"], [1, "cpu:1", "12 B"]]))
     stage  on     peak
@@ -13,8 +13,8 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     1      cpu:1  12 B
     """
     texts = [[str(cell) for cell in row] for row in rows]
-    # A short row leaves its last columns empty: hence `zip_longest` here, and `map` below, which
-    # stops at the end of the row.
+    # A row may be shorter than others. `zip_longest` then fills its last columns with empty cells,
+    # and the `map` below stops where the row ends.
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
     lines = []
     for row in texts:

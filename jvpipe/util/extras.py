@@ -1,26 +1,29 @@
-"""Optional packages: if one is missing, the error names the extra of jvpipe that installs it."""
+"""Imports optional packages: the error for a missing one says which extra of jvpipe installs it.
+
+An extra is a named set of optional packages, such as `figures` in `pip install 'jvpipe[figures]'`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class MissingExtraError(ImportError, ValueError):
-    """The error for a missing package of an extra; its message says how to install the package.
+    """The error for a missing optional package; its message says how to install the package.
 
-    It is an ImportError for programs that catch ImportError, and a ValueError for the command line,
-    which shows a ValueError as a user's mistake, without a traceback.
+    The error has two base classes. As an ImportError, it is caught by programs that try an import.
+    As a ValueError, it counts as a user's mistake, which the command line shows in one line.
     """
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Wraps imports that need an extra of jvpipe.
+    """Surrounds imports of packages that an extra of jvpipe installs.
 
     Args:
         name: the name of the extra, such as `cli`.
 
     Raises:
-        MissingExtraError: a package cannot be imported.
+        MissingExtraError: a package that the body of the `with` imports is not installed.
 
     >>> with extra("figures"):
     ...     import no_such_package

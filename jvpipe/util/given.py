@@ -1,6 +1,6 @@
-"""Checks of values that a user passes: flags, patterns, paths, and one or several whole numbers.
+"""Checks values that a user passes: flags, patterns, paths, and one or several whole numbers.
 
-Numbers may be Python's or NumPy's.
+A number may be one of Python's types or of NumPy's.
 """
 
 import os
@@ -13,22 +13,22 @@ import numpy as np
 from jvpipe.util.brief import brief
 
 _LONGEST_NAME = 255
-"""The most bytes that file systems allow in the name of a file or folder."""
+"""The largest number of bytes that file systems allow in the name of a file or folder."""
 
 
 def checked_flag(name: str, value: Any) -> bool:
-    """Returns an option that is on or off; raises ValueError for any other value."""
+    """Returns the value of an option that is on or off; raises ValueError unless it is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {brief(value)}")
     return value
 
 
 def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
-    """Returns the patterns of the parameters that nothing updates.
+    """Returns the patterns that name the frozen parameters, which training does not update.
 
     Args:
         name: the name of the option, for the message.
-        frozen: the patterns as the user gave them; None if every parameter is updated.
+        frozen: the patterns as the user gave them; None if no parameter is frozen.
 
     Raises:
         ValueError: `frozen` is a single text, or not a sequence of texts.
@@ -37,7 +37,7 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     ('base/*',)
     """
     patterns = [] if frozen is None else several(frozen)
-    # A single text is refused: it would count as a sequence of letters.
+    # A single text is refused, because it would pass as a sequence of one-letter patterns.
     is_one = patterns is None or isinstance(frozen, str)
     if is_one or not all(isinstance(pattern, str) and pattern for pattern in patterns or ()):
         raise ValueError(
@@ -47,23 +47,23 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
 
 
 def check_callback(on_step: Any) -> None:
-    """Raises ValueError unless a value can be called after each step, or is None."""
+    """Raises ValueError unless `on_step` is None or a function that can be called after a step."""
     if on_step is None:
         return
-    # A class can be called, too, but a call would only make an object that nobody looks at.
+    # A class can be called, too. But the call would only make an object, which nothing would use.
     if not callable(on_step) or isinstance(on_step, type):
         raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
 
 
 def checked_path(path: Any, name: str = "path") -> Path:
-    """Returns a path that was given as a text or as a path.
+    """Returns a path that was given as a text or as a `pathlib.Path`.
 
     Args:
-        path: as the user gave it.
+        path: the path as the user gave it.
         name: the name of the argument or option, for the message.
 
     Raises:
-        ValueError: `path` is neither a text nor a path, or no file system can hold it.
+        ValueError: `path` is neither a text nor a path, or no file system allows such a name.
 
     >>> checked_path(3)
     Traceback (most recent call last):
@@ -79,7 +79,7 @@ def checked_path(path: Any, name: str = "path") -> Path:
 
 
 def is_whole(value: Any) -> bool:
-    """Tells whether a value is a whole number; True and False do not count as numbers.
+    """Tells whether a value is a whole number; True and False are not.
 
     >>> is_whole(2), is_whole(np.int64(2)), is_whole(True), is_whole(2.0)
     (True, True, False, False)
@@ -88,7 +88,7 @@ def is_whole(value: Any) -> bool:
 
 
 def several(values: Any) -> list[Any] | None:
-    """Returns several values as a list; None if they are a single value.
+    """Returns a list of the values if there are several; None if `values` is a single value.
 
     >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several(2)
     ([2, 1], [np.int64(2), np.int64(1)], None, None)
@@ -97,9 +97,9 @@ def several(values: Any) -> list[Any] | None:
 
 
 def is_stream(values: Any) -> bool:
-    """Tells whether values can be iterated over.
+    """Tells whether a value can be iterated over.
 
-    An array without axes cannot, although it has `__iter__`, which fails.
+    An array without axes cannot: it has the method `__iter__`, but the method fails.
     """
     return isinstance(values, Iterable) and getattr(values, "shape", None) != ()
 
@@ -108,11 +108,11 @@ def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
     """Returns several whole numbers as a tuple of Python's `int`.
 
     Args:
-        what: says in the message what the numbers are, such as "devices".
+        what: what the numbers stand for, such as "devices", for the message.
         values: the numbers as the user gave them.
 
     Raises:
-        ValueError: one of the values is not a whole number.
+        ValueError: `values` is not a sequence of whole numbers.
 
     >>> whole_numbers("devices", [0, np.int64(1)])
     (0, 1)

@@ -1,4 +1,4 @@
-"""Messages about names that do not exist, with the names that the user may have meant."""
+"""Finds the names that a user may have meant by a name that does not exist."""
 
 import difflib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     """Writes the message for an unknown name.
 
     Args:
-        kind: the kind of thing that is named, such as "schedule".
+        kind: what the name should name, such as "schedule".
         name: the unknown name.
         names: all names that exist.
 
@@ -31,7 +31,8 @@ def nearest(name: str, names: Sequence[str], count: int = 4) -> list[str]:
     >>> nearest("*/atention/*", names, count=1)
     ['blocks/0/attention/dot_0']
     """
-    # The matcher analyses its second sequence only once, so the name that stays is the second.
+    # The matcher analyzes its second sequence `b` only once, and its first one at each comparison.
+    # So `b` is the name that all others are compared with.
     matcher = difflib.SequenceMatcher(b=name)
 
     def unlikeness(other: str) -> float:

@@ -10,7 +10,9 @@ import jax
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Writes a key path as text, `blocks/0/kernel`, without the final `value` of a Flax variable.
+    """Writes a key path as text, such as `blocks/0/kernel`.
+
+    A Flax variable adds `value` to the end of its path. The text leaves this last key out.
 
     >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
     ['a/0', 'a/1']
@@ -19,10 +21,10 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
-    """Writes the key paths of a tree as texts, no two of which are equal.
+    """Writes the key paths of a tree as texts, all of them different.
 
-    If two paths would have the same text, the keys of all paths are escaped as in JSON pointers: ~1
-    stands for a separator inside a key, and ~0 for ~.
+    A key may contain the separator, so two paths may have the same text. Then the keys of all paths
+    are escaped as in JSON pointers: ~1 stands for a separator inside a key, and ~0 for a tilde.
 
     >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
     >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
@@ -35,12 +37,13 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
 
 
 def _escaped(key: str, separator: str) -> str:
-    """Escapes a key; tildes first, because the tildes of escaped separators must stay."""
+    """Escapes tildes and separators in a key."""
+    # Tildes come first, because the tilde of an escaped separator must not be escaped again.
     return key.replace("~", "~0").replace(separator, "~1")
 
 
 def _keys(path: Sequence[Any]) -> list[str]:
-    """Lists the keys of a path as texts."""
+    """Lists the keys of a path as texts, without the last key `value` of a Flax variable."""
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return [jax.tree_util.keystr((key,), simple=True) for key in path]

@@ -1,15 +1,16 @@
-"""Checks plain data from a file, entry by entry, against a pattern that looks like the data.
+"""Checks data that were read from a JSON file against a pattern, which looks like the data.
 
     pattern                matches
-    str, bool              a value of that type
+    str, bool              a value of exactly that type
     [p]                    a list of any length whose elements all match p
     (p, q)                 a list of two elements; the first matches p, the second q
     {str: p}               a mapping with any names whose values all match p
-    {"a": p, "b?": q}      a mapping with the names a and, optionally, b; their values match p and q
-    a function             data for which it raises no ValueError; it is called with the path of the
-                           data in their file, and with the data (see `whole_in`)
+    {"a": p, "b?": q}      a mapping with the name a, whose value matches p, and optionally with the
+                           name b, whose value matches q; it has no other names
+    f                      data for which the function call f(where, data) raises no ValueError;
+                           `where` is the path of the data in the file (see `whole_in`)
 
-Patterns are plain data themselves, so they can be nested, and have the names of the data.
+Here p and q are patterns, so patterns can be nested as deeply as the data are.
 """
 
 from collections.abc import Callable
@@ -19,17 +20,17 @@ from jvpipe.util.brief import brief
 
 Pattern = Any
 LARGEST = 2**63 - 1
-"""The largest whole number, unless a pattern says otherwise."""
+"""The largest whole number that `whole_in` accepts unless it is given another limit."""
 _DEEPEST = 200
-"""How deeply lists and mappings may be nested; readers of JSON fail at larger depths."""
+"""How deeply lists and mappings may be nested. Some readers of JSON fail on deeper data."""
 
 
 def compare(where: str, data: Any, pattern: Pattern) -> None:
-    """Raises ValueError unless data match a pattern; the message names the entry that does not.
+    """Raises ValueError unless data match a pattern; the message names the entry that is wrong.
 
     Args:
-        where: the path of the data in their file, for the message.
-        data: plain data, as JSON has them.
+        where: the path of the data in the file, for the message.
+        data: numbers, texts, lists and mappings, as JSON has them.
         pattern: a pattern as described at the top of this file.
 
     >>> compare("step", {"at": [3, "x"]}, {"at": [whole_in()]})
@@ -58,7 +59,7 @@ _TYPES = {str: "a text", bool: "true or false"}
 
 
 def _compare_names(where: str, data: Any, pattern: dict[Any, Pattern]) -> None:
-    """Compares a mapping, name by name."""
+    """Compares a mapping with the pattern of a mapping, name by name."""
     _need(isinstance(data, dict), where, "a mapping of names", data)
     if str in pattern:
         for name, value in data.items():
@@ -89,9 +90,9 @@ def number(where: str, data: Any) -> None:
 
 
 def anything(where: str, data: Any) -> None:
-    """Matches whatever JSON can hold, up to a depth that every reader of JSON can take."""
+    """Matches all that JSON can hold, unless lists or mappings are nested too deeply."""
     level, depth = [data], 0
-    # The data are searched level by level, because recursion would fail on deep data.
+    # The search goes level by level, because Python's recursion would fail on deep data.
     while level:
         if depth > _DEEPEST:
             raise ValueError(f"{where} holds lists or mappings more than {_DEEPEST} deep")
@@ -102,7 +103,7 @@ def anything(where: str, data: Any) -> None:
 
 
 def maybe(pattern: Pattern) -> Pattern:
-    """Returns a pattern that matches what a given pattern matches, and null."""
+    """Returns a pattern that matches null, and whatever the given pattern matches."""
 
     def check(where: str, data: Any) -> None:
         if data is not None:
@@ -123,7 +124,7 @@ def one_of_texts(values: Any) -> Pattern:
 
 
 def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Pattern:
-    """Returns a pattern that is `then` for data that pass a test, and `other` for other data."""
+    """Returns a pattern that acts as `then` for data that pass a test, and else as `other`."""
 
     def check(where: str, data: Any) -> None:
         compare(where, data, then if test(data) else other)
@@ -132,6 +133,6 @@ def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Patter
 
 
 def _need(fits: bool, where: str, expected: str, data: Any) -> None:
-    """Raises ValueError, with a message that says what was expected, unless the data fit."""
+    """Raises ValueError unless `fits`; the message says what was expected."""
     if not fits:
         raise ValueError(f"{where} must be {expected}, not {brief(data)}")

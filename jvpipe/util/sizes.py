@@ -1,4 +1,4 @@
-"""Reads and writes sizes in bytes as people write them, such as 16GiB."""
+"""Reads and writes numbers of bytes as people write them, such as 16GiB."""
 
 import re
 from collections.abc import Sequence
@@ -10,22 +10,25 @@ _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
 GIB = 1024**3
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 MOST_BYTES = 2**52
-"""More bytes than any device holds. Up to this size floats represent whole numbers exactly."""
+"""More bytes than any device has. Floats represent every whole number up to this one exactly."""
 MOST_S = 1e12
-"""More seconds than anything takes: some 30,000 years."""
+"""More seconds than any computation takes: some 30,000 years."""
 ROUNDING = 1e-9
-"""Two sums of seconds count as equal if they differ by a smaller share than this."""
+"""Two sums of seconds count as equal if their relative difference is smaller than this."""
 
 
 def parse_bytes(size: int | str | None) -> int | None:
-    """Reads bytes from a number or a text such as "16GiB".
+    """Returns the bytes that a number or a text such as "16GiB" stands for; None for None.
+
+    Raises:
+        ValueError: `size` is not a size, is not positive, or is more than `MOST_BYTES`.
 
     >>> parse_bytes("1.5 GiB"), parse_bytes(1000), parse_bytes(None)
     (1610612736, 1000, None)
     """
     if size is None:
         return None
-    # For Python True and False are the numbers 1 and 0; here they are mistakes.
+    # In Python, True and False are the integers 1 and 0. As a size, they are mistakes.
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES:
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
@@ -45,7 +48,16 @@ def parse_bytes(size: int | str | None) -> int | None:
 def parse_limits(
     sizes: int | str | Sequence[int | str | None] | None,
 ) -> int | tuple[int, ...] | None:
-    """Reads one limit for all devices, or several from a sequence or a text with commas.
+    """Reads one memory limit for all devices, or a limit for each.
+
+    Args:
+        sizes: one size as for `parse_bytes`, or several, in a sequence or in a text with commas.
+
+    Returns:
+        The bytes of the limit or limits; None if there is no limit.
+
+    Raises:
+        ValueError: a size is wrong, or one of several is missing.
 
     >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
     ((25769803776, 11811160064), (1000, 2000), 17179869184, None)
@@ -63,10 +75,10 @@ def parse_limits(
 
 
 def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[int, ...]:
-    """Returns the limit of each device, or an empty tuple if there is no limit.
+    """Returns the limit of each device; an empty tuple if there is no limit.
 
     Args:
-        limits: one limit for all devices, or one for each.
+        limits: the bytes of one limit for all devices, or of a limit for each.
         devices: the number of devices.
 
     Raises:

@@ -106,7 +106,7 @@ def test_few_options_serve_most_prices(parts: tuple, byte: float, link: float) -
     assert (few @ price).min() <= 1.1 * (every @ price).min() + 1e-9
 
 
-def test_measured_seconds_take_the_place_of_modelled_ones() -> None:
+def test_measured_seconds_take_the_place_of_modeled_ones() -> None:
     options = options_of(THREE)
     found = calibrated(options, Calibration(((5.0, 50.0), (13.0, 60.0))))
     by_model = {o.extra_s: f for o, f in zip(options, found, strict=True)}

@@ -88,6 +88,11 @@ def test_a_part_of_an_array_is_all_that_is_read_of_it() -> None:
     assert moved(lookup) < 9 / N
 
 
+def test_an_update_of_a_part_writes_this_part() -> None:
+    half = program(lambda x, y: jax.lax.dynamic_update_slice(x, y[: N // 2], (3, 0)), 2)
+    assert moved(half) == 1.5 + 0.5  # read and written
+
+
 def test_a_scan_takes_its_body_as_often_as_it_runs() -> None:
     def loop(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=37)[0]

@@ -12,20 +12,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HOLDERS = {"train": TrainOptions, "plan": PlanOptions}
 CALLS = {"Pipeline": PIPELINE, "plan_for": PLAN_FOR}
 RESUMED = {
-    "open": "may be another",
-    "fixed": "stays as it was",
-    "plans": "another plans again",
-    "start": "of one start",
-    "processes": "of one start",
-    "own": "of one process",
+    "open": "may change",
+    "fixed": "must stay the same",
+    "plans": "a new value makes a new plan",
+    "start": "holds for one start",
+    "processes": "holds for one start",
+    "own": "holds for one process",
 }
 HEAD = """# Options
 
-Every option of `jvpipe.Pipeline`, `jvpipe.plan_for` and both commands, as they are defined in
-`jvpipe/session/options.py` and `jvpipe/cli/options.py`. Python has their names without hyphens, and takes
-sequences, plans and schedules too where text stands for them; files of `--config` have either name. The last
-column is what `--resume` makes of another value than the run had. This page is made of the definitions
-(`python -m tests.docs.options_page`).
+Every option of `jvpipe.Pipeline`, `jvpipe.plan_for` and both commands, as `jvpipe/session/options.py` and
+`jvpipe/cli/options.py` define them. Python writes their names without hyphens. Where a command takes text, Python
+also takes sequences, plans and schedules. Files of `--config` may use either form of a name. The last column says
+what happens if a run that is resumed (`--resume`) gets another value than before. This page is written by
+`python -m tests.docs.options_page`.
 """
 
 

@@ -127,7 +127,7 @@ def test_checkpoint_modes_and_patterns_give_the_same_bits_and_less_memory() -> N
 @pytest.mark.usefixtures("copies_never_late")
 def test_what_is_computed_again_has_the_bits_of_what_was_kept() -> None:
     """The last micro-batch keeps everything, the others nothing: their programs differ, what they compute does not."""
-    m = CASES["normalised-products"]()
+    m = CASES["normalized-products"]()
     params, losses, _ = trained(m, 1, "gpipe")
     ours = trained(m, 2, "1f1b", checkpoint="except_last")
     assert ours[1] == losses

@@ -31,7 +31,7 @@ NAMES = (
     "unet",
     "three-readers",
     "chained-keys",
-    "normalised-products",
+    "normalized-products",
 )
 
 

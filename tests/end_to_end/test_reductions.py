@@ -202,7 +202,7 @@ def counter(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Arra
     return rest(params, y), new
 
 
-def centre(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
+def center(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
     """A moving mean that the loss reads."""
     y = hidden(params, batch)
     return rest(params, y - s[None]), 0.5 * s + 0.5 * jax.lax.stop_gradient(y.mean(0))
@@ -249,7 +249,7 @@ STATES: dict[str, tuple[Callable[..., Any], Tree, dict[str, str]]] = {
         },
         {},
     ),
-    "centre": (centre, np.zeros(D, np.float32), {}),
+    "center": (center, np.zeros(D, np.float32), {}),
     "codebook": (codebook, {"count": np.ones(4, np.float32), "sum": CODES}, {}),
     "capped": (
         capped,
@@ -358,7 +358,7 @@ def test_what_the_user_says_of_state_must_fit_it() -> None:
 def test_a_statistic_of_the_batch_that_the_loss_uses_is_refused() -> None:
     """What the state keeps of it makes no batch norm of it."""
 
-    def centred(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
+    def centered(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
         y = hidden(params, batch)
         return rest(params, y - y.mean(0)[None]), 0.5 * s + 0.5 * y.mean(0)
 
@@ -371,7 +371,7 @@ def test_a_statistic_of_the_batch_that_the_loss_uses_is_refused() -> None:
         y = hidden(params, batch)
         return rest(params, y) - jnp.mean((y - y.mean(0)[None]) ** 2), 0.5 * s + 0.5 * y.mean(0)
 
-    for loss in (centred, new_mean, spread_out):
+    for loss in (centered, new_mean, spread_out):
         with pytest.raises(
             ValueError, match=r"cannot be replicated|cannot be made of those of slices"
         ):

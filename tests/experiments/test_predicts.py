@@ -141,7 +141,7 @@ def test_sizes_may_be_set() -> None:
     assert tokens == 24
 
 
-def test_steps_beside_busy_neighbours_are_told_with_what_others_took(
+def test_steps_beside_busy_neighbors_are_told_with_what_others_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = iter(

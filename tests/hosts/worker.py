@@ -246,7 +246,7 @@ def grouped(schedule: str, group: str) -> dict[str, Any]:
     }
 
 
-def centred(params: Any, mean: jax.Array, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
+def centered(params: Any, mean: jax.Array, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
     """The tiny loss of what is left of a batch without the mean of those before."""
     x = batch["x"] @ params[0]
     after = 0.5 * mean + 0.5 * jax.lax.stop_gradient(x.mean(0))
@@ -267,7 +267,7 @@ def replicated(schedule: str) -> dict[str, Any]:
         (PipeDream(update_every=2), LOCAL) if schedule == "pipedream" else (schedule, OPTIMIZER)
     )
     has_state = schedule == "1f1b"
-    loss, model_state = (centred, np.zeros(2, np.float32)) if has_state else (tiny.loss_fn, None)
+    loss, model_state = (centered, np.zeros(2, np.float32)) if has_state else (tiny.loss_fn, None)
     options: dict[str, Any] = {"devices": jax.devices()[:STAGES], "has_state": has_state}
     pipe = jvpipe.Pipeline(loss, optimizer, plans[0], 4, order, **options)
     state, losses = pipe.init(tiny.PARAMS, batch, None, model_state), []

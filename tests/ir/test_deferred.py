@@ -41,7 +41,7 @@ class DeferredBatchNorm:
 
 
 def plain(x: jax.Array) -> jax.Array:
-    """A micro-batch normalised by its own statistics."""
+    """A micro-batch normalized by its own statistics."""
     mean, variance = jnp.mean(x, (0, 1), keepdims=True), jnp.var(x, (0, 1), keepdims=True)
     return (x - mean) / jnp.sqrt(variance + EPSILON)
 

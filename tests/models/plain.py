@@ -19,8 +19,8 @@ def shaken(workload: Workload) -> dict:
 
 
 def norm(x: np.ndarray, p: dict) -> np.ndarray:
-    centred = x - x.mean()
-    return centred / np.sqrt((centred * centred).mean() + 1e-6) * p["scale"] + p["bias"]
+    centered = x - x.mean()
+    return centered / np.sqrt((centered * centered).mean() + 1e-6) * p["scale"] + p["bias"]
 
 
 def linear(x: np.ndarray, p: dict) -> np.ndarray:

@@ -124,8 +124,8 @@ def test_a_separable_convolution_is_that_of_a_plain_reference() -> None:
     kind = block_kind(workload.config, Block("conv3_relu", "none"))
     params: Any = jax.tree.map(np.asarray, kind.init(KEY))
     x = np.random.default_rng(0).normal(size=(1, 16, 16)).astype(np.float32)
-    centred = x[0] - x[0].mean(1, keepdims=True)
-    y = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-6)
+    centered = x[0] - x[0].mean(1, keepdims=True)
+    y = centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-6)
     p, mixed = params["left"], np.zeros_like(y)
     for t in range(16):
         for k in range(3):

@@ -1,4 +1,4 @@
-"""Images of one colour: a class for the red, one for the green."""
+"""Images of one color: a class for the red, one for the green."""
 
 from functools import partial
 from itertools import islice
@@ -12,17 +12,17 @@ from jvpipe.models.image_data import open_images
 from jvpipe.models.image_folders import class_folders, decoded, sizes_of
 from tests.commands import finished
 
-COLOURS = {"green": (0, 255, 0), "red": (255, 0, 0)}
+COLORS = {"green": (0, 255, 0), "red": (255, 0, 0)}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         (tmp_path / "data" / name).mkdir(parents=True)
         for i in range(8):
             ending = ("png", "JPEG", "gif", "bmp")[i % 4]
-            Image.new("RGB", (12 + i, 10), colour).save(tmp_path / "data" / name / f"{i}.{ending}")
-    (tmp_path / "data" / "about.txt").write_text("colours")
+            Image.new("RGB", (12 + i, 10), color).save(tmp_path / "data" / name / f"{i}.{ending}")
+    (tmp_path / "data" / "about.txt").write_text("colors")
     return tmp_path / "data"
 
 
@@ -30,9 +30,9 @@ def test_classes_are_folders_in_order(folder: Path) -> None:
     found = class_folders(folder, 8, 2)
     assert found.labels.tolist() == [0] * 8 + [1] * 8
     for i, label in enumerate(found.labels):
-        colour = np.array([[-1, 1, -1], [1, -1, -1]][label], np.float32)
+        color = np.array([[-1, 1, -1], [1, -1, -1]][label], np.float32)
         np.testing.assert_allclose(
-            found.image(i), np.broadcast_to(colour, (8, 8, 3)), atol=0.02
+            found.image(i), np.broadcast_to(color, (8, 8, 3)), atol=0.02
         )  # JPEG is near
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.papers.capuchin import free_time_s, memory_saved_per_second, optimise
+from jvpipe.papers.capuchin import free_time_s, memory_saved_per_second, optimize
 from jvpipe.papers.selection import FateChanges, Selection
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Segments
@@ -50,7 +50,7 @@ def test_memory_saved_per_second() -> None:
 def test_the_longest_free_time_is_swapped_first() -> None:
     """The first layer's is longest, though the second would save more."""
     stage = first_stage([block(4), block(6), block(4)], 4, bytes_per_s=4.0)
-    optimise(stage)
+    optimize(stage)
     assert stage.choices == [SWAP, KEEP, KEEP]
 
 
@@ -58,14 +58,14 @@ def test_what_does_not_hide_in_its_free_time_is_not_swapped() -> None:
     """24 bytes out and in take 27 s, of which the first two layers have 24 and 21; 4 bytes take 4.5 s of 18."""
     stage = first_stage([block(24), block(24), block(4)], 1, bytes_per_s=16 / 9)
     assert free_time_s(stage, stage.changes.swaps(0, KEEP)[0]) == pytest.approx(24 - 27)
-    optimise(stage)
+    optimize(stage)
     assert stage.choices == [KEEP, KEEP, SWAP]
 
 
 def test_recomputation_follows_when_the_link_is_full() -> None:
     """One swap of 4 bytes takes 8 s of the stage's 9."""
     stage = first_stage([block(4)] * 3, 5, bytes_per_s=1.0)
-    optimise(stage)
+    optimize(stage)
     assert stage.choices in ([SWAP, KEEP, RECOMPUTE], [SWAP, RECOMPUTE, KEEP])
     assert stage.seconds == 10.0
 
@@ -78,7 +78,7 @@ def test_what_saves_most_per_second_comes_first_when_the_link_is_full() -> None:
     stage = first_stage(
         [block(20, 7.0, backward_s=1.0), block(6, 12.0, backward_s=4.0)], 6 * 20 + 1, 2.0, stages=8
     )
-    optimise(stage)
+    optimize(stage)
     assert stage.choices == [SWAP, SWAP]
     assert stage.seconds == 26.0
 
@@ -86,6 +86,6 @@ def test_what_saves_most_per_second_comes_first_when_the_link_is_full() -> None:
 def test_the_last_stage_swaps_nothing() -> None:
     problem = limited(chain([block(4)] * 3, 1, host=Link(100.0)), 14)
     stage = Selection(Segments(problem), FateChanges(problem, 1), 0, 0, 3)
-    optimise(stage)
+    optimize(stage)
     assert SWAP not in stage.choices
     assert stage.excess_bytes == 0

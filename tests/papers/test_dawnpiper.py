@@ -61,7 +61,7 @@ def test_parameters_count_by_their_versions() -> None:
 def test_the_best_bound_of_two_stages_is_in_the_range(
     n: int, kept: int, schedule: str, share: float
 ) -> None:
-    """Theorem 4.1, on chains that meet its conditions, each bound with its memory optimised."""
+    """Theorem 4.1, on chains that meet its conditions, each bound with its memory optimized."""
     problem = chain([block(kept, recompute_s=0.5)] * n, 2, schedule=schedule)
     cb_peak = evaluate_decision(problem, dawnpiper(problem)).peak_bytes
     search = BinaryPartition(Segments(limited(problem, round(share * cb_peak))))

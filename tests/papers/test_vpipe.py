@@ -92,7 +92,7 @@ def test_a_layer_leaves_the_stage_that_recomputation_makes_slowest() -> None:
     assert evaluate_decision(problem, decision).bottleneck_s == 39.0
 
 
-def test_a_layer_passes_through_a_neighbour_that_is_as_slow() -> None:
+def test_a_layer_passes_through_a_neighbor_that_is_as_slow() -> None:
     """The second stage may not keep both of its layers and the third's one is light: the layer ripples through."""
     layers = [block(4, seconds=3.0) for _ in range(9)]
     problem = chain(layers, 3, memory_limit_bytes=10**6)

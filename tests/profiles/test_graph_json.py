@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_json import read_graph_json
 from jvpipe.profiles.graph_parts import GraphFile
+from jvpipe.profiles.located_json import parse_located
 from tests.real_profiles import profile
 
 
@@ -34,6 +35,14 @@ def edge(source: int, target: int, **fields: Any) -> dict[str, Any]:
 def read(nodes: list, edges: list | None = None, **fields: Any) -> GraphFile:
     whole = {"maxSizePerFPGA": 100.0, "maxFPGAs": 2, "nodes": nodes, "edges": edges or []} | fields
     return read_graph_json(json.dumps(whole, indent=1), "g.json")
+
+
+def test_objects_within_objects_keep_the_lines_where_they_open() -> None:
+    text = '{"a": [{"b": {"x": 1}},\n {"c": "}{"}],\n "d":\n {"e": 2}}'
+    whole = parse_located(text, "g.json")
+    first, second = whole["a"]
+    lines = [one.line for one in (whole, first, second, first["b"], whole["d"])]
+    assert lines == [1, 1, 2, 1, 4]
 
 
 def test_a_forward_node_and_its_backward_are_one_layer() -> None:

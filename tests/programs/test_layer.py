@@ -161,12 +161,12 @@ def test_same_bits_whatever_is_kept_in_bfloat16(make: Callable[[], Case]) -> Non
 @pytest.mark.parametrize(
     "name",
     grid(
-        ["contrastive", "mixer", "stacked-decoder", "normalised-products", "noisy"],
+        ["contrastive", "mixer", "stacked-decoder", "normalized-products", "noisy"],
         "mixer",
-        "normalised-products",
+        "normalized-products",
     ),
 )
-def test_same_bits_of_what_is_normalised_whatever_is_kept(name: str) -> None:
+def test_same_bits_of_what_is_normalized_whatever_is_kept(name: str) -> None:
     case = CASES[name]()
     model = trace_model(case.loss_fn, case.params, case.batch, case.rng)
     params = model.stacks.split(case.params)

@@ -15,7 +15,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, build_graph
 from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.loss import trace_loss
-from tests.zoo import D, draws, normalised
+from tests.zoo import D, draws, normalized
 
 
 def body_of(loss_fn: Any, params: Any) -> Body:
@@ -33,10 +33,10 @@ def names(body: Body) -> dict[str, list[list[str]]]:
 
 
 def test_a_value_that_several_calls_need_is_made_once() -> None:
-    """A normalised row is read by three products; its transpose is made by each product that wants it."""
+    """A normalized row is read by three products; its transpose is made by each product that wants it."""
 
     def loss_fn(params: Any, x: jax.Array, rng: Any) -> jax.Array:
-        row = normalised(x)
+        row = normalized(x)
         q, k, v = row @ params[0], row.T @ row, (row.T @ row) @ params[1]
         return jnp.sum(q @ k @ v)
 
@@ -70,7 +70,7 @@ def test_calls_make_every_candidate_and_every_output_from_what_was_made_before()
 
 def test_the_compiler_leaves_calls_apart_and_costs_see_through_them() -> None:
     def loss_fn(params: Any, x: jax.Array, rng: Any) -> jax.Array:
-        return jnp.sum(jnp.tanh(normalised(x) @ params[0]) @ params[1])
+        return jnp.sum(jnp.tanh(normalized(x) @ params[0]) @ params[1])
 
     params = [draws(2)(D, D), draws(3)(D, D)]
     made = differentiate(body_of(loss_fn, params), [], [])
@@ -93,7 +93,7 @@ def test_the_compiler_leaves_calls_apart_and_costs_see_through_them() -> None:
 
 def test_other_compilers_are_told_how_results_and_inputs_lie() -> None:
     def loss_fn(params: Any, x: jax.Array, rng: Any) -> jax.Array:
-        return jnp.sum(jnp.tanh(normalised(x) @ params[0]) @ params[1])
+        return jnp.sum(jnp.tanh(normalized(x) @ params[0]) @ params[1])
 
     body = body_of(loss_fn, [draws(2)(D, D), draws(3)(D, D)])
     forward = forward_program(differentiate(body, [], []))

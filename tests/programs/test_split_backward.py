@@ -124,8 +124,8 @@ FULL: dict[str, tuple[Share, int]] = {
     "mixer": (
         "nothing",
         3,
-    ),  # what is normalised and divided: the two programs divide differently without calls
-    "normalised-products": ("half", 1),
+    ),  # what is normalized and divided: the two programs divide differently without calls
+    "normalized-products": ("half", 1),
     "recurrent": ("half", 2),
     "custom-rules": ("nothing", 4),
     "nested": ("all", 3),
@@ -139,7 +139,7 @@ FULL: dict[str, tuple[Share, int]] = {
 
 
 @pytest.mark.parametrize(
-    "name", grid(FULL, "pre-norm", "mixer", "normalised-products", "recurrent", "custom-rules")
+    "name", grid(FULL, "pre-norm", "mixer", "normalized-products", "recurrent", "custom-rules")
 )
 def test_halves_have_the_bits_of_the_whole(name: str) -> None:
     share, split = FULL[name]

@@ -448,7 +448,7 @@ def test_mistakes_are_told_and_nothing_has_happened() -> None:
 
 @pytest.mark.parametrize("how", ["beside", "by host", "in flight"])
 @pytest.mark.parametrize(
-    "target", ["jvpipe.runtime.engine.placing.Placing.initialise_optimizer", "jax.device_put"]
+    "target", ["jvpipe.runtime.engine.placing.Placing.initialize_optimizer", "jax.device_put"]
 )
 def test_a_failure_on_the_way_leaves_the_state_whole(
     how: str, target: str, monkeypatch: pytest.MonkeyPatch

@@ -136,7 +136,7 @@ def test_linen_s_batch_norm_is_found(fast: bool) -> None:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            """Normalises features of bfloat16, whose statistics are of float32."""
+            """Normalizes features of bfloat16, whose statistics are of float32."""
             norm = nn.BatchNorm(False, momentum=0.9, use_fast_variance=fast, dtype=jnp.bfloat16)
             return nn.Dense(3)(norm(nn.Dense(7)(x)))
 

@@ -86,7 +86,7 @@ def test_leaves_are_named_by_path_and_shapes_have_no_bytes() -> None:
 
 
 def test_leaves_that_a_function_makes_differ_where_their_making_does() -> None:
-    def initialiser(scale: float, table: Any) -> Callable[[Any], Any]:
+    def initializer(scale: float, table: Any) -> Callable[[Any], Any]:
         def init(key: Any) -> Any:
             first, second = jax.random.split(key)
             return {
@@ -99,11 +99,11 @@ def test_leaves_that_a_function_makes_differ_where_their_making_does() -> None:
         return init
 
     key = jax.random.key(0)
-    own = made_lines(initialiser(0.5, X), key)
-    assert own == made_lines(initialiser(0.5, X), jax.random.key(1)), "the key is compared beside"
+    own = made_lines(initializer(0.5, X), key)
+    assert own == made_lines(initializer(0.5, X), jax.random.key(1)), "the key is compared beside"
     assert [line.split()[0] for line in own] == ["o", "t", "v", "w"]
     for scale, table, unlike in ((0.25, X, "v"), (0.5, 2 * X, "t")):
-        other = made_lines(initialiser(scale, table), key)
+        other = made_lines(initializer(scale, table), key)
         assert [
             line.split()[0] for line, their in zip(own, other, strict=True) if line != their
         ] == [unlike]

@@ -135,7 +135,7 @@ ROWS: dict[str, Rule] = {
     "the mean of each taken off": lambda _, g: g - g.mean(-1, keepdims=True),
 }
 COUPLED: dict[str, Rule] = {
-    "centred": lambda _, g: g - g.mean(0)[None],
+    "centered": lambda _, g: g - g.mean(0)[None],
     "normed": lambda _, g: g / jnp.linalg.norm(g),
     "by the greatest": lambda _, g: g / jnp.max(jnp.abs(g)),
     "divided by the rows": lambda _, g: g / g.shape[0],

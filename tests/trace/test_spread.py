@@ -130,7 +130,7 @@ def noise(x: jax.Array) -> jax.Array:
 
 noise.defjvp(lambda primals, tangents: (noise(*primals), tangents[0]))
 REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
-    "centred": (
+    "centered": (
         lambda x: x - jnp.mean(x, 0)[None],
         "layer 0 cannot be replicated: .* gives single examples",
     ),
@@ -219,20 +219,20 @@ def test_batch_norm_is_known_by_its_model_state() -> None:
     assert (mean.over, variance.over) == (Over.MEAN, Over.MIXED)
 
 
-def test_a_batch_norm_divides_what_it_has_centred() -> None:
-    """A centre alone, or a function of one, would be another loss on each replica's examples."""
+def test_a_batch_norm_divides_what_it_has_centered() -> None:
+    """A center alone, or a function of one, would be another loss on each replica's examples."""
 
-    def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def centered(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mean = jnp.mean(x, (0, 1))
         return x - mean[None, None], mean
 
     def two_passes(x: jax.Array) -> tuple[jax.Array, ...]:
-        less, mean = centred(x)
+        less, mean = centered(x)
         variance = jnp.mean(less**2, (0, 1))
         return less / jnp.sqrt(variance + 1e-5)[None, None], mean, variance
 
     def bent(x: jax.Array) -> tuple[jax.Array, ...]:
-        less, mean = centred(x)
+        less, mean = centered(x)
         out, *statistics = two_passes(jnp.tanh(less))
         return out, mean, *statistics
 
@@ -240,7 +240,7 @@ def test_a_batch_norm_divides_what_it_has_centred() -> None:
     assert not out.open
     assert not mean.open
     assert variance.open
-    assert spread(centred, lambda outs: outs[1:])[0].open
+    assert spread(centered, lambda outs: outs[1:])[0].open
     with pytest.raises(
         CoupledError, match="'tanh' goes on from examples less what was made of several of them"
     ):

@@ -84,9 +84,9 @@ class Departures:
         placer.moved = []
 
     def free(self, task: int) -> None:
-        """Frees the old buffer of each move that lies far enough before task number `task`.
+        """Frees the old buffers of moves that were made long enough before task number `task`.
 
-        With S stages, far enough is more than `_WINDOW` * S tasks, of whichever stages.
+        With S stages, long enough is more than `_WINDOW` * S tasks, of whichever stages.
         """
         window = _WINDOW * len(self._placer.where.plan.stages)
         while self._waiting and self._waiting[0].task + window < task:
@@ -102,7 +102,7 @@ class Departures:
 
 
 def settle(placer: Placer, plan: Plan) -> None:
-    """Moves the values that no task would move to their places under a plan that begins.
+    """Moves, at the start of a plan, the values that none of its tasks will move.
 
     They are constants, model state that no layer writes, and optimizer state that belongs to no
     layer.

@@ -50,7 +50,7 @@ class StreamLowering:
     """A stream and its lowered steps.
 
     `spans` have the layouts, and the micro-batches from which they hold. `in_flight_at_switch` has,
-    for each step in which a span begins, the names of the buffers that are then in flight.
+    for each step in which a span begins, the names of the buffers that the step before it leaves.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
@@ -135,7 +135,7 @@ class _Marks:
 
     Attributes:
         blocks: the numbers of the blocks at which steps begin.
-        spots: the names of all buffers where each step begins.
+        spots: for each step, the names of all buffers at its beginning.
         uses: the versions that each step's layers read or made.
         left: for each forward, the first layer of its stage, which names the rows of swaps, and the
             buffers to swap after it.

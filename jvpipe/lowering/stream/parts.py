@@ -92,8 +92,8 @@ def parts(
         microbatches: how many a step has.
         steps: how many steps are cut.
         ended: the lists of a stream of exactly that many steps. The drain is taken from them.
-        early: a function from a step's lists and the rest to those tasks of the rest that must run
-            within the step.
+        early: a function that takes a step's lists and the rest. It returns the tasks of the rest
+            that must run within the step.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule

@@ -98,8 +98,8 @@ class Unrolled:
     def _spot(self, b: int, n: int) -> Spot:
         """Names a buffer in step n, with the numbers of the step.
 
-        It is the buffer's name before the step. A buffer that has no name then is named as after
-        the step or, if it has none then either, as in the table.
+        It is the buffer's name before the step. If there is none, it is the name after the step. If
+        there is none either, it is the name in the table.
         """
         m0, v0 = self._base(n)
         spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot

@@ -53,8 +53,8 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
 class StreamTimeline:
     """The plan and the weights of every micro-batch of a stream's first steps.
 
-    `parts` are the task lists of each step, and last the lists of the tasks after these steps. They
-    drain the stream or, if it goes on, are those that follow.
+    `parts` has the task lists of each step and, as its last element, the lists of the tasks after
+    these steps. If the stream ends there, those tasks drain it.
 
     Args:
         graph: the layers.
@@ -214,9 +214,9 @@ class StreamTimeline:
     def versions(self, task: Task) -> Iterator[Task]:
         """Yields the tasks that a task waits for because layers have changed stages.
 
-        For layers that were on other stages before, they make the weights that the task reads, or
-        add to the same sums of gradients first. In the first span there are none: no layer has
-        moved yet, and each stage's list has its updates in order.
+        They are tasks of the stages on which the layers were before. They make the weights that the
+        task reads, or add to the same sums of gradients first. In the first span there are none: no
+        layer has moved yet, and each stage's list has its updates in order.
         """
         s, kind, m = task
         if len(self.spans) == 1 or m < self.spans[1].start:

@@ -190,7 +190,7 @@ class StreamWeights:
         return Value(ValueKind.GRADIENT, p, layer, first, update)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
-        """Returns the deliveries of the parameters that a layer owns to all layers that read them.
+        """Returns the deliveries that send a layer's own parameters to all layers that read them.
 
         The version is the one that the forward of the micro-batch reads.
         """

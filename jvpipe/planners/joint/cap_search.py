@@ -7,7 +7,7 @@ of all stages. It cuts the layers into segments, one for each stage. Legend:
     t      seconds of a segment per micro-batch, with the segment's best fates; also its part of
            what happens once per step, all-reduces and updates (`Objective.with_once`)
     F      the seconds of the segment's forward, a part of t
-    comm   the seconds of the link before the segment, in both directions
+    comm   the seconds of the link before the segment per micro-batch, in both directions
 
 Sums and maxima are over the segments of a path:
 
@@ -27,7 +27,8 @@ below the maxima of the shortest path are left. A test compares the best paths w
 enumeration.
 
 Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
-once a shortest path goes through the segment. That happens for few segments.
+when a shortest path goes through the segment. That happens for few segments. The table calls a
+segment as a stage a cell. A cell is open while its t is a lower bound, and settled after that.
 
 How hard to search may be changed (`Effort` in `segment_table.py`). With less effort the result may
 not be the best, but its lower bound stays valid.
@@ -56,7 +57,7 @@ class SearchResult:
         paths: the paths met; empty if nothing fits.
         step_s: the seconds of a step with the best path.
         bound_s: no path in the table takes fewer seconds.
-        cap_s: no path whose maxima (see the module) add up to more is better than the best path.
+        cap_s: a path whose maxima (see the module) add up to more is not better than the best path.
     """
 
     paths: tuple[Path, ...]
@@ -159,8 +160,8 @@ def search(problem: Problem, table: Table) -> SearchResult:
     result = _Boxes(objective).search()
     if table.proven:
         return result
-    # Fates were searched with too little effort to prove some t the least. The bound of the step
-    # must then be computed from proven lower bounds of t.
+    # Too little effort was spent on the fates of some cells to prove that their t is the least. So
+    # the bound of the step must be computed from proven lower bounds of t.
     lower_s = [table.lower_s(stage) for stage in table.stages]
     bound_s = max(result.bound_s, objective.bound_s(lower_s))
     return replace(result, bound_s=min(result.step_s, bound_s))
@@ -276,7 +277,7 @@ class _Boxes:
         least_s, _ = least_sum(sums)
         self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_s)))
         # The maxima of a better path add up to less than the cap. Each maximum is at least the
-        # least of its phase. So a maximum is at most the cap less the least of the other phases.
+        # least of its phase. So a maximum is at most the cap minus the other phases' least maxima.
         caps = tuple(self._cap_s() - sum(low) + low_s for low_s in low)
         through = sums_through(_under(sums, phases, caps))
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
@@ -285,7 +286,7 @@ class _Boxes:
             self.table.narrow(kept)
 
     def _cap_s(self) -> float:
-        """Bounds from above what the maxima of a path better than the best met can add up to."""
+        """Returns the most that the maxima of a path add up to if it beats the best path met."""
         if not self.waits:
             return np.inf
         # A better path takes less than `best_s`, of which its sum takes `least_sum_s` or more. The
@@ -312,7 +313,7 @@ def _rest(
     high: Caps,
     maxima: Caps,
 ) -> list[tuple[Caps, Caps]]:
-    """Lists the boxes that are left of a box, given the maxima of its shortest path.
+    """Divides what remains of a box into smaller boxes, given the maxima of its shortest path.
 
     A better path has a smaller maximum in some phase. For each phase, the caps below the given
     maximum make a box, which is halved.

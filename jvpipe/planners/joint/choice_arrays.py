@@ -10,7 +10,7 @@ Each choice of a layer has, per micro-batch:
     swapped_bytes   that go to the host in between
     handed_bytes    held between the two halves of the layer's backward; the same for all choices,
                     unless the whole backward runs in the second half
-    working_bytes   needed beside what is held while the layer runs
+    working_bytes   needed while the layer runs, in addition to what is held
     own_s           by how much the choice makes the layer's backward longer
 
 A run is a layer with `RECOMPUTE` and the layers after it with `RECOMPUTE_CHAIN`. Their forwards run
@@ -46,7 +46,7 @@ Flight = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices of all layers. Only the columns that are `allowed` in a row are the layer's."""
+    """The choices of all layers. A layer has only the choices that are `allowed` in its row."""
 
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
@@ -54,7 +54,7 @@ class Choices:
     handed_bytes: PerChoice
     own_s: PerChoice
     forward_s: PerLayer
-    working_bytes: PerChoice  # of the two choices that recompute: a lower bound
+    working_bytes: PerChoice  # a lower bound for the two choices that recompute
     residual_bytes: PerLayer
     recompute_peak_bytes: PerLayer
     input_bytes: PerLayer
@@ -117,12 +117,12 @@ class Choices:
         """Counts the seconds that choices add to backwards on a device.
 
         The last layer of a run adds its `own_s`. Any other layer of a run adds the seconds of its
-        forward. Which of the two holds depends on the next layer's choice. So every layer of a run
-        counts as its last at first, and a `RECOMPUTE_CHAIN` also adds the difference for the layer
-        before.
+        forward. Which of the two counts depends on the next layer's choice. So each layer of a run
+        first counts like the run's last one. A `RECOMPUTE_CHAIN` then adds the difference for the
+        layer before.
 
         Args:
-            slowness: for each layer, how many times as long the device takes; empty: as long.
+            slowness: for each layer, by what factor the device is slower; empty: 1 for all layers.
         """
         slower = np.array(slowness or np.ones(len(self.forward_s)))
         extra_s = self.own_s * slower[:, None]
@@ -132,7 +132,7 @@ class Choices:
 
     @cached_property
     def left_bytes(self) -> PerChoice:
-        """The bytes that choices hold of one micro-batch while later layers run."""
+        """The bytes of one micro-batch that choices leave, to be held while later layers run."""
         return self.kept_bytes + self.swapped_bytes
 
     @cached_property

@@ -1,6 +1,6 @@
-"""Improves plans by local search: goes to a neighbour that the simulator finds faster, and repeats.
+"""Improves plans by local search: goes to a neighbor that the simulator finds faster, and repeats.
 
-A plan is the bounds of stages and a choice of fates for each layer. A neighbour differs from a plan
+A plan is the bounds of stages and a choice of fates for each layer. A neighbor differs from a plan
 in one of these ways:
 
 - One bound, or two adjacent bounds, have moved. Fates are chosen again, with and without swaps.
@@ -11,15 +11,18 @@ in one of these ways:
 - The last layers of a stage become a run: their forwards run again, one after the other, while the
   stage waits for its cotangents.
 
-Simulating takes long, so all neighbours first get a lower bound: the seconds of a step in which no
+Simulating takes long, so all neighbors first get a lower bound: the seconds of a step in which no
 transfer waits for another (`least_steps_s`). They are simulated in the order of these bounds, until
-no neighbour that is left can be faster. A climb ends because each round but the last finds a plan
-of a lower rank, and there are finitely many plans. It ends earlier if no tasks are left to
-simulate.
+no neighbor that is left can be faster. A climb ends because each round but the last finds a plan
+of a lower rank (`Rank`), and there are finitely many plans. It ends earlier if it has simulated as
+many tasks as it may.
 
-If links keep devices waiting, the seconds of neighbours differ a lot, and a climb soon ends at a
-local optimum. So the neighbours of the best plan are climbed from too, even if they are slower
-(`around`). After that, tasks are spent on the starting plans that are far behind.
+If links keep devices waiting, the seconds of neighbors differ a lot, and a climb soon ends at a
+local optimum. So the neighbors of the best plan are climbed from too, even if they are slower
+(`around`). After that, the remaining tasks are spent on the starting plans that are far slower.
+
+Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be changed: a climb goes
+only to plans of a lower rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -56,7 +59,7 @@ class Climb:
         tasks: how many tasks may still be simulated; the climb ends when none are left.
         places: by how many cuts a bound moves at most under a limit. With 1, bounds move one at a
             time, and stages stay on their devices.
-        around: how many neighbours of the best plan are climbed from too.
+        around: how many neighbors of the best plan are climbed from too.
         ranks: a cache of the ranks of plans.
         costs: a cache of the costs of stages, by the stage's number, first layer and choices.
     """
@@ -94,8 +97,8 @@ class Climb:
         if not starts:
             return None
         near_s = PLAN.near_start * self.rank(starts[0])[0]
-        # Plans near the best are climbed from first, then the neighbours of the best, and then, if
-        # tasks are left, the plans that are far behind.
+        # Plans nearly as fast as the best are climbed from first, then the neighbors of the best,
+        # and then, if tasks are left, the plans that are far slower.
         near = [one for one in starts if self.rank(one)[0] <= near_s]
         best = min(map(self.climbed, near), key=self.rank)
         best = self._climbed_around(best)
@@ -104,42 +107,42 @@ class Climb:
         return self._kept_where_free(best)
 
     def _climbed_around(self, best: Decision) -> Decision:
-        """Climbs from neighbours of the best plan: even slower ones may lead to faster plans."""
+        """Climbs from neighbors of the best plan: even slower ones may lead to faster plans."""
         tried = set[Decision]()
         for _ in range(self.around):
-            start = self._fastest_neighbour(best, tried)
+            start = self._fastest_neighbor(best, tried)
             if start is None or self.tasks <= 0:
                 break
             tried.add(start)
             best = min(best, self.climbed(start), key=self.rank)
         return best
 
-    def _fastest_neighbour(
+    def _fastest_neighbor(
         self,
         best: Decision,
         tried: Set[Decision],
     ) -> Decision | None:
-        """Finds the fastest untried neighbour with moved bounds; None if there is none.
+        """Finds the fastest untried neighbor with moved bounds; None if there is none.
 
-        Only the `PLAN.neighbours` with the lowest bounds are simulated.
+        Only `PLAN.neighbors` of them are simulated, those with the least lower bounds of seconds.
         """
         moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
         fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
         if not fitting:
             return None
         order = self._clocked_s(fitting).argsort(kind="stable")
-        first = [fitting[at] for at in order[: PLAN.neighbours]]
+        first = [fitting[at] for at in order[: PLAN.neighbors]]
         others = (one for one in first if one not in {best, *tried})
         return min(others, key=self.rank, default=None)
 
     def climbed(self, best: Decision) -> Decision:
-        """Goes from a plan to its best neighbour again and again, until no neighbour is better."""
+        """Goes from a plan to its best neighbor again and again, until no neighbor is better."""
         before = None
         while before is not best and self.tasks > 0:
             before = best
             moved = (one for s in self._by_seconds(best) for one in self._moved(before, s))
             best = self._best_of(best, moved)
-            # Wider neighbourhoods are tried only if narrower ones have nothing better, which is
+            # Wider neighborhoods are tried only if narrower ones have nothing better, which is
             # seldom the case before the last round.
             if best is before:
                 best = self._best_of(best, self._others(best))
@@ -179,7 +182,7 @@ class Climb:
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
-        """Returns a plan's rank without simulating the plan: its seconds are 0 if it fits."""
+        """Returns a plan's rank without simulating it: a plan that fits counts as 0 seconds."""
         problem = self.problem
         stages = self._stages(decision)
         peak = max(needed_bytes(problem, device_bytes(problem, stages)))
@@ -200,9 +203,9 @@ class Climb:
             stages.append(self.costs[key])
         return stages
 
-    def _best_of(self, best: Decision, neighbours: Iterable[Decision]) -> Decision:
-        """Returns the best of a plan and its neighbours, as far as tasks are left to simulate."""
-        some = [one for one in self._some(neighbours) if one not in self.ranks]
+    def _best_of(self, best: Decision, neighbors: Iterable[Decision]) -> Decision:
+        """Returns the best of a plan and its neighbors, as far as tasks are left to simulate."""
+        some = [one for one in self._some(neighbors) if one not in self.ranks]
         if not some or self.tasks <= 0:
             return best
         least_s = self._clocked_s(some)
@@ -215,9 +218,9 @@ class Climb:
             best = min(best, some[at], key=self.rank)
         return best
 
-    def _some(self, neighbours: Iterable[Decision]) -> Iterator[Decision]:
-        """Yields the first neighbours, as many as may be bounded at once (`PLAN.clocked`)."""
-        return islice(neighbours, PLAN.clocked // self._each)
+    def _some(self, neighbors: Iterable[Decision]) -> Iterator[Decision]:
+        """Yields the first neighbors, as many as may be bounded at once (`PLAN.clocked`)."""
+        return islice(neighbors, PLAN.clocked // self._each)
 
     def _clocked_s(self, some: Sequence[Decision]) -> Float[np.ndarray, " plans"]:
         """Bounds plans from below by steps in which no transfer waits; uses up some of `tasks`."""
@@ -240,8 +243,8 @@ class Climb:
     def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
         """Yields plans with bound s moved, alone or with the next bound.
 
-        Under a limit a bound moves by at most `places` cuts. Without one it may move to any cut,
-        because no fates are searched for, so that a neighbour costs little.
+        Under a memory limit, a bound moves by at most `places` cuts. Without a limit it may move to
+        any cut: no fates are searched for, so a neighbor costs little.
         """
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
@@ -256,9 +259,10 @@ class Climb:
             yield from self.refitted(bounds)
 
     def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
-        """Yields a plan with these bounds for each of `ways` to choose fates.
+        """Yields plans with these bounds: for each search in `ways`, one with the fates it finds.
 
-        Without a limit it yields only the plan that keeps everything, because no other is faster.
+        Without a limit it yields only the plan that keeps everything, because other fates are not
+        faster.
         """
         if self.problem.memory_limit_bytes is None:
             yield Decision.keeping_all(bounds)

@@ -14,7 +14,8 @@ How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under give
 pays for the seconds and the bytes of its layers. A stage that keeps the cap and the limit pays at
 most T plus the price of as many bytes as the limit allows. Only what each layer pays by itself
 counts here. That is never negative, so the sum grows with the stage, and the farthest end is found
-by bisection in prefix sums. Leaving out the rest makes windows wider, never narrower.
+by bisection in prefix sums. What a stage pays besides, such as for its transfers, is left out. That
+makes windows wider, never narrower.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -168,8 +169,9 @@ class Reach:
     def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
         """Yields for each pair of prices what layers pay, and the most that the stage may pay.
 
-        What layers pay comes as prefix sums. A stage is within reach if it keeps all limits. The
-        limits are raised a little, so that rounding does not exclude a cut.
+        What layers pay comes as prefix sums. A stage reaches a cut if it pays no more than it may
+        for any pair of prices. What it may pay is raised a little, so that rounding does not
+        exclude a cut.
         """
         yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
         if self.pricing.limit_bytes < MOST_BYTES:
@@ -224,7 +226,7 @@ def bounded(
     Args:
         windows: the cuts of each bound.
         cells: the most cells that may be left; more are left if two cuts per window are too many.
-        narrow: picks at most a number of a window's cuts.
+        narrow: called with a window and a number; picks at most so many of the window's cuts.
     """
     thinned = list(windows)
     count = max(map(len, windows))
@@ -235,7 +237,7 @@ def bounded(
 
 
 def spread(segments: Segments, cells: int) -> list[Cuts]:
-    """Lists for each bound the cuts near the place that would give all stages equal seconds.
+    """Lists for each bound the cuts near the one that would give all stages equal seconds.
 
     Args:
         segments: of the model.

@@ -1,9 +1,10 @@
 """Chooses the fates of all layers of a device together: the fastest that fit, or the emptiest.
 
+The emptiest fates are those with which the device holds the fewest bytes at its fullest moment.
 Devices are searched one by one, because each has a memory limit of its own. A device may run
-several stages, and backwards in halves, in any order. Its stages share its memory limit: at
-each moment of the order, the bytes that all of its stages have in flight are added up. Fates must
-fit at every moment that matters (`Schedule.held` lists these moments).
+several stages, and backwards in halves, in any order. Its stages share its memory limit: at each
+moment of the order, the bytes that all of its stages have in flight are added up. Fates must fit at
+every moment that matters (`Schedule.held` lists these moments).
 
 The searches are those of `stage_fates.py` (fastest) and `min_bytes.py` (emptiest). This file poses
 their questions for a whole device, and remembers the answers.
@@ -39,7 +40,7 @@ class DeviceFates:
     Attributes:
         pricing: the choices of all layers.
         swaps: whether some choices swap.
-        known: a cache of fates, by the question; None: no fates were found.
+        known: a cache of fates, by what was asked; None: no fates were found.
         kept: a cache of the bytes of stages that keep everything.
         prices: for each device, the prices of its first search. Later searches are similar, so the
             same prices bound them well.
@@ -62,7 +63,7 @@ class DeviceFates:
         """Chooses the fastest fates that keep the limit; None if none were found.
 
         Args:
-            problem: gives the order and the limits; it must have this object's placement.
+            problem: gives the order of tasks and the limits; it must have this object's placement.
             bounds: of the stages.
             moments: what each device must have room for; None: what the problem's order has in
                 flight.
@@ -74,7 +75,7 @@ class DeviceFates:
         """Chooses the fates that hold the fewest bytes on each device, whatever their seconds.
 
         Args:
-            problem: gives the order; it must have this object's placement.
+            problem: gives the order of tasks; it must have this object's placement.
             bounds: of the stages.
         """
         decision = _decision(problem, bounds, lambda d, cells: self._emptiest(problem, d, cells))
@@ -135,8 +136,8 @@ class DeviceFates:
         fates = search.least_seconds(FATE.states).choices
         if fates:
             return fates
-        # A search that keeps few states may have dropped all that fit. The emptiest fates are then
-        # tried, because no others are as likely to fit.
+        # A search that keeps few states (`dominance.py`) may have dropped all that fit. Then the
+        # emptiest fates are tried, because no others are as likely to fit.
         taken, fates = fewest_bytes(self.pricing, lot, exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()

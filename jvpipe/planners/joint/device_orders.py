@@ -6,9 +6,9 @@ orders get a whole search (`PLAN.searched_orders`).
 
 The promise of an order is the best seconds of a step by the surrogate (`stage_cost.py`). The
 surrogate covers one stage per device and whole backwards. Any other schedule is judged as 1F1B. An
-order for which no plan fits comes after all orders with a plan. Such orders are compared by the
-smallest limit that suffices. If the order of tasks is open (`schedule="auto"`), this is the limit
-with one micro-batch in flight at a time.
+order of devices for which no plan fits comes after all orders with a plan. Such orders are compared
+by the smallest limit that suffices. If the order of tasks is open (`schedule="auto"`), this is the
+smallest limit with one micro-batch in flight at a time.
 """
 
 import math
@@ -121,8 +121,8 @@ def _promise(problem: Problem) -> tuple[float, float]:
 def least_bound(problem: Problem) -> float:
     """Bounds from below the simulated step of any plan, in any order of devices.
 
-    If there are too many orders to bound each, the bound is that of devices that are all as fast as
-    the fastest for each layer, and have the most memory.
+    If there are too many orders to bound each, all devices count as equally good: for each layer as
+    fast as the fastest of them, and with as much memory as the largest.
     """
     if not problem.groups or problem.replicated:
         return lower_bound(problem)

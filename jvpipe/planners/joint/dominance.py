@@ -35,11 +35,12 @@ run. A state is a column of numbers, one for each of these rows:
     MOST          the largest need of the device's earlier stages
     HALVES        like BEYOND, but while the first half of a backward goes through the stage: later
                   layers then hold what they hand over to second halves
-    ENDS          like HALVES, but beyond what the stage holds after the first half. HALVES is
-                  beyond what it holds before
+    ENDS          like HALVES. HALVES counts what is needed beyond what the stage holds before the
+                  first half, ENDS what is needed beyond what it holds after the first half
     HALVES_OPEN   like HALVES, if the next layer continues the run
     ENDS_OPEN     like ENDS, if the next layer continues the run
-    LEFT          by how much the bytes that the stage's layers leave exceed those handed over
+    LEFT          by how much the bytes that the stage's layers leave exceed those that they hand
+                  over
     other rows    for each moment, the bytes held for all micro-batches in flight
 
 If a state does not end in a run, RUN and the rows ending in OPEN are infinite, so that no choice
@@ -131,7 +132,8 @@ class Growth:
                 cannot lead to the fewest bytes are not tried.
         """
         stage = lot.cells[0][0]
-        pricing = pricing.at(stage)  # all stages of a device work on the same shares
+        # All stages of a device work on equal shares of micro-batches.
+        pricing = pricing.at(stage)
         self.table = pricing.choices
         self.lot = lot
         self.by_bytes = by_bytes
@@ -176,7 +178,7 @@ class Growth:
             spare_to_come   the same while an earlier layer of the same stage runs
             most_to_come    the most that these layers hold and work with while one of them runs
             fall_to_come    by how much the bytes that these layers hand over exceed those that they
-                            leave, up to the end of the stage; without moments, and only if
+                            leave, up to the end of the stage; an array by layer alone, made only if
                             backwards are split
         """
         table = self.table
@@ -213,7 +215,7 @@ class Growth:
         after: np.ndarray,
         skipped: int = 0,
     ) -> np.ndarray:
-        """Sums over the layers from each one on: `inside` up to the end of its stage, then `after`.
+        """Sums from each layer to the last: `inside` up to the end of its stage, then `after`.
 
         Args:
             inside: for each layer, what counts in sums that begin in the layer's own stage.
@@ -388,13 +390,13 @@ class Growth:
 
 @dataclass(frozen=True)
 class Followed:
-    """The states of all layers that are left at the end.
+    """What `follow` returns: the states that are left once every layer has a choice.
 
     Attributes:
         states: the states that are left, none of which dominates another.
         steps: for each layer, how the states grew.
-        dropped: a lower bound on all states that were dropped because there were too many;
-            infinite if none were.
+        dropped: a lower bound on any answer that was missed because states were dropped when there
+            were too many; infinite if none were.
     """
 
     states: States
@@ -411,18 +413,18 @@ def follow(
 ) -> Followed:
     """Grows states layer by layer, and drops those that cannot be the best.
 
-    A state is dropped if its bound is not below `below`, or if another state dominates it. If more
-    than twice `width` states have bounds below, only the fittest of these are kept. The search may
+    A state is dropped if its bound is not less than `below`, or if another state dominates it. If
+    bounds leave more than twice `width` states, only the fittest of these are kept. The search may
     then miss the best.
 
     Args:
         growth: of the layers.
-        below: the number that an answer must be below.
+        below: answers that are not less than this are not searched for.
         width: more than twice as many states are too many.
         bounds: called with states and the number of their layers. It returns for each state a lower
             bound on any answer that the state leads to.
-        fittest: called with states, their bounds, the indices of those with a bound below, and the
-            number of layers. It returns the indices of the states to keep.
+        fittest: called with states, their bounds, the indices of those whose bound is less than
+            `below`, and the number of layers. It returns the indices of the states to keep.
     """
     states = growth.begin()
     steps = list[Step]()
@@ -447,7 +449,7 @@ def follow(
 
 
 def beyond_held(states: np.ndarray) -> np.ndarray:
-    """Returns the need of each state's present stage, if its run goes on or ends: the lesser."""
+    """Returns the need of each state's present stage: the lesser of BEYOND and OPEN."""
     return np.minimum(states[BEYOND], states[OPEN])
 
 
@@ -460,7 +462,7 @@ def to_come(per_layer: np.ndarray) -> np.ndarray:
 
 
 def front(states: States) -> Int[np.ndarray, "_"]:
-    """Returns the indices of the states that no other dominates; of equal states, the first's."""
+    """Returns the indices of the states that no other dominates, and of the first of equal ones."""
     if states.shape[1] <= 1:
         return np.arange(states.shape[1])
     # In lexicographic order, only earlier states can dominate a state.

@@ -22,7 +22,7 @@ is a sum over layers, and is least if each layer makes its cheapest choice at th
 bound of any segment is then a difference of two prefix sums.
 
 Bad prices give a weak bound, but never a wrong one. `DualBounds` finds good prices for some
-segments. They also bound the neighbours of these segments well.
+segments. They also bound the neighbors of these segments well.
 """
 
 from collections.abc import Sequence
@@ -221,14 +221,15 @@ class Pricing:
 
 
 class _Point(NamedTuple):
-    """The dual function of each relaxation at one mu: the bound that the prices prove.
+    """The dual function of each relaxation at one mu and one alpha: the bound that they prove.
 
     Attributes:
         mu: the price of a byte.
         dual: the bound in seconds.
-        over: its slope in mu: by how much the held bytes of the cheapest choices exceed the room.
-        compute_over_link: its slope in alpha: by how much their compute seconds exceed their link
-            seconds.
+        over: the dual's slope in mu: by how much the held bytes of the cheapest choices exceed the
+            room.
+        compute_over_link: the dual's slope in alpha: by how much compute, with these choices, takes
+            longer than the link.
     """
 
     mu: np.ndarray
@@ -300,7 +301,7 @@ class DualBounds:
             # ten.
             mu = np.sqrt(low.mu * high.mu)
             if step >= self.BISECTION_STEPS:
-                # A dual is made of straight pieces. Once `low` and `high` are on neighbouring
+                # A dual is made of straight pieces. Once `low` and `high` are on neighboring
                 # pieces, the best mu is where the tangents at `low` and `high` meet.
                 slope = np.maximum(low.over - high.over, 1e-300)
                 at_zero = high.dual - high.over * high.mu  # of the line through `high`

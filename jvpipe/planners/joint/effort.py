@@ -16,25 +16,26 @@ from dataclasses import dataclass
 class CutEffort:
     """How many cuts the search by the surrogate considers (`cut_windows.py`, `trips.py`).
 
-    A cap is an upper bound on the seconds of the slowest stage. The windows of a plan are, for each
-    bound, the cuts that are considered.
+    A cap is an upper bound on the seconds of the slowest stage. The window of a bound is the cuts
+    that are considered for it.
 
     Attributes:
         all_cells: if all cuts have at most this many cells, all cuts are considered.
-        window_cells: if they have more, the most cells of the windows.
-        trip_cells: the most cells between which round trips over slow links are counted.
+        window_cells: if all cuts have more, windows are narrowed until they have at most this many.
+        trip_cells: the most cells that are considered when round trips must be kept short.
         cap_slacks: by how much the slowest stage may be above the least that is possible, as shares
             of the least; the first slack that leaves few enough cells is taken.
-        transfer_factors: by how many times transfers are lengthened, because they wait for others.
-        spread_cells: the most cells of windows that are widened because links are slow.
-        spread_stages: by how many mean stages a bound may then be away from its even share.
-        prices_tolerance: how near the least cap must be known to find prices of bytes and seconds
-            at it, as a share of it.
-        trip_caps: multiples of the least cap under which round trips are evened out; the last ones
-            are for steps of few micro-batches.
-        trip_weights: what a second is worth that a group of stages could still take, in seconds of
-            the sum over stages.
-        trip_tolerance: how near the least cap is found, as a share of it.
+        transfer_factors: factors by which transfers are lengthened, because they wait for others.
+        spread_cells: windows with more cells than this are thinned out.
+        spread_stages: how far a bound may be from where all stages would take equal seconds, when
+            round trips must be kept short; the unit is the mean seconds of a stage.
+        prices_tolerance: how near the least cap is found, as a share of it, when only the best
+            prices at this cap are needed.
+        trip_caps: the caps under which paths with short round trips are made, as multiples of the
+            least cap; the last ones are for steps of few micro-batches.
+        trip_weights: what it is worth to shorten the worst round trip by a second, in seconds of
+            the sum over stages (`share` in `trips.py`).
+        trip_tolerance: how near the least cap for round trips is found, as a share of it.
     """
 
     all_cells: int = 700_000
@@ -60,8 +61,8 @@ class FateEffort:
         many_states: kept by that search if it is to be exact.
         overrun_price: the multiple of a byte's price that is charged for each byte by which a state
             will probably exceed the limit.
-        near_best: how near to a layer's best choice another choice must be to count in estimates,
-            as a share of the bound divided by the number of layers.
+        near_best: how much worse than its layer's best a choice may be before it counts little in
+            estimates, as a share of the bound divided by the number of layers.
     """
 
     states: int = 16
@@ -76,19 +77,19 @@ class LimitEffort:
     """How exactly the search decides whether a limit can be kept, and what the smallest limit is.
 
     Attributes:
-        every_cut_layers: models of at most this many layers begin with the emptiest plan of every
-            choice of cuts.
+        every_cut_layers: for models of at most this many layers, the search begins with the
+            emptiest plan of every choice of cuts.
         plans: how many plans are lowered to see what they hold.
         plans_of_few: the same for models of at most `every_cut_layers` layers.
-        held_times: how many times the emptiest plan's bytes another plan may have, as planners
-            count them, to be lowered: it may still hold less.
+        held_times: another plan is lowered if it has at most this many times the bytes of the
+            emptiest plan, as planners count them. Once lowered, it may hold less.
         exact_layers: models of more layers get a limit that suffices, near the smallest one.
         rounds_with_plan: for such models, the rounds after which the best plan so far is taken.
         rounds_without_plan: for such models, the rounds after which a search without a plan ends.
         tolerance: for such models, how near the smallest limit is found, as a share of it.
         all_cells: if all cuts have at most this many cells, all are considered.
         cuts: if there are at most this many choices of cuts, each is considered.
-        moved_cuts: how many choices of cuts are considered by moving bounds if there are more.
+        moved_cuts: if there are more, how many are considered by moving bounds from each start.
     """
 
     every_cut_layers: int = 16
@@ -110,22 +111,23 @@ class OrderEffort:
 
     Attributes:
         farthest: the most tasks that another task passes in a move.
-        moves: how many are compared before one is made.
+        moves: how many moves are compared before one is made.
         gainless: a climb ends after this many moves without a gain.
-        blocked: for how many moves without a gain a turn counts in which no move is possible.
+        blocked: a turn in which no move is possible counts as this many moves without a gain.
         rest: a task that has moved rests for at least this many moves, and for fewer than twice as
             many.
         all_cuts: if a placement has at most this many choices of cuts, all are tried.
-        in_flight: numbers of micro-batches in flight on a device's first stage that fates are asked
-            to leave room for, before list scheduling.
-        caps: micro-batches in flight per device in list scheduling, divided by the number of
-            devices. Under a limit only caps below the room are tried, and the room itself.
+        in_flight: before list scheduling, fates are asked to leave room for each of these numbers
+            of micro-batches in flight on a device's first stage.
+        caps: list scheduling is given room on each device for this many micro-batches, times the
+            number of devices. Under a limit, only rooms below the real one are tried, and then the
+            real one.
         patiences: of list scheduling (`order_list.py`).
         simulated: how many refined orders are simulated.
-        crowded: how many further candidates are simulated if transfers share links, which the times
-            of `order_course.py` leave out.
-        doubt: a plan must be faster than 1F1B by this share times `Problem.lent`. If devices share
-            workers, the errors of measured seconds are larger than what any order saves.
+        crowded: how many further candidates are simulated if transfers share links, because the
+            times of `order_course.py` leave out that they wait for each other.
+        doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`.
+            If devices share workers, measured seconds have larger errors than any order saves.
     """
 
     farthest: int = 6
@@ -151,7 +153,7 @@ class RuleEffort:
     Attributes:
         moved_tasks: the tasks simulated while the bounds of a plan move and its order stays.
         simulated_tasks: the tasks simulated while bounds move under a rule.
-        around: how many neighbours of the best plan under a rule are climbed from too.
+        around: how many neighbors of the best plan under a rule are climbed from too.
         few_layers: more is tried for models of at most this many layers.
         refined_layers: models of more layers take the surrogate's plan of one stage per device.
     """
@@ -173,7 +175,7 @@ class PlanEffort:
             the simulated plan without a limit is tried too.
         paths: how many of the surrogate's best cuts are simulated.
         tasks: how many tasks are simulated in all.
-        clocked: the most tasks of neighbours that are bounded at once (`least_steps_s`).
+        clocked: the most tasks of neighbors that are bounded at once (`least_steps_s`).
         clocked_for_one: how many bounded tasks cost as much effort as one simulated task.
         noticed_link: round trips are considered if links take more than this share of the seconds
             of the work.
@@ -186,8 +188,8 @@ class PlanEffort:
         shifted: how many plans whose stages move to the next device are tried in a round.
         starts: how many plans are climbed from.
         near_start: a start that takes at most this many times the fastest start's seconds is
-            climbed from before the neighbours of the best plan.
-        neighbours: how many neighbours of a plan are simulated to find the one to climb from.
+            climbed from before the neighbors of the best plan.
+        neighbors: how many neighbors of a plan are simulated to find the one to climb from.
         single_fate_layers: the fates of single layers are changed for models of at most this many
             layers.
         device_orders: if devices differ and have at most this many orders, all orders are tried.
@@ -207,7 +209,7 @@ class PlanEffort:
     shifted: int = 100
     starts: int = 4
     near_start: float = 1.3
-    neighbours: int = 24
+    neighbors: int = 24
     single_fate_layers: int = 64
     device_orders: int = 12
     searched_orders: int = 2
@@ -225,21 +227,21 @@ class ShapeEffort:
         glance_cuts: how many cuts a glance uses.
         glance_units: into how many units a glance divides the devices.
         glance_stages: the most stages of a path in a glance.
-        units: into how many units the devices are divided, of which stages consist.
+        units: into how many units the devices are divided; a stage has one or more whole units.
         stages: the most stages of a path.
         rounds: how many times paths are searched, each time with the seconds of the best plan's
             slowest stage as a floor; and how many rounds of climbs follow.
         paths: how many are simulated.
         climbs: the most steps of a climb.
-        neighbours: how many neighbours of a plan are simulated in each step of a climb.
+        neighbors: how many neighbors of a plan are simulated in each step of a climb.
         starts: how many shapes are climbed from, besides the best of each kind.
         worth_a_climb: how many times slower than the fastest start a plan may be to be climbed
             from.
         planned: the most shapes that are planned exactly.
-        worth_a_plan: how many times slower than the best shape they may be if that keeps
-            everything.
-        microbatches: per stage, for which a rough plan is simulated; further micro-batches are
-            taken to be equally far apart.
+        worth_a_plan: how many times slower than the best shape a shape may be to be planned
+            exactly; any shape may be if the best one recomputes layers.
+        microbatches: how many micro-batches per stage of a rough plan are simulated; further ones
+            are taken to be equally far apart.
         few_tasks: plans with at most this many forwards are simulated rather than estimated.
         bisections: how many halvings find the lower bound of a step's seconds.
     """
@@ -254,7 +256,7 @@ class ShapeEffort:
     rounds: int = 3
     paths: int = 16
     climbs: int = 12
-    neighbours: int = 6
+    neighbors: int = 6
     starts: int = 4
     worth_a_climb: float = 1.3
     planned: int = 3

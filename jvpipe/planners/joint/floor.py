@@ -1,4 +1,7 @@
-"""Finds the floor: the plan whose fullest device holds the least. It decides whether a limit fits.
+"""Finds the floor: the plan whose fullest device holds the least. Lower limits are refused.
+
+One plan is emptier than another if its fullest device holds less. If both hold the same there, the
+second fullest devices decide, and so on.
 
 Measured seconds are noisy, and whether a limit can be kept must not depend on noise. So only bytes
 count here. The caller gives a function that counts exactly what a plan holds, from its lowered
@@ -7,11 +10,12 @@ lists. The search is a local one:
 1. It begins with the plan that holds the least by the planners' own count (`stage_cost.py`), which
    is quicker and nearly exact. For models of few layers, it also tries the emptiest plan for each
    choice of cuts.
-2. From the emptiest plan so far it goes to the neighbours: plans with one bound or one choice of
-   the fullest stage changed. It ends when no neighbour is emptier, or after a number of plans.
+2. From the emptiest plan so far it goes to the neighbors: plans with one bound or one choice of
+   the fullest stage changed. It ends when no neighbor is emptier, or after a number of plans.
 
-So the floor is not always the least possible. The numbers in `LIMIT` (`effort.py`) may be changed:
-they trade time for an emptier floor.
+So the floor is not always the least possible, and a limit below it is refused although some plan
+might keep it. The numbers in `LIMIT` (`effort.py`) may be changed: they trade time for an emptier
+floor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +53,7 @@ class Floor:
 
     @property
     def fullness(self) -> list[int]:
-        """The bytes of all devices, the fullest first: the plan with the lesser list is emptier."""
+        """The bytes of all devices, the fullest first; an emptier plan has a lesser list."""
         return sorted(self.held_bytes, reverse=True)
 
 
@@ -78,11 +82,11 @@ def floor(
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
     before = None
     # This ends, because each round but the last finds an emptier plan, and plans are finitely many.
-    # With many layers, plans take long to count, and the first emptier neighbour is taken. With few
-    # layers, all neighbours are compared.
+    # With many layers, plans take long to count, and the first emptier neighbor is taken. With few
+    # layers, all neighbors are compared.
     while search.lowest is not before:
         before = search.lowest
-        search.look(_neighbours(problem, before, keeps=keeps), until_better=not few)
+        search.look(_neighbors(problem, before, keeps=keeps), until_better=not few)
     return search.lowest
 
 
@@ -121,8 +125,8 @@ class _Search:
 
         Args:
             decisions: the plans.
-            until_better: whether to stop at the first plan that is emptier than the emptiest
-                before.
+            until_better: whether to stop at the first plan that is emptier than all plans counted
+                before this call.
         """
         before = self.lowest
         while not self.ended and (decision := next(decisions, None)):
@@ -140,7 +144,7 @@ def _untimed(problem: Problem) -> Problem:
     cache = dict[int, Costs]()
 
     def untimed(costs: Costs) -> Costs:
-        """Replaces the seconds of costs; groups that share one object share the new one too."""
+        """Replaces the seconds of costs; groups that share costs share the new ones too."""
         if id(costs) not in cache:
             layers = tuple(map(_untimed_layer, costs.layers))
             cache[id(costs)] = replace(costs, layers=layers)
@@ -164,11 +168,11 @@ def _untimed_layer(layer: LayerCost) -> LayerCost:
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
-    """Yields the emptiest plans by the planners' count: of all, and of those that keep everything.
+    """Yields the emptiest plan, and the emptiest that keeps everything, by the planners' count.
 
     Args:
         problem: without seconds and limit.
-        keeps: whether only the second one is yielded.
+        keeps: whether only the one that keeps everything is yielded.
     """
     if not keeps:
         pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
@@ -184,11 +188,11 @@ def _of_every_cut(
     problem: Problem,
     lowest_bytes: Callable[[], int],
 ) -> Iterator[Decision]:
-    """Yields the emptiest plan for each choice of cuts, as long as it may be emptier.
+    """Yields the emptiest plan for each choice of cuts, as long as it may be the emptiest of all.
 
     Plans come in the order of the planners' count. It ends at a plan that this count puts far above
-    both the first plan and the emptiest plan counted exactly. Bytes by which the count is wrong for
-    all plans alike, such as those of state that comes and goes, do not change the order.
+    both the first plan and the emptiest plan counted exactly. If the count is wrong by the same
+    bytes for all plans, the order is still right.
 
     Args:
         problem: without seconds and limit.
@@ -203,7 +207,7 @@ def _of_every_cut(
         yield plan.decision
 
 
-def _neighbours(
+def _neighbors(
     problem: Problem,
     plan: Floor,
     *,
@@ -257,10 +261,11 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 def _valid(
     problem: Problem, proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Iterator[Decision]:
-    """Mends the runs of proposed bounds and choices, and yields those that are then valid.
+    """Mends the runs of proposed bounds and choices, and yields the decisions that are then valid.
 
-    A `RECOMPUTE_CHAIN` needs a layer before it that also runs again. If there is none in its stage,
-    it becomes `RECOMPUTE`, which begins a run.
+    A run is layers whose forwards run again together. A `RECOMPUTE_CHAIN` continues the run of the
+    layer before. If that layer is in another stage or does not run again, a `RECOMPUTE` takes its
+    place, which begins a run.
     """
     for bounds, choices in proposals:
         mended = list(choices)

@@ -91,7 +91,7 @@ def _of_any_order(problem: Problem) -> float:
     """Bounds any order of tasks, as if devices shared all work evenly once each can begin.
 
     A backward counts whole or in halves, whichever takes less. If devices are alike, the d-th to
-    begin (d = 0, 1, ...) waits for the forwards of d layers, because d devices have earlier stages.
+    begin (d = 0, 1, ...) waits for the forwards of d layers at least: d devices begin before it.
     """
     layers = problem.costs.layers
     layers_s = []
@@ -108,7 +108,7 @@ def _of_any_order(problem: Problem) -> float:
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
-    """Bounds a stream by the least cap of `trips.py`, which holds for whole cycles of waiting."""
+    """Bounds a stream by the least cap of `trips.py`, for micro-batches in whole cycles alone."""
     m = problem.microbatches
     own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for t, x in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
@@ -132,7 +132,7 @@ def _of_1f1b(
     stages: Stages,
     segments: Segments,
 ) -> float:
-    """Bounds 1F1B by its slowest stage: M t, plus its updates or the work before, if longer."""
+    """Bounds 1F1B by its slowest stage: M t, plus the longer of its updates and the work before."""
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut

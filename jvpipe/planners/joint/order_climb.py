@@ -75,7 +75,7 @@ def climbed(
         loads: the seconds and bytes of the plan's stages.
         order: where the search begins; it must fit the devices.
         tries: the most turns.
-        seed: of the random numbers.
+        seed: of the random numbers; the same seed gives the same order.
     """
     draw = Random(seed)
     course = Course(loads, order)
@@ -91,7 +91,7 @@ def climbed(
         # Even a resting step may move if that promises an order faster than the best (aspiration).
         free = (
             move
-            for move in _Neighbours(course, draw).moves()
+            for move in _Neighbors(course, draw).moves()
             if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
@@ -153,8 +153,8 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
 
 
 @dataclass(frozen=True)
-class _Neighbours:
-    """The moves that lead from an order to its neighbours, in a random order."""
+class _Neighbors:
+    """The moves that lead from an order to its neighbors, in a random order."""
 
     course: Course
     draw: Random
@@ -229,7 +229,7 @@ class _Neighbours:
         weight = 2 * course.cells + cell
         if not any(self._bound(weight, other) for other in passed):
             # Judging the move needs the seconds and bytes of halves. So the course has the backward
-            # in halves for as long as that takes.
+            # split for a moment.
             course.cut(cell, half=True)
             every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
             course.cut(cell, half=False)
@@ -255,9 +255,9 @@ class _Neighbours:
             yield from every
 
     def _may_pass(self, step: int, other: int) -> bool:
-        """Tells whether a step may run before `other`, and would not only wait there.
+        """Tells whether a step may run before `other`, and may gain something by that.
 
-        It would only wait if its input arrives after `other` ends.
+        It gains nothing if its input arrives only after `other` ends: it would just wait.
         """
         there_s = self.course.there[step]
         end_s = self.course.ends[other]

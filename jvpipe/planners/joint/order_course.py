@@ -7,7 +7,8 @@ number. The course of an order is its lists with the times of all steps. Legend:
     kind    0 is a forward, 1 a whole backward or a first half, 2 a second half
     step    the number (kind * V + stage) * M + micro-batch
     cell    a stage and a micro-batch, as the number stage * M + micro-batch
-    tail    the seconds that the order needs at least after a step's end
+    tail    the seconds from a step's end to the end of the order, if all that must follow the step
+            runs as early as it can
     block   steps of a longest path that one device runs one after the other without a pause
 
 A step starts when the step before it on its device has ended and its input has arrived. One pass

@@ -1,7 +1,7 @@
-"""Lists the bounds that a search may try: the neighbours of given bounds, or all bounds.
+"""Lists the bounds that a search may try: the neighbors of given bounds, or all bounds.
 
 The bounds of a plan are the cuts that it uses. Bounds (0, 2, 5) make two stages: layers 0 and 1,
-and layers 2 to 4. A neighbour of some bounds has a few of them moved, or one of them removed and
+and layers 2 to 4. A neighbor of some bounds has a few of them moved, or one of them removed and
 another cut inserted.
 
 A device may have several stages. So long lists begin with the bounds whose busiest device works
@@ -26,7 +26,7 @@ def moved_bounds(
     count: int = 1,
     first: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Lists the neighbours in which adjacent bounds have moved together, by as many cuts each.
+    """Lists the neighbors in which adjacent bounds have moved together, by as many cuts each.
 
     Args:
         bounds: of the stages; the first and the last stay.
@@ -40,7 +40,7 @@ def moved_bounds(
     """
     places = np.searchsorted(cuts, bounds).tolist()
     firsts = range(1, len(bounds) - run) if first is None else [first]
-    neighbours = []
+    neighbors = []
     for s in firsts:
         behind = s + run
         for step in range(1, count + 1):
@@ -50,8 +50,8 @@ def moved_bounds(
                 follows = behind < len(places) and places[s - 1] < moved[0]
                 if follows and moved[-1] < places[behind]:
                     inner = cuts[moved].tolist()
-                    neighbours.append((*bounds[:s], *inner, *bounds[behind:]))
-    return neighbours
+                    neighbors.append((*bounds[:s], *inner, *bounds[behind:]))
+    return neighbors
 
 
 def shifted_bounds(
@@ -59,7 +59,7 @@ def shifted_bounds(
     bounds: Sequence[int],
     cuts: Cuts,
 ) -> list[tuple[int, ...]]:
-    """Lists the neighbours in which one bound is removed and one is inserted farther away.
+    """Lists the neighbors in which one bound is removed and one is inserted farther away.
 
     The numbers of the stages in between change by one, which puts these stages on the next or the
     previous device. Bounds whose busiest device works least come first.
@@ -74,7 +74,7 @@ def shifted_bounds(
     for gone in range(1, len(bounds) - 1):
         kept = [*bounds[:gone], *bounds[gone + 1 :]]
         for new in others:
-            # A cut between the two neighbours of the removed bound only moves that bound: no stage
+            # A cut between the two neighbors of the removed bound only moves that bound: no stage
             # changes its device, and `moved_bounds` lists the result.
             if not bounds[gone - 1] < new < bounds[gone + 1]:
                 shifted.append(tuple(sorted([*kept, new])))

@@ -111,6 +111,6 @@ def emptied(
 
 
 def _fullness(problem: Problem, decision: Decision) -> list[int]:
-    """Lists for each device the problem's limit under which the plan would fit, largest first."""
+    """Lists for each device the smallest limit under which the plan fits it, the largest first."""
     device_sizes = evaluate_decision(problem, decision).device_bytes
     return sorted(needed_bytes(problem, device_sizes), reverse=True)

@@ -7,11 +7,15 @@ ready once its input has arrived. A free device takes the first of these that it
 2. A forward that is ready, if enough room is left afterwards: the oldest micro-batch with forwards
    still to run on this device must be able to run them all. Otherwise later micro-batches could
    fill the device, and the oldest one could never free its bytes.
-3. The W of an earlier backward, if it ends before the next task that the device knows of is ready,
-   or if no other task is to come.
+3. The W of an earlier backward, if that W ends before the next task is ready, or if the device
+   does not know yet when another task will be ready.
 
-A backward runs whole if what I hands to W would not fit. The caller may vary these rules: `eager`
-puts forwards first, and with `patience` a W may delay the next task.
+A backward of the first stage runs whole, and so does a backward that cannot be split. Any other
+runs whole only if what its I hands to its W would not fit, and no earlier W is left to make room.
+
+Tasks are listed as they run, so devices that follow the lists never wait for each other in a
+circle. The caller may vary the rules: `eager` puts forwards first, and with `patience` a W may
+delay the next task.
 
 Times are counted as tasks are taken. `order_course.py` counts those of a complete order; a test
 compares both (tests/planners/joint/test_order_list.py).
@@ -127,8 +131,8 @@ class Listing:
             self._run(now, d, Kind.F, *forward)
             return
         following = min(following, arrival)
-        # Neither is ready. A W may fill the gap until `following`, or end later by no more than
-        # patience allows.
+        # No forward and no backward is ready. A W may fill the gap until `following`, or end later
+        # by no more than `patience` allows.
         if device.late:
             s, _ = device.late[0]
             impatient_s = (1 - self.patience) * self.loads.seconds[Kind.W][s]
@@ -139,9 +143,10 @@ class Listing:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
-        """Picks the task that runs for a ready backward: I, if what I hands to W fits.
+        """Picks the task that runs if a backward is ready: its I, if what that hands to its W fits.
 
-        If not, it is the W of an earlier backward, which makes room, or B if no W was left.
+        If not, it is the W of an earlier backward, which makes room, or B if no W was left. It is
+        always B if the stage is the first, or if its backwards cannot be split.
         """
         if s == 0 or not self.loads.splits[s]:
             return Kind.B

@@ -38,15 +38,15 @@ class RefineEffort:
     Attributes:
         near: the first climb starts from candidates that take at most this many times as long as
             the fastest.
-        moved_near: the same number for candidates whose bounds are moved.
+        moved_near: like `near`, for the candidates whose bounds are moved.
         moved: how many families have the bounds of their best candidate moved after the first
             climb. For models of few layers, as many other candidates have theirs moved too.
-        rules_moved: the same number for candidates that are still in a rule's own order.
+        rules_moved: like `moved`, for candidates that are still in a rule's own order.
         kept: how many plans the second climb starts from.
         left: how many plans have their bounds moved again at the end.
         climbed_tasks: how many tasks each climb may time, over all candidates that it starts from.
         moves: the most moves from one candidate in a climb.
-        attempts: how many times a climb is repeated, each time with less room, until its result
+        attempts: how many times a climb is run at most, each time with less room, until its result
             fits.
     """
 
@@ -111,7 +111,7 @@ def _near(candidates: Sequence[RuledPlan], near: float) -> list[RuledPlan]:
 
 
 def _moved(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Lists what is found by moving each candidate's bounds; nothing if that gains nothing."""
+    """Lists the better plans that are found by moving the bounds of each candidate."""
     return [moved for one in candidates for moved in _with_moved_bounds(one)]
 
 

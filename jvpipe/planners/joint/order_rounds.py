@@ -10,7 +10,7 @@ of a forward and a backward, and a W whenever it would otherwise wait for longer
 
 A gap may also be shorter than W. Then either W delays the next task, or the device is idle. The
 heuristic takes the device that has been idle the longest as the one that decides how long the step
-takes. The slack of another device is by how much it has been idle for less time. A wait within the
+takes. The slack of another device is how many fewer seconds it has been idle. A wait within the
 slack is free, and W is kept for a later gap. A longer gap is filled.
 
 This is the heuristic of Zero Bubble Pipeline Parallelism (Qi et al. 2024, section 3.1), for one
@@ -108,7 +108,8 @@ class Rounds:
     def _before_backward(self) -> list[int]:
         """Counts for each device the forwards after its first one and before its first backward.
 
-        Each device takes fewer than the device before, which makes its inputs.
+        A device takes fewer than the device before, which makes its inputs. The exceptions are a
+        device that runs all forwards first, and one behind a device that has none to take here.
         """
         loads = self._loads
         more = [0] * self._count
@@ -122,8 +123,8 @@ class Rounds:
             kept = loads.kept_bytes[s]
             end_s = device.end_s
             held_bytes = device.held_bytes
-            # The backward of the next device ends at `ready_s`, because devices are visited from
-            # the last to the first. Until it arrives, this device has time for forwards.
+            # Devices are visited from the last to the first, so `ready_s` is when the next device
+            # ends its first backward. Until its cotangents arrive, there is time for forwards.
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
                 needed_s = end_s if self._rule.late else end_s + taking_s
                 if needed_s >= arrives_s:

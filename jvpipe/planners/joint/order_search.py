@@ -16,7 +16,8 @@ and W are the first and the second half of a split backward. The search has thes
 
 The plans of 1F1B, called rivals, are simulated too, so the answer is never worse than any of them.
 Under a limit there are also rivals with fewer micro-batches in flight, down to one. No order holds
-less than one in flight: if that fits, the search has an answer. `effort.py` sets how much is tried.
+less than the one with a single micro-batch in flight: if any plan fits in that order, the search
+has an answer. `effort.py` sets how much is tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -238,7 +239,7 @@ def _of_cuts(
     Args:
         placed: the problem under each rule of a placement.
         bounds: of the stages.
-        fates: that chooses fates for the placement.
+        fates: chooses fates for the placement.
         below_s: only plans whose lower bound is below these seconds are yielded.
         few: whether there are so few cuts that more ways to make room can be tried.
     """
@@ -272,8 +273,8 @@ def _moments(
 ) -> Iterator[tuple[tuple[int, ...], Moments]]:
     """Yields numbers of micro-batches in flight for which fates are to leave room.
 
-    Each comes with room for one backward between its halves. With `few` there are more: numbers
-    without that room, under which backwards stay whole, and numbers that fall by one from each
+    Each comes with room for one backward between its halves. With `few`, each also comes without
+    that room, so that backwards stay whole. There are then also numbers that fall by one from each
     device to the next.
 
     Yields:
@@ -335,8 +336,9 @@ def _listed(
 ) -> Iterator[RuledPlan]:
     """Yields plans with this decision in searched orders: listed, in rounds, or with W late.
 
-    `in_flight` are the most micro-batches in flight on each stage; empty: as many as fit. Rounds
-    are for one chunk, and W is late under a limit in a loop; both only if `in_flight` is empty.
+    `in_flight` are the most micro-batches in flight on each stage; empty: as many as fit. Orders
+    in rounds need one chunk per device, and orders with W late need a limit and a loop. Both are
+    made only if `in_flight` is empty.
     """
     loads = Loads.of(problem, decision)
     schedule = problem.schedule
@@ -364,7 +366,7 @@ def _listed(
 
 
 def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
-    """Lists rooms for `ORDER.caps` times D micro-batches, if less than what every device has.
+    """Lists rooms for `ORDER.caps` times D micro-batches, if all devices have more room than that.
 
     A room is what micro-batches in flight may hold on each device. D is the number of devices.
     """
@@ -396,7 +398,7 @@ def _all_late(
 ) -> Order:
     """Makes the order in which W is equally late on all devices; cached for `_late`.
 
-    `_late` takes one device's tasks from it, which depend on how late W is on that device alone.
+    `_late` takes one device's tasks from it. They depend only on how late W is on that device.
     """
     lists = InterleavedLists(chunks, split=True, late=(late,) * devices)
     return order_of(lists(devices, microbatches))
@@ -459,9 +461,10 @@ def _planned(
 
 
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
-    """Yields the plan of 1F1B and, unless it keeps everything, plans of 1, 2, 4, ... in flight.
+    """Yields the plan of 1F1B and, unless it keeps everything, plans with fewer in flight.
 
-    With fewer micro-batches in flight, devices are idle for longer, but recompute less.
+    These have at most 1, 2, 4, ... micro-batches in flight. With fewer in flight, devices are idle
+    for longer, but recompute less.
     """
     usual = list(_planned(problem, ONE_F_ONE_B))
     devices = problem.devices

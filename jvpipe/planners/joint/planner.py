@@ -5,7 +5,7 @@ The surrogate is a closed form that estimates the seconds of a step from those o
 planner has two steps:
 
     1. Find the best plans by the surrogate, among all cuts and fates (`surrogate.py`).
-    2. Simulate these plans, plans with the cuts of simpler planners, and the neighbours of both
+    2. Simulate these plans, plans with the cuts of simpler planners, and the neighbors of both
        (`climb.py`). The fastest simulated plan is the answer.
 
 How much is tried is set by `PLAN` and `CUTS` in `effort.py`, which may be changed.
@@ -92,8 +92,8 @@ def _kept_best(
     if problem.memory_limit_bytes is None:
         return None
     are_many = len(problem.costs.layers) > PLAN.hasty_layers
-    # For many layers even the surrogate takes long. Even cuts, with everything kept, tell whether
-    # it is worth asking.
+    # For many layers the surrogate, too, takes long. It is asked only if the plan with even cuts
+    # fits when everything is kept.
     if are_many and not _fits(problem, even(problem)):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
@@ -138,7 +138,7 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
 def _simulated_best(
     problem: Problem, others: Sequence[Decision], kept: Decision | None
 ) -> Decision:
-    """Returns the fastest simulated plan, of those by the surrogate, of simple cuts, and near both.
+    """Returns the fastest simulated plan: the surrogate's, one with simple cuts, or a neighbor.
 
     Fates are chosen without swaps, and, if that may help, with swaps too (`crowded`).
 

@@ -156,7 +156,7 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts the seconds for which a micro-batch keeps the busiest machine's network busy.
 
-    Each network has two directions; both are busy for as long.
+    A network has two directions, which are busy for equally long.
     """
     busy_s: defaultdict[int, float] = defaultdict(float)
     for s in range(1, len(stages)):
@@ -179,7 +179,7 @@ def _estimate_s(
 
     Stage s ends its last backward earlier than stage 0 does, because that micro-batch still has to
     go back through the stages and links before s. So the all-reduce and the update of stage s count
-    only as far as they take longer than that.
+    only as far as they take longer than this way back.
 
     Args:
         stages: in the order of the pipeline.

@@ -38,9 +38,11 @@ from jvpipe.planners.model.unfolded import on_devices
 
 @dataclass(frozen=True)
 class RuledPlan:
-    """A plan with an order of tasks, the family that the order comes from, and seconds of a step.
+    """A plan with an order of tasks, and the seconds of a step in that order.
 
-    `step_s` is counted by `order_course.py`, which leaves out swaps and waits for shared links.
+    `family` names the rule or the search that made the order. `step_s` is counted by
+    `order_course.py`, which leaves out swaps and waits for shared links.
+
     `fates` chooses fates for other cuts of the same placement (the device of each stage). Without
     it, other cuts are tried only if there is no memory limit, because then everything is kept.
     """

@@ -4,8 +4,8 @@ The search needs the seconds of each stage with its best fates. Choosing fates t
 stages never matter. So each stage first has a lower bound of its seconds, which is counted quickly,
 and the search refines only the stages of the plans that look best so far:
 
-    open       the seconds are a lower bound: at first those without recomputation and swaps; then
-               also one by prices of bytes and seconds (`dual_bounds.py`)
+    open       the seconds are a lower bound: at first the seconds without recomputation and swaps,
+               later also a bound that follows from prices of bytes and seconds (`dual_bounds.py`)
     settled    the seconds are those of fates that were found (`stage_fates.py`), or of keeping
                everything; infinite if no fates fit
 
@@ -72,7 +72,7 @@ class StageTable:
             fits = fits & can_reduce
         self.bounds_s = np.where(fits, least_s, np.inf)
         self.settled = keeps | ~fits
-        self.known_s = np.where(keeps, least_s, np.inf)  # read for settled cells alone
+        self.known_s = np.where(keeps, least_s, np.inf)  # read only for settled cells
 
     @property
     def seconds(self) -> Matrix:
@@ -245,7 +245,7 @@ class Table:
             self._choose(cell)
 
     def _price(self, open_cells: Sequence[Cell]) -> None:
-        """Finds the best prices of some cells, and raises by them the bounds of their stages."""
+        """Finds the best prices of some cells, which also raise the bounds of their neighbors."""
         bounds = DualBounds([self._relaxed(cell) for cell in open_cells])
         every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
         for cell, prices, bound_s in every:

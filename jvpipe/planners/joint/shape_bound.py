@@ -8,9 +8,9 @@ slowest stage. So the question is how fast the slowest stage can be, with the de
     rho(i, j)    the fewest replicas r with t(i, j, r) <= T
 
 If all stages keep the cap, a stage of layers [i, j) has at least rho(i, j) replicas. Cuts are a
-path from layer 0 to the last layer, and the length of the shortest path, with rho as the lengths of
-its segments, is the fewest devices that can keep the cap. If there are fewer devices, no plan keeps
-the cap. A larger cap needs no more devices, so the least cap is found by halving an interval.
+path from layer 0 to the last layer. If rho is the length of a segment, the length of the shortest
+path is the fewest devices that can keep the cap. If there are fewer devices, no plan keeps the cap.
+A larger cap needs no more devices, so the least cap is found by halving an interval.
 """
 
 import numpy as np
@@ -65,7 +65,7 @@ def least_step_s(shapes: Shapes) -> float:
 
 
 def _fastest(shapes: Shapes) -> Float[np.ndarray, " layers"]:
-    """Returns the slowness of each layer on its fastest device: a multiple of what costs say."""
+    """Returns the slowness of each layer on its fastest device, as a multiple of the costs."""
     alike = np.ones(shapes.layers)
     every = [np.array(group.slowness or alike) for group in shapes.apart]
     return np.min(every, axis=0) if every else alike

@@ -1,8 +1,8 @@
 """Finds shapes and their cuts together, for one micro-batch size and one order of devices.
 
-This is a dynamic program. A way H_e(i, m) puts the layers from cut i on into e stages, on the last
-m devices of the order. If its first stage has the layers between cuts i and j on r devices, the
-rest of the way is H_(e-1)(j, m - r).
+This is a dynamic program. A way H_e(i, m) divides the layers after cut i into e stages, which have
+the last m devices of the order. If its first stage has the layers between cuts i and j on r
+devices, the rest of the way is H_(e-1)(j, m - r).
 
     cuts      0 ....... i ------- j ----------------- end
     devices   ......... [   r    ][      m - r      ]
@@ -106,8 +106,8 @@ class Ground:
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
         """The link after a stage: its latency in both directions, and its seconds per byte.
 
-        Both are indexed by m, the index in `counts` of the stage's number of replicas, and that of
-        the next stage's.
+        Both have three indices: m, then where `counts` has the stage's number of replicas, then
+        where it has the next stage's.
         """
         way = self.segments.shapes.cluster.way
         kinds = len(self.counts)
@@ -219,7 +219,7 @@ def _longer(
 
 
 def _path(ground: Ground, levels: Sequence[_Ways], m: int) -> Path:
-    """Makes the shape and the bounds of the way of the last level from cut 0 on m units."""
+    """Makes the path of one way of the last level: the one that has all layers on m units."""
     i = 0
     bounds = [0]
     places = []

@@ -106,7 +106,8 @@ class _Search:
     """A search in progress.
 
     Attributes:
-        seen: the rough plan of each path seen so far; None if a pin or a limit forbids it.
+        seen: the rough plan of each path seen so far; None if a limit forbids it, or a pin, which
+            is a part of the shape that the user has fixed.
         simulated: the plans that were simulated.
         climbed: the paths that were climbed from.
     """
@@ -220,10 +221,7 @@ class _Search:
             yield Ground(self.segments, size, few, (1,), cuts)
 
     def counted(self, path: Path) -> RoughPlan | None:
-        """Makes the rough plan of a path; None if the path does not fit or breaks a pin.
-
-        A pin is a part of the shape that the user has fixed.
-        """
+        """Makes the rough plan of a path; None if the path does not fit or breaks a pin."""
         if path in self.seen:
             return self.seen[path]
         shape, bounds = path
@@ -253,7 +251,7 @@ class _Search:
                 self.simulated[plan.path] = plan.simulated()
 
     def climb(self, plan: RoughPlan) -> None:
-        """Goes from a plan to its fastest neighbour, as long as that neighbour is faster.
+        """Goes from a plan to its fastest neighbor, as long as that neighbor is faster.
 
         Ends at a plan that was climbed from before.
         """
@@ -261,11 +259,11 @@ class _Search:
             if plan.path in self.climbed:
                 return
             self.climbed.add(plan.path)
-            # Simulating all neighbours takes too long: those with the best estimates are chosen.
-            near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours]
+            # Simulating all neighbors takes too long: those with the best estimates are chosen.
+            near = self.ranked(self.neighbors(plan))[: SHAPE.neighbors]
             near += self.ranked(self.recut(plan.shape))
             self.simulate(near)
-            simulated = [self.simulated[neighbour.path] for neighbour in near]
+            simulated = [self.simulated[neighbor.path] for neighbor in near]
             best = min(simulated, key=_step_s, default=plan)
             if best.step_s >= plan.step_s:
                 return
@@ -280,7 +278,7 @@ class _Search:
             return [(shape, decision.bounds)]
         return []
 
-    def neighbours(self, plan: RoughPlan) -> Iterator[Path]:
+    def neighbors(self, plan: RoughPlan) -> Iterator[Path]:
         """Yields paths with another bound, another size, or other devices at one or two places."""
         shape, bounds = plan.path
         cuts = self.segments.cuts.tolist()

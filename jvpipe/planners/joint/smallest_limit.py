@@ -47,9 +47,9 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         assert plan is not None, "without a limit there is a plan"
         return plan
     least = _least_reached_bytes(pricing)
-    # Only windows of the cuts are searched, namely the cuts that stages can reach under a limit.
-    # `least` is only a bound, so perhaps no plan keeps it: larger limits are tried. They end at a
-    # plan that keeps the limit of its windows, because all plans that keep this limit lie in them.
+    # Each bound gets a window: the cuts that stages can reach under a limit. `least` is only a
+    # lower bound, so perhaps no plan keeps it, and larger limits are tried. All plans that keep a
+    # limit lie in its windows. So once the plan found keeps the limit, no wider windows are needed.
     plan = None
     for slack in (1.02, 1.2, 3.0):
         limit = least * slack
@@ -90,12 +90,15 @@ def _reach(pricing: Pricing, limit_bytes: float) -> Reach:
 
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
-    """Yields the emptiest plan of each choice of cuts, the emptiest first; none if too many."""
+    """Yields the emptiest plan of each choice of cuts, the emptiest first.
+
+    It yields nothing if there are more choices than `LIMIT.cuts`.
+    """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     inner_bounds = len(cuts) - 2
     places = range(1, len(pricing.segments.cuts) - 1)
-    # The caller (`floor.py`) can do without these plans, and goes from one plan to its neighbours.
+    # The caller (`floor.py`) can do without these plans, and goes from one plan to its neighbors.
     if comb(len(places), inner_bounds) > LIMIT.cuts:
         return
     peaks = Peaks(pricing, cuts)
@@ -140,7 +143,7 @@ class Peaks:
             s: the stage.
             a: the index of the segment's start among the cuts of bound s.
             b: the index of the segment's end among the cuts of bound s + 1.
-            below: from this many bytes on, a lower bound is enough, if it is not less than `below`.
+            below: if the peak is not less than this, any lower bound that is not less will do.
         """
         peaks = self.bytes[s]
         if (s, a, b) in self.choices or peaks[a, b] >= below:

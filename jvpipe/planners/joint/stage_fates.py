@@ -44,9 +44,9 @@ class FateQuery:
     """The layers of a device, their seconds before fates add any, and the limits on fates.
 
     Attributes:
-        lot: the layers, and the micro-batches of which the device holds something at once.
-        compute_s: of forwards and backwards.
-        traffic_s: of the traffic on the device's link to the host.
+        lot: the layers, and the micro-batches in flight at each moment that matters.
+        compute_s: the seconds of forwards and backwards.
+        traffic_s: the seconds of traffic on the device's link to the host.
         room_bytes: the limit, less what is held whatever is chosen.
         most_swapped_bytes: the limit on swapped bytes per micro-batch.
     """
@@ -140,8 +140,8 @@ class FateSearch:
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
         """Estimates what the layers to come take: means over choices, mostly over the cheap ones.
 
-        For all layers together, the best choices use exactly the seconds or bytes that have a price
-        above 0 (complementary slackness). So the estimates are scaled until they do that too.
+        For all layers together, the best choices use up whatever has a price above 0, seconds or
+        bytes (complementary slackness). So the estimates are scaled until they do that too.
 
         Args:
             cost: of each choice at these prices.

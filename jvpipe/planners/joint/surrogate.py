@@ -33,7 +33,8 @@ class Solution:
     """The paths (cuts of plans) that a search found, the best first, and the table it searched.
 
     A plan whose cuts are in the table takes at least `result.bound_s`. Any other plan has a stage
-    that takes longer than `cap_s`, and so takes at least `beyond_s`.
+    that takes longer than `cap_s`, and so takes at least `beyond_s`, unless the windows of the
+    table were thinned out (`bounded`).
     """
 
     result: SearchResult

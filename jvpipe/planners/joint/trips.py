@@ -39,7 +39,7 @@ from jvpipe.planners.model.chain_dp import Matrix
 
 @dataclass(frozen=True)
 class Trips:
-    """The possible stages between given cuts: their seconds, and those of the links before them.
+    """The possible stages between given cuts: their seconds, and the seconds of the links before.
 
     `busy_s` are further seconds of the stages, such as those of another link. On a path under a
     cap, none of them is above the cap.

@@ -1,11 +1,14 @@
-"""The dynamic program over cuts of a chain: one matrix per stage, one best path through them.
+"""The dynamic program over cuts of a chain: finds the best path through one matrix per stage.
 
 Legend: the matrix of stage s has a row for each cut at which the stage may begin, and a column for
-each cut at which it may end; in this file "place" is the index of such a row or column. The columns
-of a stage are the rows of the next stage. If all cuts of a model are allowed as starts and ends,
-the matrix is square. An infinite entry is a stage that is impossible, such as one without layers,
-on and below the diagonal of a square matrix. A path begins at the first row of the first stage, and
-ends at the last column of the last stage.
+each cut at which it may end. In this file a "place" is the index of a row or column. The columns of
+a stage are the rows of the next stage. A path picks one entry of each matrix: it begins at the
+first row of the first stage, ends at the last column of the last stage, and begins each stage where
+the stage before ends. An entry is infinite if the stage is impossible, for example without layers.
+
+The program keeps, for each place, the best path up to it. This suffices because a sum or a maximum
+never becomes smaller if a part of it becomes larger: no path through the place is better than one
+that begins with the best path up to it. S stages between n cuts take S n ** 2 steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,8 +29,8 @@ def least_path(
     Args:
         matrices: the seconds or bytes of each stage. Each matrix is read once, in order, so that an
             iterator may make them one at a time.
-        how: how a path's total follows from its stages: `np.add` (the sum) or `np.maximum` (the
-            largest).
+        how: how the total of a path follows from its entries: `np.add` (their sum) or `np.maximum`
+            (the largest of them).
 
     >>> inf = np.inf
     >>> rows = [inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4
@@ -67,7 +70,7 @@ def least_sum(matrices: Iterable[Matrix]) -> tuple[float, Places | None]:
 
 
 def least_max(matrices: Iterable[Matrix]) -> float:
-    """Returns the smallest number that is the largest on some path.
+    """Returns the largest entry of the path whose largest entry is smallest.
 
     >>> least_max([np.array([[1.0, 4.0]]), np.array([[9.0], [2.0]])])
     4.0
@@ -79,8 +82,11 @@ def least_max(matrices: Iterable[Matrix]) -> float:
 
 
 def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
-    """Returns for every place of every bound the least sum of a path through that place."""
-    # The least sum of a path up to each place, and of a path from that place on.
+    """Returns the least sum of a path through each place, as one array for each bound.
+
+    The bounds are those between stages, the one before the first stage, and the one after the last.
+    """
+    # For each bound, the least sums of the paths up to each place (`ahead`), and from it on.
     ahead = [np.zeros(1)]
     behind = [np.zeros(1)]
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""Even cuts: the same number of layers for each stage, give or take one, or the same seconds."""
+"""Cuts a model evenly: stages get equally many layers, or devices get nearly equal seconds."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,13 +10,14 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 
 _EQUAL_S = 1e-12
-"""Seconds that differ by less than this fraction are equal."""
+"""The search for the least time ends when its interval is at most this fraction of the time."""
 
 
 def even(problem: Problem) -> Decision:
-    """Puts equally many layers on each stage and keeps everything, whatever the limit.
+    """Puts equally many layers on each stage, give or take one, and keeps everything.
 
-    If an even cut would separate layers that must share a stage, the nearest allowed cut is taken.
+    Memory limits are ignored. If an even cut would separate layers that must share a stage, the
+    nearest allowed cut is taken.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -32,8 +33,8 @@ def even(problem: Problem) -> Decision:
     for s, cut in enumerate(targets):
         first = places[-1] + 1
         last = len(cuts) - stages + s  # one allowed cut must be left for each later bound
-        away = np.abs(cuts[first : last + 1] - cut)
-        places.append(first + int(away.argmin()))
+        distances = np.abs(cuts[first : last + 1] - cut)
+        places.append(first + int(distances.argmin()))
     bounds = [int(cuts[place]) for place in places]
     return Decision.keeping_all([*bounds, layers])
 
@@ -51,14 +52,17 @@ def even_counts(layers: int, stages: int) -> list[int]:
 def balanced(
     problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
 ) -> tuple[int, ...]:
-    """Finds bounds that give devices equal work: moves one bound by one cut while that is better.
+    """Finds bounds that give devices nearly equal work.
 
-    It is better if the busiest device has less to do, or as much with the work spread more evenly.
+    The search begins with the bounds whose longest stage takes the least time. It then moves one
+    bound by one cut at a time, as long as a move is better. A move is better if the busiest device
+    has less to do afterwards. It is also better if that device has as much to do as before and the
+    work is spread more evenly (the squares of seconds have a smaller sum).
 
     Args:
-        problem: gives the stages and the devices.
+        problem: gives the stages, the devices and their slowness.
         cuts: where a stage may begin or end; at least one more than there are stages.
-        layer_s: seconds of each layer's forward plus backward on a device without slowness.
+        layer_s: seconds of each layer's forward plus backward on a device whose slowness is 1.
     """
     totals = np.empty((problem.devices, len(cuts)))
     for s in range(problem.devices):
@@ -89,12 +93,12 @@ def balanced(
 
 
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
-    """Finds the bounds whose longest stage takes the least; later stages are as full as possible.
+    """Finds the bounds whose longest stage takes the least time; later stages are filled first.
 
-    The least time is found by halving an interval. A time suffices if all layers are placed when
-    the stages are filled up to that time, one after the other, from the last stage to the first.
-    Filling finds an answer whenever there is one: a stage that leaves a layer which it could take
-    only makes an earlier stage longer.
+    The least time is found by halving an interval. To try a time, the stages are filled up to it
+    from the last stage to the first; the time suffices if all layers are placed. Filling finds such
+    bounds whenever there are any: a layer that a stage could take, but leaves, only makes an
+    earlier stage longer.
 
     Args:
         totals: for each stage, the seconds of all layers before each cut on the stage's device.
@@ -115,7 +119,7 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
         return bounds[::-1]
 
     low = 0.0
-    # Halving is correct because bounds that are possible in some time are possible in more time.
+    # Halving is correct because a time suffices if any shorter time does.
     high = float(totals[:, -1].max())
     while high - low > _EQUAL_S * high:
         middle = (low + high) / 2

@@ -1,8 +1,11 @@
 """Simulates a problem's stages to find seconds per step, cheaply enough for a planner's search.
 
-The order of tasks depends only on the schedule, the number of stages, the micro-batches, and which
-kinds of work take time at all (`Features`). It is made once (`_stream`, which caches) and then run
-with different seconds.
+Which tasks wait for which depends only on the schedule, the number of stages, the micro-batches,
+and which kinds of work take time at all (`Features`). So the graph of tasks is made once and cached
+(`_stream`), and then run with the seconds of one plan after another.
+
+A synchronous schedule is simulated for one step. An asynchronous schedule is simulated as a stream,
+of which some micro-batches are timed once it is steady (`stream_window`).
 """
 
 import math
@@ -49,25 +52,26 @@ def least_steps_s(
     parts_s: Float[np.ndarray, "stages parts runs"],
     link_s: Float[np.ndarray, "stages runs"],
 ) -> Float[np.ndarray, " runs"]:
-    """Bounds `simulated_step_s` of many plans (runs) at once from below.
+    """Returns lower bounds of `simulated_step_s` for many plans (runs) at once.
 
-    It is a lower bound because here no transfer waits for another one on a shared link.
+    They are lower bounds because here no transfer waits for another one on a shared link.
 
     Args:
         problem: gives the schedule and the micro-batches.
-        parts_s: the seconds of each plan's stages, as in `StageCost.load`; infinite for a stage
-            that is impossible.
+        parts_s: the seconds of each plan's stages, in the order of `PARTS`; infinite for a stage
+            that is impossible. The seconds of sends are not read: a send takes as long as the
+            return of the stage after it.
         link_s: for how long each stage's own link to the host is busy per micro-batch.
     """
     stages, _, runs = parts_s.shape
     loads_s = parts_s.copy()
-    # A stage sends values for as long as the stage after it returns their cotangents.
+    # Sending values takes a stage as long as returning their cotangents takes the stage after it.
     sends = PARTS.index(Kind.SEND)
     returns = PARTS.index(Kind.RETURN)
     loads_s[:-1, sends] = parts_s[1:, returns]
     impossible = np.isinf(loads_s).any(axis=(0, 1))
     possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
-    # Copies to the host and reductions get no tasks here: their seconds are not read.
+    # Copies to the host and reductions get no tasks here, so their seconds do not count.
     features = Features(
         recompute=bool(parts_s[:, PARTS.index(Kind.R)].any()),
         swaps=False,
@@ -88,7 +92,7 @@ def simulated_bubble_fraction(
 
     Args:
         problem: gives the schedule, the micro-batches and the devices of each place.
-        stages: with their seconds.
+        stages: the costs of all stages.
         devices: how many devices count, including those without a stage; None: those with a stage.
     """
     step_s = simulated_step_s(problem, stages)
@@ -99,6 +103,7 @@ def simulated_bubble_fraction(
     busy_s = sum(
         problem.group(task.stage).replicas * stages[task.stage].task_s(task.kind) for task in tasks
     )
+    # All replicas of a stage work at the same time, so each of them counts as busy.
     busy_s += sum(problem.updates * stage.replicas * stage.update_s for stage in stages)
     there = devices or sum(len(devices) for devices in set(problem.where))
     return 1.0 - busy_s / (there * step_s)
@@ -107,8 +112,9 @@ def simulated_bubble_fraction(
 def forecast(problem: Problem, decision: Decision) -> Timeline:
     """Simulates a decision's timeline, with bytes, over one synchronous step or two of a stream.
 
-    What micro-batches hold is counted while they are in flight. All other bytes of a stage are
-    counted all the time: parameters, what layers need while they run, what is in transit.
+    The bytes that micro-batches hold count while they are in flight. All other bytes of a stage
+    count all the time: parameters, what layers need while they run, and the early values and
+    waiting cotangents of `stage_bytes.py`.
     """
     loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
@@ -122,7 +128,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
 
 
 def _machines(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Lists the machines of the devices at each place; empty if they are not all known."""
+    """Lists the machines of the devices at each place; empty if any group does not name them."""
     machines = tuple(group.machines for group in problem.groups)
     return machines if all(machines) else ()
 
@@ -143,11 +149,10 @@ def _stream(
     microbatches: int,
     features: Features,
 ) -> StageWork:
-    """Makes the work of a step, or of as much of a stream as `_steps_s` looks at."""
+    """Makes the tasks of a step, or of as much of a stream as `_steps_s` looks at."""
     count = microbatches
     if not schedule.synchronous:
-        # Micro-batches after the timed window keep all stages busy until the window's last
-        # backward.
+        # The micro-batches after the timed ones keep all stages busy until the timing ends.
         count = sum(stream_window(stages, microbatches)) + stages + 1
     lists = _lists(schedule, stages // schedule.chunks, microbatches, count)
     return stage_work(lists, features)
@@ -159,12 +164,15 @@ def _lists(
     microbatches: int,
     count: int,
 ) -> TaskLists:
-    """Lists the tasks of `count` micro-batches; a synchronous step ends with its updates.
+    """Lists the tasks of `count` micro-batches, with the updates.
+
+    A synchronous step ends with its updates. In a stream, a stage has one in each
+    `Schedule.period`.
 
     Args:
-        schedule: that makes the tasks.
-        devices: places of the pipeline.
-        microbatches: of a step.
+        schedule: the schedule that makes the tasks.
+        devices: how many places the pipeline has.
+        microbatches: how many micro-batches a step has.
         count: how many micro-batches the lists have.
     """
     lists = schedule.tasks(devices, count)
@@ -180,21 +188,22 @@ def _lists(
 
 
 def trips_counted(stages: int, microbatches: int) -> float:
-    """Bounds from below the share of the timed micro-batches that is whole cycles, of any length.
+    """Returns the least share of the timed micro-batches that lies in whole cycles.
 
-    Groups of stages take turns in waiting, in cycles of 1 to `stages` micro-batches. Only cycles
-    that end while the stream is timed are counted in full.
+    Stages wait for each other in cycles (see `stream_window`), whose length is any number of
+    micro-batches from 1 to `stages`. The cycle in which the timing ends may be counted in part. The
+    result is the least share over all lengths.
     """
     _, timed = stream_window(stages, microbatches)
     return min(timed // length * length for length in range(1, stages + 1)) / timed
 
 
 def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
-    """Counts the micro-batches of a stream before its steady state is timed, and the timed ones.
+    """Returns how many micro-batches of a stream pass before it is timed, and how many are timed.
 
-    Stages take turns in waiting for each other, in cycles of at most as many micro-batches as there
-    are stages. The timed number is a multiple of the number of stages, so that cycles over all
-    stages are timed to their end.
+    In a steady stream the waits of stages for each other repeat in cycles. A cycle takes at most as
+    many micro-batches as there are stages. The number of timed micro-batches is a multiple of the
+    number of stages, so that cycles of this length are timed to their end.
     """
     return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
 
@@ -204,8 +213,8 @@ def _steps_s(
 ) -> Float[np.ndarray, " runs"]:
     """Counts seconds per step from the ends of tasks.
 
-    A synchronous step ends with its last task. In a stream the seconds between the ends of the
-    slowest stage's backwards count, once the stream is steady.
+    A synchronous step ends with its last task. A stream is timed at each stage, from the end of one
+    backward to the end of a later one (`stream_window`), and the slowest stage counts.
     """
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
@@ -218,6 +227,6 @@ def _steps_s(
 
 
 def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
-    """Returns the stages' loads; a stage sends for as long as the stage after it returns."""
+    """Returns the loads of stages; a send takes as long as the next stage's return."""
     send_s = [*(after.comm_s / 2 for after in stages[1:]), 0.0]
     return [stage.load(sent_s) for stage, sent_s in zip(stages, send_s, strict=True)]

@@ -1,13 +1,13 @@
-"""The error that answers a problem for which no plan keeps the memory limit."""
+"""The error that a planner raises if it finds no plan within the memory limit."""
 
 from jvpipe.planners.model.problem import Decision
 
 
-class Infeasible(ValueError):  # noqa: N818 - it is an answer, too
-    """The error that no plan keeps the memory limit.
+class Infeasible(ValueError):  # noqa: N818 - planners also read it as an answer
+    """The error for a problem whose memory limit no plan keeps.
 
-    The plan that comes nearest is over the limit by `excess_bytes` at `stage`, and would fit under
-    a limit of `smallest_limit_bytes`. `decision` is that plan, if it is known.
+    The plan that comes nearest is over the limit by `excess_bytes` at `stage`. It would fit under a
+    limit of `smallest_limit_bytes`. `decision` is this nearest plan, if it is known.
 
     >>> raise Infeasible("no plan fits", stage=1, excess_bytes=24, smallest_limit_bytes=1024)
     Traceback (most recent call last):

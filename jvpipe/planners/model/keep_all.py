@@ -1,10 +1,11 @@
 """The bytes of every possible stage if each residual is kept, for many segments at once.
 
-The numbers are those of `stage_bytes`; property tests compare them
-(tests/papers/test_kept_stages.py, tests/planners/model/test_groups.py).
+A segment is some consecutive layers, looked at as a possible stage. `stage_cost.py` counts the same
+numbers for one stage at a time. Property tests compare both (tests/papers/test_kept_stages.py,
+tests/planners/model/test_groups.py).
 
 Legend: `cuts` are the layers before which the model may be cut. A grid's entry (a, b) is for the
-segment from the a-th to the b-th cut. The entry is infinite if b <= a, that is, if the segment has
+segment from the a-th to the b-th cut. The entry is infinite if b <= a, because such a segment has
 no layer.
 """
 
@@ -30,12 +31,12 @@ from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, optio
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """The bytes that segments hold of one micro-batch if all is kept; they depend on no stage.
+    """The bytes that segments hold of one micro-batch if all is kept, whichever stage they are.
 
     Attributes:
-        shared: of values that several layers read.
-        kept: once all forwards of the segment ran, shared values included.
-        beyond: the most that any layer needs while it runs, less `kept`.
+        shared: the bytes of values that several layers read.
+        kept: the bytes that are held once all forwards of the segment have run, with `shared`.
+        beyond: the most bytes that are held while a layer runs, minus `kept`.
     """
 
     shared: Grid
@@ -52,10 +53,10 @@ class KeptBytes:
         """Counts the bytes of a block's segments.
 
         Args:
-            segments: of the model.
+            segments: the segments of the model.
             block: the segments that are counted.
-            kept: bytes that each layer keeps of a micro-batch.
-            working: bytes that each layer works with.
+            kept: for each layer, the bytes that it keeps of a micro-batch.
+            working: for each layer, the bytes that it needs only while it runs.
         """
         starts, ends = block.starts, block.ends
         in_the_end = between(sums(kept), starts, ends) + block.shared_bytes
@@ -64,19 +65,25 @@ class KeptBytes:
         return KeptBytes(block.shared_bytes, in_the_end, beyond)
 
     def peak(self, in_flight: int, fixed_bytes: Grid) -> Grid:
-        """Counts the most bytes that a stage of each segment holds.
+        """Counts the most bytes that each segment holds as a stage.
 
         Args:
-            in_flight: micro-batches on the stage.
-            fixed_bytes: as `Segments.fixed_bytes` counts them, with the shared values of all
-                micro-batches in flight.
+            in_flight: how many micro-batches are in flight on the stage.
+            fixed_bytes: the result of `Segments.fixed_bytes`. It includes the shared values of all
+                micro-batches in flight, which `kept` has as well.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
         return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak
 
 
 class KeepAll:
-    """The bytes of `stage_cost` for all segments, with `options[0]` of each layer."""
+    """The bytes of all segments, if each layer has its first option, which keeps everything.
+
+    Args:
+        problem: gives the costs, the schedule and the devices.
+        cuts: the cuts between which segments are counted; None: all allowed cuts.
+        s: the stage whose devices' costs are used.
+    """
 
     def __init__(
         self,
@@ -89,8 +96,8 @@ class KeepAll:
         self.cuts = self.segments.cuts if cuts is None else cuts
 
     def peak_bytes(self, s: int) -> Grid:
-        """Counts the peak on a device of stage s, and the bytes that it has less than others."""
-        # The devices of this stage work on other shares, so that layers have other bytes.
+        """Counts each segment's peak on a device of stage s, plus the device's `less_bytes`."""
+        # If the devices of stage s work on other shares of micro-batches, layers have other bytes.
         if self.segments.of(s) is not self.segments:
             return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
         fixed_bytes = self.segments.fixed_bytes(s, self.cuts, self.cuts)
@@ -102,7 +109,7 @@ class KeepAll:
 
     @cached_property
     def _block(self) -> CutBlock:
-        """All segments, as stage 0 has them; the numbers that are read depend on no stage."""
+        """All segments as stage 0; only numbers that are the same for every stage are read."""
         return self.segments.block(0, self.cuts, self.cuts)
 
     @cached_property
@@ -122,7 +129,7 @@ class KeepAll:
 
 
 def least_kept_bytes(problem: Problem) -> float:
-    """Counts the bytes of the fullest device if all is kept, for the cuts where it holds the least.
+    """Counts the bytes of the fullest device if all is kept; the cuts make this number least.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

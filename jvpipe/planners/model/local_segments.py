@@ -1,13 +1,14 @@
-"""Rough costs of segments at each local batch, by which shapes are compared before planning.
+"""Rough costs of segments (possible stages) at each local batch, by which shapes are compared.
 
 Legend: a shape says how many devices (replicas) each stage has. A micro-batch of mu examples on r
-replicas gives each replica a local batch of at most b = ceil(mu / r) examples. A grid's entry
-(i, j) is for the segment from the i-th to the j-th coarse cut.
+replicas gives each replica a local batch of at most b = ceil(mu / r) examples. The coarse cuts are
+a few of the allowed cuts. A grid's entry (i, j) is for the segment from the i-th to the j-th coarse
+cut.
 
-The costs are rough in two ways. A stage either keeps everything, if that keeps the limit, or
-recomputes everything. The micro-batches in flight on a stage follow from its distance from the last
-stage alone. A search that finds a good shape by these costs then plans it with exact ones
-(`stage_cost.py`).
+The costs are rough in two ways. A stage keeps everything if that fits the limit, and otherwise
+recomputes everything. The number of micro-batches in flight is that of 1F1B, which depends only on
+how far the stage is from the last one. Once a search has found a good shape by these costs, the
+shape is planned with exact costs (`stage_cost.py`).
 """
 
 from dataclasses import replace
@@ -29,7 +30,13 @@ PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments of a model: `cuts` are all allowed cuts, `coarse` at most `most` of them."""
+    """The segments of a model between a few of its cuts, with their costs at each local batch.
+
+    Args:
+        shapes: gives the costs, the devices and what the user has fixed.
+        most: about how many of all allowed cuts (`cuts`) are used (`coarse`). With more cuts,
+            shapes are compared more exactly, and more slowly.
+    """
 
     def __init__(self, shapes: Shapes, most: int = 32) -> None:
         self.shapes = shapes
@@ -64,14 +71,16 @@ class LocalSegments:
         return self.few(self.cuts, self.most)
 
     def few(self, cuts: Cuts, count: int) -> Cuts:
-        """Picks few cuts that are spread evenly over the work, and that few bytes cross.
+        """Picks cuts that are spread evenly over the work, and that few bytes cross.
 
-        The model is divided into equal shares of seconds and gradient bytes (the mean of both); of
-        each share, the cut that the fewest bytes cross is picked.
+        A layer's work is the mean of two fractions: of all seconds, and of all gradient bytes. The
+        model is divided into sections of equal work. In each section, the cut that the fewest bytes
+        cross is picked.
 
         Args:
-            cuts: all allowed cuts, with the ends of the model.
-            count: about how many to pick; at least twice the number of stages, if that is fixed.
+            cuts: the cuts to pick from; the first and the last, the ends of the model, stay.
+            count: about how many to pick. It is raised to two for each stage, if `pins` fix the
+                number of stages.
         """
         count = max(count, 2 * (self.pins.count or 0))
         if len(cuts) <= count:
@@ -83,14 +92,14 @@ class LocalSegments:
         gradients = sums(layer.reduced_bytes for layer in costs.layers)
         works = segments.compute_s, gradients
         work = sum(total[inner] / max(total[-1], 1e-30) for total in works) / 2
-        shares = np.ceil(work * (count - 2))
+        sections = np.ceil(work * (count - 2))
         fewest_last = np.argsort(-segments.crossing_bytes[inner], kind="stable")
         # The cut with the fewest bytes comes last, and a dictionary keeps the last entry of a key.
-        chosen = {shares[at]: int(inner[at]) for at in fewest_last}
+        chosen = {sections[at]: int(inner[at]) for at in fewest_last}
         return np.array([cuts[0], *sorted(chosen.values()), cuts[-1]])
 
     def share(self, size: int, replicas: int) -> int:
-        """Counts the examples of a micro-batch that the busiest of some replicas works on."""
+        """Counts the examples of a micro-batch that its busiest replica works on."""
         return -(-size // replicas)
 
     def _layer_s(self, b: int) -> Float[np.ndarray, "2 layers"]:
@@ -109,17 +118,15 @@ class LocalSegments:
         return np.where(inside, taken, np.inf)
 
     def _crossing_bytes(self, size: int) -> Grid:
-        """Counts what each segment receives and returns of a micro-batch of `size` examples."""
+        """Counts the bytes that each segment receives and returns for `size` examples."""
+        # The links of `_of_stages` carry a byte per second, so `comm_s` is a number of bytes.
         segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
         return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
-        """Counts each segment's seconds: all is kept if that fits, else recomputed, else infinite.
+        """Counts each segment's seconds if all is kept, or recomputed if only that fits.
 
-        Args:
-            size: examples of a micro-batch.
-            replicas: of the stage.
-            behind: the number of stages from this one to the last, this one included.
+        The seconds are infinite if nothing fits. The arguments are those of `peak_bytes`.
         """
         b = self.share(size, replicas)
         limit = self.shapes.model.memory_limit_bytes
@@ -148,8 +155,8 @@ class LocalSegments:
         """Counts the bytes of each segment on a device of a stage.
 
         Args:
-            size: examples of a micro-batch.
-            replicas: of the stage.
+            size: how many examples a micro-batch has.
+            replicas: how many devices the stage has.
             behind: the number of stages from this one to the last, this one included.
             again: whether everything is recomputed; if not, everything is kept.
         """
@@ -160,9 +167,11 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # Three stages suffice to count any stage. One further from the end differs only in the
-        # micro-batches in flight, and in whether values arrive early, which they do if the stage
-        # has fewer in flight than the stages before it, and never at the first stage.
+        # One stage of three stands in for this stage; `near` is its position from the end. The
+        # second stage stands in for stages with fewer micro-batches in flight than the stage before
+        # them has: values arrive early there. The first stage, where no value arrives early, stands
+        # in for stages that have all micro-batches in flight, as the stages before them have. This
+        # stage has `more` micro-batches in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes
@@ -174,7 +183,7 @@ class LocalSegments:
         microbatches: int,
         again: bool,
     ) -> KeepAll:
-        """Makes the segments of three equal stages, or of as many as there are layers, if fewer."""
+        """Makes the segments of three equal stages; of fewer if there are fewer layers."""
         costs = self.shapes.local.at(b)
         if again:
             costs = computing_again(costs)
@@ -183,11 +192,11 @@ class LocalSegments:
         return KeepAll(problem, cuts=self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
-        """Counts the seconds of each segment's all-reduce of gradients that no backward hides.
+        """Counts the seconds that each segment's all-reduce of gradients adds to a step.
 
         Args:
-            b: examples of the local batch.
-            link: that carries the all-reduce.
+            b: how many examples the local batch has.
+            link: the all-reduce as a link, such as `Group.reduces`.
         """
         layers = self.shapes.local.costs[-1].layers
         reduced = sums(layer.reduced_bytes for layer in layers)
@@ -196,18 +205,19 @@ class LocalSegments:
             return whole_s
         _, backward_s = self.layer_s(b)
         hidden_s = between(sums(backward_s), self.coarse, self.coarse)
-        # Seconds beyond those of the backward count; the latency always counts.
+        # The backwards hide the all-reduce, except for its latency and what is longer than they.
         shown_s = np.maximum(whole_s - hidden_s, link.latency_s)
         return np.where(whole_s > 0, shown_s, 0.0)
 
     def counts(self, size: int) -> tuple[int, ...]:
-        """Lists the numbers of replicas worth comparing: the least one for each largest share.
+        """Lists the numbers of replicas worth comparing, for micro-batches of `size` examples.
 
-        For 16 examples the largest share of 4 or 5 replicas is 4, and that of 8 to 15 replicas is
-        2: of these, 4 and 8 are listed.
+        The replica with the largest share sets the time. So if several numbers of replicas have the
+        same largest share, only the smallest of them is listed. For 16 examples the largest share
+        of 4 or 5 replicas is 4, and that of 8 to 15 replicas is 2. So of these, 4 and 8 are listed.
         """
         devices = min(self.shapes.devices, size)
-        # Later entries replace earlier ones, so that the fewest replicas of each share stay.
+        # Later entries replace earlier ones, so that the fewest replicas stay for each share.
         least = dict[int, int]()
         for replicas in range(devices, 0, -1):
             if self.pins.feeds(replicas, size):
@@ -221,7 +231,7 @@ def _of_stages(
     microbatches: int,
     replicas: int = 1,
 ) -> Problem:
-    """Makes a problem of equal stages; links carry a byte per second, so that seconds are bytes."""
+    """Makes a problem of stages on equal devices, with links that carry one byte per second."""
     group = Group(tuple(range(replicas)))
     return Problem(
         costs,

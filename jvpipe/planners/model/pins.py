@@ -8,9 +8,13 @@ from itertools import accumulate
 class Pins:
     """The parts of a plan that are fixed; None means that the planner decides.
 
-    `stages` is the number of stages, `replicas` and `cuts` are the devices and the layers of each
-    stage, `size` is the number of examples of a micro-batch. If a stage has several replicas, each
-    works on at least `least_slice` examples of a micro-batch.
+    Attributes:
+        stages: how many stages there are.
+        replicas: how many devices each stage has.
+        cuts: how many layers each stage has.
+        size: how many examples a micro-batch has.
+        least_slice: if a stage has several replicas, the least examples of a micro-batch that each
+            of them works on.
 
     >>> Pins(replicas=(2, 1)).count, Pins(replicas=(2, 1)).allow((0, 3), (3,), 6)
     (2, False)
@@ -32,7 +36,7 @@ class Pins:
 
     @property
     def bounds(self) -> tuple[int, ...] | None:
-        """The bounds of the stages that follow from `cuts`; None: not fixed."""
+        """The bounds of the stages, as sums of `cuts`; None: not fixed."""
         return None if self.cuts is None else (0, *accumulate(self.cuts))
 
     def allow(
@@ -57,7 +61,7 @@ class Pins:
         )
 
     def feeds(self, replicas: int, size: int) -> bool:
-        """Tells whether each of some replicas gets enough of a micro-batch of `size` examples.
+        """Tells whether `size` examples, divided among replicas, give each of them enough.
 
         >>> pins = Pins(least_slice=2)
         >>> pins.feeds(2, 4), pins.feeds(3, 5), pins.feeds(1, 1)
@@ -69,9 +73,9 @@ class Pins:
         """Raises ValueError if no plan can agree with these pins.
 
         Args:
-            devices: that are available.
-            batch: examples of a step.
-            layers: of the model.
+            devices: how many devices are available.
+            batch: how many examples a step has.
+            layers: how many layers the model has.
 
         >>> Pins(replicas=(3, 2)).check(devices=4, batch=8, layers=6)
         Traceback (most recent call last):
@@ -115,7 +119,7 @@ class Pins:
         self._check_fed(batch)
 
     def _check_fed(self, batch: int) -> None:
-        """Raises ValueError for replicas that a micro-batch cannot feed."""
+        """Raises ValueError if no size of micro-batch fits the batch and feeds all replicas."""
         if self.size is not None and batch % self.size:
             raise ValueError(f"micro-batches of {self.size}: they must divide the batch of {batch}")
         largest = max(self.replicas or (1,))

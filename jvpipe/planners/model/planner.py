@@ -9,7 +9,10 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Path
 
 ShapeRule = Callable[[LocalSegments, int], Path | None]
-"""Finds a shape and the bounds of its stages for micro-batches of a size; None if none fits."""
+"""A function of segments and the examples of a micro-batch: it finds a shape and its bounds.
+
+It returns None if nothing fits.
+"""
 
 
 class FateRule(Enum):
@@ -22,19 +25,19 @@ class FateRule(Enum):
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner, as it is registered.
+    """A planner as the registry of planners holds it (`jvpipe.papers.registry`).
 
     Attributes:
-        name: what users call it.
+        name: the name that users give.
         decide: answers a problem; raises `Infeasible` if it finds nothing that fits.
-        why: one sentence that says why its cuts are where they are.
+        why: one sentence for users that says why its cuts are where they are.
         fate_rule: how the planner treats the residuals that layers leave for their backwards.
         asks_seconds: whether the planner reads layers' seconds, which then have to be measured.
         as_paper: whether the planner does what its paper says and nothing more: it cuts between
             whole layers, takes devices in the order given, and leaves the order of tasks to the
             schedule's rule.
-        shape_rule: how a paper's planner gives stages several devices, for one size of
-            micro-batches; None: it does not.
+        shape_rule: how a paper's planner divides devices among stages, given the size of a
+            micro-batch; None: it gives each stage one device.
     """
 
     name: str
@@ -47,7 +50,7 @@ class Planner:
 
     @property
     def chooses_fates(self) -> bool:
-        """Whether it decides what is kept, swapped and computed again."""
+        """Whether it decides what is kept, swapped and recomputed."""
         return self.fate_rule is FateRule.CHOOSES
 
     @property

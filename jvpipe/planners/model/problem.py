@@ -1,4 +1,12 @@
-"""A problem that a planner is asked to solve, and the decision that it answers with."""
+"""The problem that a planner solves, and the decision that it answers with.
+
+A planner cuts the layers of a model, which are in the order of the forward, into stages. It also
+chooses what each layer keeps, swaps or recomputes between its forward and its backward.
+
+    stage    consecutive layers; stages are numbered from 0
+    place    a position along the pipeline, with one device or with several replicas
+    chunk    one of several stages at one place; most schedules have one chunk per place
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,28 +22,29 @@ from jvpipe.schedules.schedule import Schedule
 RECOMPUTE = -1
 """A choice: the layer's forward runs again before its backward, from its input, which is kept."""
 RECOMPUTE_CHAIN = -2
-"""The same choice without the layer's input: the layer before, which also runs again, makes it."""
+"""A choice like `RECOMPUTE`, except that the input is not kept: the layer before makes it again."""
 
 
 @dataclass(frozen=True)
 class Group:
     """The devices at one place of the pipeline: replicas that share the work of a micro-batch.
 
-    A place is a position along the pipeline, counted from 0. A problem counts its places in the
-    order in which a micro-batch passes them, whatever numbers the devices have elsewhere.
+    A problem counts its places from 0, in the order in which a micro-batch passes them. Outside of
+    the problem, such as in a plan, the devices have other numbers (`devices`).
 
     Attributes:
-        devices: the numbers that these devices have outside of the problem.
-        slowness: for each layer, how many times as long as `costs` the slowest of these devices
-            takes; empty: exactly as long.
-        less_bytes: by how many bytes the device with the least memory is below the problem's limit.
-        name: for people.
-        costs: of the largest share of a micro-batch that a device works on; None: each device works
-            on whole micro-batches, and the problem's costs hold.
+        devices: the numbers of these devices outside of the problem.
+        slowness: for each layer, the seconds on the slowest of these devices, as a multiple of the
+            seconds in the costs; empty: all multiples are 1.
+        less_bytes: by how many bytes the limit of these devices is below the problem's limit. The
+            device with the least memory counts.
+        name: the kind of these devices, for messages.
+        costs: the layers' costs for the largest share of a micro-batch that one of these devices
+            works on; None: the problem's, because each device works on whole micro-batches.
         receives: the link from the place before, for the bytes that all replicas receive together;
-            None: the problem's.
-        reduces: the link on which replicas add up gradients, for the bytes of one replica.
-        machines: the machines of these devices, if several places share the network of a machine.
+            None: the problem's `peer`.
+        reduces: the all-reduce of gradients as a link, for the gradient bytes of one replica.
+        machines: the machine of each of these devices; empty if the cluster has only one.
 
     """
 
@@ -50,17 +59,17 @@ class Group:
 
     @property
     def replicas(self) -> int:
-        """How many devices there are."""
+        """The number of devices at this place."""
         return len(self.devices)
 
     @property
     def mean_slowness(self) -> float:
-        """How many times as long layers take on these devices, on average over the layers."""
+        """The average of `slowness` over the layers; 1 if it is empty."""
         return sum(self.slowness) / len(self.slowness) if self.slowness else 1.0
 
     @property
     def kind(self) -> tuple[tuple[float, ...], int]:
-        """What two groups of one device have in common if these devices are alike."""
+        """The properties by which groups of one device differ; equal for devices that are alike."""
         return self.slowness, self.less_bytes
 
 
@@ -69,14 +78,14 @@ class Problem:
     """A model that is to be cut into stages, and the devices that the stages are to be placed on.
 
     Attributes:
-        costs: of the model's layers, for whole micro-batches.
+        costs: the costs of the model's layers, for whole micro-batches.
         stages: how many stages there are: the schedule's chunks times the number of places.
         schedule: the order of tasks.
-        microbatches: of a step.
-        memory_limit_bytes: what the roomiest device may hold; None: no limit. The limit of any
-            other device is this number less its group's `less_bytes`, so that a limit that is
-            raised is raised by the same number of bytes for all devices.
-        host_limit_bytes: what the host may hold for all devices together; None: no limit.
+        microbatches: how many micro-batches a step has.
+        memory_limit_bytes: the bytes that the roomiest device (the one with the most memory) may
+            hold; None: no limit. The limit of any other device is this number minus `less_bytes` of
+            its group. So raising this number raises all limits by the same number of bytes.
+        host_limit_bytes: the bytes that the host may hold for all devices together; None: no limit.
         host: the link between a device and its host.
         peer: the link between a device and the device of the next stage.
         peer_uses_host: whether `host` and `peer` are the same physical link.
@@ -85,9 +94,10 @@ class Problem:
             empty: each place has one device, and all devices are alike. The limit of a place holds
             for each of its devices.
         overlaps: whether replicas add up the gradients of a layer while the last backwards of the
-            layers before it still run; if not, they do so after all backwards of the stage.
-        lent: the share of an idle device's time that other devices can use (devices that share the
-            cores of one machine). An order of tasks is charged for the rest of its idle time alone.
+            layers before it still run; if not, they add them up after all backwards of the stage.
+        lent: the share of an idle device's time that other devices can use. It is above 0 if
+            devices share the cores of one machine. This share of idle time does not count when
+            orders of tasks are compared.
     """
 
     costs: Costs
@@ -141,7 +151,7 @@ class Problem:
 
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of layers that must share a stage."""
+        """The sets of layers that must share a stage."""
         # With several chunks, layers that pass model state on to the next micro-batch (`carried`)
         # must stay in one stage.
         carried = self.costs.carried if self.schedule.chunks > 1 else ()
@@ -188,12 +198,12 @@ class Problem:
         return f"{what} {numbers}{kind}"
 
     def costs_of(self, s: int) -> Costs:
-        """Returns the costs of the largest share of a micro-batch that a device of a stage has."""
+        """Returns the layers' costs for the largest share of a micro-batch on a stage's devices."""
         costs = self.group(s).costs if self.groups else None
         return costs or self.costs
 
     def slowness(self, s: int) -> tuple[float, ...]:
-        """Returns how many times as long a stage's devices take for each layer; empty: as long."""
+        """Returns the `slowness` of a stage's devices; empty if they take what `costs_of` says."""
         return self.group(s).slowness if self.groups else ()
 
     def less_bytes(self, s: int) -> int:
@@ -201,11 +211,11 @@ class Problem:
         return self.group(s).less_bytes if self.groups else 0
 
     def link_into(self, s: int) -> Link:
-        """Returns the link between a stage and the one before it, of values and cotangents.
+        """Returns the link over which a stage receives values and returns cotangents.
 
-        A group knows the link from the place before it. In a vee the second half of the stages goes
-        back along the places: the receiver then comes before the sender, and the link that joins
-        them is the sender's.
+        Each group has the link from the place before it (`receives`). In a vee the second half of
+        the stages goes back along the places. The receiving place is then the one before the
+        sending place, so the link between them is that of the sending group.
         """
         if not self.groups or s == 0:
             return self.peer
@@ -224,7 +234,7 @@ class Problem:
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """The bytes that each device may hold, by their numbers outside; empty: no limit."""
+        """The limit of each device in bytes, sorted by the devices' numbers; empty: no limit."""
         limit = self.memory_limit_bytes
         if limit is None:
             return ()
@@ -272,13 +282,9 @@ class Problem:
         names: Sequence[str] = (),
         numbers: Sequence[int] = (),
     ) -> "Problem":
-        """Returns the problem with one device for each place, where devices may differ.
+        """Returns the problem with one device at each place, where devices may differ.
 
-        Args:
-            slowness: of each device, as in `Group.slowness`.
-            limits: the bytes that each device may hold; empty: no limit.
-            names: of each device, for people.
-            numbers: of each device outside of the problem; empty: 0, 1, 2, ...
+        The arguments are those of `single_groups`.
 
         >>> from jvpipe.cost.costs import Option
         >>> from jvpipe.schedules import find_schedule
@@ -298,13 +304,16 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Returns the limit of the roomiest device, and one group per device; none if all are alike.
+    """Makes one group for each device, relative to the limit of the roomiest device.
 
     Args:
-        slowness: of each device, as in `Group.slowness`.
+        slowness: for each device, its `Group.slowness`.
         limits: the bytes that each device may hold; empty: no limit.
-        names: of each device, for people.
-        numbers: of each device outside of the problem; empty: 0, 1, 2, ...
+        names: the kind of each device, for messages; empty: no names.
+        numbers: the number of each device outside of the problem; empty: 0, 1, 2, ...
+
+    Returns:
+        The limit of the roomiest device, and the groups; no groups if all devices are alike.
     """
     limit = max(limits, default=None)
     groups = list[Group]()
@@ -329,7 +338,7 @@ def with_entry(
     at: int,
     entry: Entry,
 ) -> tuple[Entry, ...]:
-    """Makes a tuple with one entry replaced: a bound, a choice, the devices of a place.
+    """Returns a copy of a tuple with one entry replaced, such as a bound or a choice.
 
     >>> with_entry((0, 2, 4), 1, 3)
     (0, 3, 4)
@@ -339,11 +348,12 @@ def with_entry(
 
 @dataclass(frozen=True)
 class Decision:
-    """The layers of each stage, and the fates of what the layers leave for their backwards.
+    """The answer to a problem: the layers of each stage, and a choice for each layer.
 
-    Stage s holds layers `bounds[s]` to `bounds[s + 1] - 1`. `choices[layer]` is an index into the
-    layer's options on the devices of its stage, or `RECOMPUTE`, or `RECOMPUTE_CHAIN`. Choice 0
-    keeps everything.
+    Stage s holds layers `bounds[s]` to `bounds[s + 1] - 1`. A choice gives the fates of the values
+    that the layer's forward leaves for its backward. `choices[layer]` is an index into the layer's
+    options on the devices of its stage, or `RECOMPUTE`, or `RECOMPUTE_CHAIN`. Choice 0 keeps
+    everything.
     """
 
     bounds: tuple[int, ...]
@@ -360,7 +370,7 @@ class Decision:
         """Converts the decision to a plan.
 
         Args:
-            problem: that the decision answers.
+            problem: the problem that the decision answers.
             planner: the name of the planner that made the decision.
             where: the devices of each stage; None: those of the problem.
         """

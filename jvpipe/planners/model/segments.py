@@ -1,12 +1,14 @@
 """The seconds and bytes of segments before fates are chosen, for many pairs of cuts at once.
 
 A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py` defines
-what is counted, for one segment at a time. This file computes the same numbers as arrays, by prefix
-sums over layers; a property test compares both (tests/planners/model/test_segments.py).
+what is counted, for one segment at a time. This file computes the same numbers as arrays; a
+property test compares both (tests/planners/model/test_segments.py). A sum over the layers of a
+segment is the difference of two prefix sums. Values that cross cuts are counted by `spans.py`.
 
-A `CutBlock` holds one number for each i of `starts` (rows) and each j of `ends` (columns). Entries
-with j <= i mean nothing. Layers count with what a device of the stage takes for its share of a
-micro-batch. Traffic across cuts counts for whole micro-batches.
+A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of `ends`
+(columns), where they end. Entries with j <= i mean nothing. The numbers of a layer are those of one
+device of the stage, which works on its share of a micro-batch. Traffic is that of whole
+micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,15 +27,15 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 OverJ = Float[np.ndarray, "J"]
 ROWS_AT_ONCE = 256
-"""Up to this many layers, the rows of a stage (segments with the same start) are made all at once.
+"""For models of at most this many layers, `Segments.row` makes all rows of a stage at once.
 
-It trades memory for time, and changes no result.
+This trades memory for time, and changes no result.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class CutBlock:
-    """The segments of a stage: their seconds without extra ones, and bytes that no fate changes."""
+    """The segments of a stage, with the seconds and bytes that do not depend on fates."""
 
     s: int
     starts: Cuts
@@ -64,10 +66,10 @@ class CutBlock:
 
 
 class Segments:
-    """A problem's segments, computed from prefix sums over its layers.
+    """The segments of a problem, with prefix sums over its layers.
 
-    One object holds the sums for one set of costs. The devices of a stage may work on smaller
-    shares of a micro-batch, for which layers cost less: `of` finds the segments of such a stage.
+    An object holds the sums for one `Costs`. If the devices of a stage work on smaller shares of a
+    micro-batch, layers cost less there, and `of` returns another object for the stage.
     """
 
     def __init__(self, problem: Problem, costs: Costs | None = None) -> None:
@@ -115,7 +117,7 @@ class Segments:
         self._late_known: dict[int, Spans] = {}
 
     def of(self, s: int) -> "Segments":
-        """Returns the segments with the costs of a stage's devices for their share of the work."""
+        """Returns the segments with the costs of a stage's devices for their share."""
         costs = self.problem.costs_of(s)
         if costs is self.costs:
             return self
@@ -150,14 +152,13 @@ class Segments:
     def share_s(self) -> float:
         """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
-        Take for each stage the smallest ratio r between its seconds for a layer and the costs'
-        seconds. For any layers the stage takes at least r times the costs' seconds, and so does at
-        most 1 / r of the work per second.
+        Measure work by the costs' seconds. A stage takes some multiple of these for each layer. Let
+        r be its smallest multiple. Then the stage does at most 1 / r of work per second. The
+        slowest stage is fastest if all stages end together: then the whole work is done at the sum
+        of their rates 1 / r.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
-        # The slowest stage is fastest if all stages end together: then the whole work is done at
-        # the sum of the stages' rates 1 / r.
         each_s = np.diff(self.compute_s)
         there = each_s > 0
         rates = 0.0
@@ -168,7 +169,7 @@ class Segments:
         return float(self.compute_s[-1]) / rates
 
     def _mirrored(self, layers: Cuts) -> Cuts:
-        """Mirrors layer numbers, so that sent values become received ones of the mirrored model."""
+        """Counts layers from the end: what a segment sends, its mirror image receives."""
         return self.n - 1 - layers
 
     def early_bytes(
@@ -177,15 +178,15 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Counts the values that arrive early.
+        """Counts the bytes of values that arrive early.
 
         A value counts once for each micro-batch that is in flight on the stage that makes the value
         but not on this stage. A value that is made d layers before the segment is made at most d
         stages before this one, because a stage has at least one layer.
 
         Args:
-            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, less
-                those in flight d - 1 stages before.
+            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, minus
+                those in flight d - 1 stages before this one.
             starts: where segments begin.
             ends: where they end.
         """
@@ -201,10 +202,14 @@ class Segments:
         return self._early_known[more].over(starts, ends)
 
     def late_bytes(self, count: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the cotangents that wait, once per stage between this one and the next reader's.
+        """Counts the bytes of waiting cotangents, each once per stage that its sender is away.
+
+        The sender is the stage with the value's next reader after the segment. Each layer from the
+        segment's end to this reader, itself included, may be a stage of its own.
 
         Args:
-            count: the stages after this one, or the layers that the longest hop passes, if fewer.
+            count: the most stages that a sender may be away: the number of stages after this one,
+                or the layers of the longest hop (`Hops.longest`), if fewer.
             starts: where segments begin.
             ends: where they end.
         """
@@ -220,7 +225,7 @@ class Segments:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """The layers before which a stage may begin, and the number of layers.
+        """The bounds that stages may have; bound b is before layer b, the last after all layers.
 
         Raises:
             ValueError: layers that must share a stage (`together`) leave too few cuts.
@@ -238,7 +243,7 @@ class Segments:
 
     @property
     def windows(self) -> list[Cuts]:
-        """For each bound of the stages, the cuts that leave a layer for every stage."""
+        """For each bound of the stages, the cuts that leave at least one layer for every stage."""
         cuts = self.cuts
         stages = self.problem.stages
         # Bound s needs at least s cuts before it and stages - s cuts after it.
@@ -250,13 +255,7 @@ class Segments:
         return self.versions[s] * self.parameter_bytes + self.state_bytes
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the most bytes of values that arrive early and of cotangents that wait.
-
-        Args:
-            s: the stage.
-            starts: where segments begin.
-            ends: where they end.
-        """
+        """Counts the most bytes of values that arrive early and of cotangents that wait."""
         reach = min(s, self._values.reach)
         before = self.in_flight[s - reach : s + 1]
         more = tuple(earlier - later for earlier, later in pairwise(before))
@@ -265,15 +264,10 @@ class Segments:
         return early + self.late_bytes(count, starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes that no fate changes, and those that a device has less than others.
+        """Counts the bytes of the segments of stage s that do not depend on fates.
 
-        These are parameters, gradients, the optimizer's state, shared values, values that arrive
-        early and cotangents that wait.
-
-        Args:
-            s: the stage.
-            starts: where segments begin.
-            ends: where they end.
+        They are parameters, gradients, the optimizer's state, shared values, values that arrive
+        early and cotangents that wait. The `less_bytes` of the stage's devices are added.
         """
         tensors = self._tensors.over(starts, ends)
         copies = self._copies.over(starts, ends)
@@ -285,12 +279,12 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas > 1:
             fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
-        # All stages are compared with one limit, the roomiest device's. Bytes that this device has
-        # less than the roomiest one count as if they were held.
+        # All stages are compared with one limit, the roomiest device's. So bytes that this device
+        # has less than the roomiest one count as if they were held.
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Counts for each layer the shared bytes that a segment from i holds from that layer on."""
+        """Returns each layer's bytes of shared values of which it is the first reader from i on."""
         return self._tensors.at(i, self.n)
 
     def at_work(
@@ -303,13 +297,14 @@ class Segments:
         """Counts the bytes of one micro-batch while each layer of a segment runs.
 
         Rows are the starts. Columns are all layers from the first start up to the last end. An
-        entry is what the segment's layers up to that layer leave, and what that layer works with.
+        entry counts what the segment's layers up to this layer leave, and what this layer needs
+        while it runs.
 
         Args:
             starts: where segments begin.
             ends: where they end.
-            left: bytes that each layer leaves.
-            working: bytes that each layer works with.
+            left: for each layer, the bytes that it leaves for its backward.
+            working: for each layer, the bytes that it needs only while it runs.
         """
         every = _ends_up_to(starts, ends)
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
@@ -320,13 +315,7 @@ class Segments:
         )
 
     def block(self, s: int, starts: Cuts, ends: Cuts) -> CutBlock:
-        """Describes the segments of stage s between these cuts.
-
-        Args:
-            s: the stage.
-            starts: where segments begin.
-            ends: where they end.
-        """
+        """Makes the block of the segments of stage s between these cuts."""
         if self.of(s) is not self:
             return self.of(s).block(s, starts, ends)
         received = self._received.over(starts, ends)
@@ -381,7 +370,10 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Bounds from below the seconds of each segment's all-reduce that no backward hides."""
+        """Returns lower bounds of the seconds that each segment's all-reduce adds to a step.
+
+        If it overlaps with the backwards, the bound assumes that both begin together.
+        """
         whole_s = link_seconds(link, between(self._reduced_bytes, starts, ends))
         if not self.problem.overlaps:
             return whole_s
@@ -390,7 +382,7 @@ class Segments:
         return np.where(whole_s > 0, shown_s, 0.0)
 
     def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the seconds of a step's updates, of which each replica does its share."""
+        """Counts the seconds of a step's updates; replicas divide the layers among them."""
         slowness = self.problem.slowness(s)
         each_s = self.problem.updates * self._update_s
         if slowness:
@@ -399,10 +391,11 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas == 1:
             return whole_s
+        # No layer is divided among replicas, so updates take at least as long as the longest layer.
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> CutBlock:
-        """Describes the segments of stage s that begin at i, with a column for every end j."""
+        """Makes the block of the segments of stage s that begin at i, with all ends j."""
         if (s, i) not in self._rows:
             is_small = self.n <= ROWS_AT_ONCE
             starts = np.arange(self.n) if is_small else np.array([i])
@@ -425,7 +418,7 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Sums spans of the mirrored model, in which sent values are received, over segments."""
+        """Sums spans of the mirrored model over segments; [i, j) is [n - j, n - i) there."""
         mirrored = spans.over(self.n - ends[::-1], self.n - starts[::-1])
         return mirrored[::-1, ::-1].T
 
@@ -441,22 +434,25 @@ def surely_spared_bytes(
     ends: Cuts,
     replicas: int,
 ) -> Grid:
-    """Bounds from below the optimizer state that sharing spares each replica, for all segments.
+    """Returns, for each segment, a lower bound of the optimizer state that a replica is spared.
 
-    The state of the layers is packed largest first, each layer's to the replica that holds least
-    (`shared_state.py`). Let s be the size that was packed last to the replica that ends up fullest.
-    That replica held least at the time, so at most an even share of what had been packed: of all
-    larger sizes and those equal to s, without this one. So the fullest replica holds at most that
-    share plus s; the largest such sum over all s bounds it. The bound is rarely far off.
+    A replica is spared state because the replicas of a stage divide the state among them.
+
+    Layers are packed by the size of their state, the largest first, each onto the replica that
+    holds least (`shared_state.py`). Let x be the last size packed onto the replica that ends up
+    fullest. Just before, this replica held least: at most an even share of the sizes packed so far,
+    which are all at least x. So it ends up with at most that share plus x. The bound does not know
+    x, so it takes the largest such sum over all sizes. It is rarely far off.
 
     Args:
-        layers: of the whole model.
+        layers: the layers of the whole model.
         starts: where segments begin.
         ends: where they end.
-        replicas: of a stage.
+        replicas: how many replicas the stage has.
     """
     sizes = [layer.state_bytes for layer in layers]
     total = between(sums(layer.state_bytes for layer in layers), starts, ends)
+    # `largest` bounds the fullest replica's bytes. Each size is tried as x, and may raise it.
     largest = np.zeros_like(total)
     for size in sorted(set(sizes) - {0}):
         equals = sums(x == size for x in sizes)
@@ -469,7 +465,7 @@ def surely_spared_bytes(
 
 
 def sums(values: Iterable[float]) -> OverJ:
-    """Makes prefix sums: entry j is the sum over the first j layers, from j = 0 on."""
+    """Makes prefix sums: entry j is the sum over the first j layers, for j = 0, 1, ..."""
     if not isinstance(values, np.ndarray):
         values = np.array(list(values), dtype=np.float64)
     total = np.cumsum(values, dtype=np.float64)
@@ -492,16 +488,16 @@ def between(
 
 
 def _ends_up_to(starts: Cuts, ends: Cuts) -> Cuts:
-    """Lists the cuts behind each layer from the first start up to the last end; at least one."""
+    """Lists the cuts after each layer from the first start up to the last end; at least one."""
     first = int(starts[0]) + 1
     return np.arange(first, max(int(ends[-1]), first) + 1)
 
 
 def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
-    """Finds the largest number of any layer of each segment.
+    """Finds, for each segment, the largest number of any of its layers.
 
     Args:
-        layers: a number for each layer, none below 0.
+        layers: a number of at least 0 for each layer.
         starts: where segments begin.
         ends: where they end.
     """
@@ -511,10 +507,11 @@ def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
 
 
 def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
-    """Returns the largest entry over the layers of each segment.
+    """Finds, for each segment, the largest entry of any of its layers.
 
     Args:
-        at_work: a row for each start and a column for each layer, as `Segments.at_work` has them.
+        at_work: the result of `Segments.at_work`, or a grid like it: a row for each start, a column
+            for each layer, and 0 for the layers before the start.
         starts: where segments begin.
         ends: where they end.
     """
@@ -524,6 +521,6 @@ def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
 
 
 def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
-    """Counts the seconds that each of these sizes takes on a link, each as one transfer."""
+    """Counts the seconds of transfers on a link; `sizes` are their bytes, 0 for no transfer."""
     seconds = link.latency_s + sizes / link.bytes_per_s
     return np.where(sizes > 0, seconds, 0.0)

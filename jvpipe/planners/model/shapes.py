@@ -1,8 +1,10 @@
 """The shapes of pipelines: the devices at each place, and the examples of a micro-batch.
 
-Legend: G devices of a cluster are divided among places, the positions along the pipeline. Place p
-has r_p devices (its replicas), which share the work of each micro-batch. A micro-batch has mu
-examples, and a step has M = batch / mu micro-batches.
+Planners compare shapes. For each shape, `Shapes.problem` makes the problem that is then solved.
+
+Legend: the devices of a cluster are divided among places, the positions along the pipeline. The
+devices of a place are its replicas, which share the work of each micro-batch. A micro-batch has mu
+examples, and a step has batch / mu micro-batches.
 """
 
 from collections.abc import Sequence
@@ -36,11 +38,11 @@ class Shape:
         replicas: Sequence[int],
         size: int,
     ) -> "Shape":
-        """Makes the shape whose places are runs of devices in an order.
+        """Makes the shape in which each place has consecutive devices of an order.
 
         Args:
-            order: of the devices.
-            starts: for each place, the position in the order at which the place's run begins.
+            order: the devices, in the order along which places are laid out.
+            starts: for each place, the position of its first device in the order.
             replicas: how many devices each place has.
             size: examples of a micro-batch.
         """
@@ -57,7 +59,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """The kind of the shape: "data parallel", "straight", "two stages" or "hybrid"."""
+        """The name of the shape's kind: "data parallel", "straight", "two stages" or "hybrid"."""
         if len(self.places) == 1:
             return "data parallel"
         if max(self.replicas) == 1:
@@ -79,12 +81,14 @@ class Shapes:
     Attributes:
         model: the part of the problem that is the same in every shape: costs of a whole batch, the
             schedule, limits, the links to the host.
-        local: the model's costs at each local batch, the examples that one device works on.
-        cluster: that has the devices.
+        local: the model's costs by local batch, which is the number of examples that one device
+            works on at a time.
+        cluster: the machines and their links.
         devices: how many devices of the cluster are used.
-        batch: examples of a step.
-        pins: the parts of a shape that the user has fixed.
-        apart: a group for each device that says how it differs; empty: all devices are alike.
+        batch: how many examples a step has.
+        pins: the parts of a plan that the user has fixed.
+        apart: for each device a group of its own, with its slowness and its memory; empty: all
+            devices are alike.
 
     """
 
@@ -112,13 +116,13 @@ class Shapes:
         return len(self.model.costs.layers)
 
     def under(self, limit_bytes: int) -> "Shapes":
-        """Returns the same shapes under another limit of the roomiest device."""
+        """Returns the same shapes with another limit for the device with the most memory."""
         return replace(self, model=replace(self.model, memory_limit_bytes=limit_bytes))
 
     def told_apart(
         self, slowness: Sequence[tuple[float, ...]], limits: Sequence[int], names: Sequence[str]
     ) -> "Shapes":
-        """Returns the same shapes on devices that may differ; arguments as `Problem.told_apart`."""
+        """Returns the same shapes on devices that may differ; see `single_groups` for arguments."""
         limit, groups = single_groups(slowness, limits, names)
         return replace(self, model=replace(self.model, memory_limit_bytes=limit), apart=groups)
 
@@ -133,14 +137,17 @@ class Shapes:
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
-        """The orders of devices along which stages are placed: DAPPLE's placements.
+        """The orders of devices along which places are laid out: DAPPLE's placements.
 
-        Append first takes the devices machine by machine, and stands for DAPPLE's fresh first too
-        if devices are left out. Scatter first takes one device of each machine in turn, over all
-        machines or over groups of machines:
+        Append first takes the devices machine by machine. Scatter first takes one device of each
+        machine in turn, either over all machines or within one block of machines after another.
+        Here two machines (|) have two devices each:
 
-            two machines (|) of two devices     0 1 | 2 3       append first   0 1 2 3
-                                                                scatter first  0 2 1 3
+            0 1 | 2 3       append first   0 1 2 3
+                            scatter first  0 2 1 3
+
+        DAPPLE's fresh first, which begins each stage on an unused machine, needs no order of its
+        own: it is append first with some devices left out (`starts` of `Shape.along`).
         """
         devices = np.arange(self.devices)
         per_machine = self.cluster.devices_per_machine
@@ -149,18 +156,19 @@ class Shapes:
         # Another order makes a difference only if there are several machines of several devices,
         # so that devices of one machine are nearer to each other than to those of other machines.
         if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
-            groups = [q for q in range(2, machines + 1) if machines % q == 0]
-            for q in groups[-2:]:
-                by_group = devices.reshape(machines // q, q, per_machine)
-                turned = by_group.transpose(0, 2, 1)
+            sizes = [q for q in range(2, machines + 1) if machines % q == 0]
+            # One block of all machines is tried, and blocks of the next smaller size.
+            for q in sizes[-2:]:
+                by_block = devices.reshape(machines // q, q, per_machine)
+                turned = by_block.transpose(0, 2, 1)
                 orders.append(tuple(turned.ravel().tolist()))
         return tuple(orders)
 
     def problem(self, shape: Shape) -> Problem:
-        """Makes the problem of a shape: its devices in groups, with the links between them."""
+        """Makes the problem of a shape, in which the devices of each place form a group."""
         groups = []
         for p, devices in enumerate(shape.places):
-            # The largest share counts, because replicas wait for the one that has most to do.
+            # Replicas wait for the one with the largest share, so this share counts.
             share = -(-shape.size // len(devices))
             is_whole = share == shape.size
             group = replace(
@@ -172,7 +180,7 @@ class Shapes:
             )
             groups.append(group)
         costs = self.local.at(shape.size)
-        # Fixed bounds are expressed as layers that must share a stage: those between two bounds.
+        # Fixed bounds are expressed by `together`: layers between two bounds must share a stage.
         if self.pins.bounds:
             together = tuple(tuple(range(i, j)) for i, j in pairwise(self.pins.bounds))
             costs = replace(costs, together=together)
@@ -185,7 +193,7 @@ class Shapes:
         )
 
     def _joined(self, devices: tuple[int, ...]) -> Group:
-        """Joins devices to a group that is as slow, and has as little memory, as any of them."""
+        """Joins devices to a group with their greatest slowness and their least memory."""
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]

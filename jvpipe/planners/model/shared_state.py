@@ -1,4 +1,9 @@
-"""The bytes that each replica of a stage is spared because replicas share the optimizer's state."""
+"""Counts the bytes that a replica saves, because the replicas of a stage divide optimizer state.
+
+Only one replica of a stage keeps the state of a layer. `packed` (programs/shares.py) chooses it. A
+run also gives it the bytes of parameters, by which it breaks ties. They are left out here, because
+ties do not change how full the fullest replica is.
+"""
 
 from collections.abc import Sequence
 
@@ -7,7 +12,13 @@ from jvpipe.programs.shares import packed
 
 
 def spared_bytes(layers: Sequence[LayerCost], replicas: int) -> int:
-    """Counts the bytes that the fullest replica of a stage is spared, as `packed` packs the layers.
+    """Counts the bytes of optimizer state that the fullest replica of a stage does not keep.
+
+    Without sharing, each replica would keep the state of all layers.
+
+    Args:
+        layers: the layers of the stage.
+        replicas: how many replicas the stage has.
 
     >>> from jvpipe.cost.costs import Option
     >>> small = LayerCost("block", 1.0, 2.0, (Option(0),), state_bytes=10)

@@ -1,4 +1,16 @@
-"""Sums weights at pairs of layers over segments, such as the bytes of values on their way."""
+"""Counts the bytes of values that enter segments of layers, for many segments at once.
+
+A segment [i, j) is the layers i to j - 1. A value that layer a makes and layer b reads enters the
+segments that have b but not a. So it is a weight w at the pair (a, b), which counts for [i, j) if
+a < i <= b < j:
+
+    layer      0  1  2  3  4  5  6
+    value         a--------b             a = 1, b = 4
+    segment          [i-------)j         i = 2, j = 5: counts
+
+The sum over all pairs with a < i and b < j is a prefix sum in two dimensions. It also has the pairs
+with b < i, which lie before the segment, and these are subtracted. This is exact, because a < b.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,22 +25,25 @@ Cuts = Int[np.ndarray, "_"]
 
 
 class Spans:
-    """Weights w at pairs of layers a < b, which count for the segments [i, j) with a < i <= b < j.
+    """Weights w at pairs of layers a < b; pairs with a >= b or w = 0 are dropped.
 
-    An example: layer a makes (or reads) a value of w bytes, and layer b is the next to read it. A
-    segment that has b but not a receives these bytes.
+    Args:
+        a: the first layer of each pair.
+        b: the second layer of each pair.
+        w: the weight of each pair.
     """
 
     def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
         there = np.flatnonzero((w != 0) & (a < b))
+        # Pairs are sorted by b, so that `over` finds those near its segments by bisection.
         order = there[np.argsort(b[there], kind="stable")]
         self.a = a[order]
         self.b = b[order]
         self.w = w[order].astype(np.float64)
 
     def over(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Sums the weights that count for every segment."""
-        # Pairs that end before the first start or behind the last end count for no segment.
+        """Sums the weights that count for each segment; a row per start and a column per end."""
+        # Pairs whose b is before the first start, or not before the last end, count for none.
         near = slice(*np.searchsorted(self.b, (starts[0], ends[-1])))
         a = self.a[near]
         b = self.b[near]
@@ -44,14 +59,13 @@ class Spans:
             shape[0] * shape[1],
         )
         total = flat.reshape(shape).cumsum(0).cumsum(1)
-        # `total` is a prefix sum over both ends: it counts all pairs with a < i and b < j. Pairs
-        # with b < i lie before the segment, and are subtracted.
+        # `total` counts all pairs with a < i and b < j, `passed` those of them with b < i.
         before = np.concatenate([[0.0], np.cumsum(w)])
         passed = before[np.searchsorted(b, starts)]
         return total - passed[:, None]
 
     def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
-        """Returns for each of n layers b the weights that count for a segment from i with b."""
+        """Returns, for each of n layers b, the sum of weights of pairs (a, b) with a < i <= b."""
         there = (self.a < i) & (i <= self.b)
         return np.bincount(
             self.b[there],
@@ -64,7 +78,9 @@ class Spans:
 class Hops:
     """The hops of values: from the producer (a) to the first reader (b), and from reader to reader.
 
-    Each attribute is an array with one entry for each hop.
+    A segment that reads a value without making it is entered by exactly one hop of the value. So
+    the value counts once, however many layers of the segment read it. Each attribute is an array
+    with one entry for each hop.
     """
 
     producer: Cuts
@@ -83,12 +99,12 @@ class Hops:
 
     @property
     def longest(self) -> int:
-        """The most layers that a hop passes."""
+        """The largest distance from a to b, in layers."""
         return int((self.b - self.a).max(initial=0))
 
     @property
     def reach(self) -> int:
-        """The most layers from a producer to a reader of its value."""
+        """The largest distance from a producer to a reader of its value, in layers."""
         return int((self.b - self.producer).max(initial=0))
 
     def at(self, there: np.ndarray) -> "Hops":
@@ -116,7 +132,7 @@ def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4
 
 
 def joined_spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:
-    """Joins parts, each given as its a, b and w, to one `Spans`."""
+    """Joins parts, each given as its arrays a, b and w, to one `Spans`."""
     nothing = np.empty(0, dtype=np.int64)
     columns = zip((nothing,) * 3, *parts, strict=True)
     return Spans(*map(np.concatenate, columns))

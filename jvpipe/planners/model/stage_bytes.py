@@ -1,10 +1,11 @@
 """The bytes of layers and stages: one formula for all planners, tested against enumeration.
 
-Legend: stage s holds layers [i, j), that is, layers i to j - 1. On the stage k micro-batches are in
-flight: their forward ran and their backward did not end. v versions of its parameters are live.
+Legend: a stage holds layers [i, j), that is, layers i to j - 1. k is the number of micro-batches in
+flight on the stage: their forward has run, and their backward has not ended. v is the number of
+versions of the stage's parameters that exist at once.
 
     static     v * parameters + gradients + optimizer state
-               + values that arrive early and cotangents that wait
+               + early values + waiting cotangents
     on device  k * kept + min(k, 2) * swapped: what the micro-batches in flight hold on the device
     beyond     max over layers l of (what l needs while it runs
                - what the layers after l keep and swap)
@@ -12,26 +13,27 @@ flight: their forward ran and their backward did not end. v versions of its para
                and their sum
     peak       static + max(on device + beyond, reducing)
 
-Why `beyond` subtracts: of the micro-batches in flight, the one at work is either being built up by
-forwards, or taken down by backwards, which free what they read. While layer l runs, the layers
-after l hold nothing of that micro-batch, although `on device` counts it in full.
+Why `beyond` subtracts: `on device` counts every micro-batch in full. But the micro-batch at work is
+held in part. Forwards build it up from the first layer to the last, and backwards free it from the
+last layer to the first. So while layer l runs, the layers after l hold nothing of this micro-batch.
 
 Why min(k, 2): the swapped bytes of at most two micro-batches are on the device at once. One
 micro-batch is at work, and one is being copied from or to the host.
 
-An early value belongs to a micro-batch that is in flight on the stage which makes the value, but
-not yet on this stage. A cotangent waits for as many stages as lie between its reader and this
-stage. Which stages these are depends on the other cuts, so that the most that is possible counts.
+Early values have arrived for micro-batches that are in flight on the stage that makes the values,
+but not yet on this stage. Waiting cotangents have arrived for backwards that this stage runs later:
+at most one for each stage by which their sender is away. How far away other stages are depends on
+the other cuts, so the largest possible distance counts.
 
-On a device that has several stages, or whose backwards run in two halves, the schedule's vectors
-(`Schedule.held`) say what is in flight at once. A vector has for each stage k micro-batches in
-flight, and w micro-batches that are between the halves and hold `handed` bytes each. The peak of
-such a device is the sum of all that is static, of the most that any vector holds, and of the
-largest `beyond` of a stage (`device_bytes`).
+A device may have several stages, or backwards in two halves. Then `Schedule.held` says what is in
+flight at once, as vectors. A vector has a pair (k, w) for each stage of the device: k micro-batches
+are in flight, and w are between the halves of their backward, where each holds `handed` bytes. The
+device's peak is the static bytes of all its stages, plus the most that any vector holds, plus the
+largest `beyond` of its stages (`joint_bytes` in `stage_cost.py`).
 
 On a stage of several devices the legend holds for each device. A device works on its share of a
-micro-batch and keeps its share of the optimizer's state (`shared_state.py`). Gradients are added up
-after the stage's backwards, when nothing is in flight on the stage.
+micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Gradients are added
+up after the stage's backwards, when nothing is in flight. So `peak` takes a maximum, not a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,10 +68,11 @@ def on_device_bytes(
 
 
 class LayerBytes(NamedTuple):
-    """The bytes that a layer leaves of a micro-batch, those it needs while it runs, extra seconds.
+    """The bytes of a layer under a choice of fates, and the seconds that the choice adds.
 
-    What a layer leaves under a choice of its fates is either kept on the device or swapped to the
-    host. `extra_s` are the seconds that the choice adds to the layer's forward and backward.
+    The forward leaves `kept` bytes of a micro-batch on the device, and `swapped` bytes on the host.
+    The layer needs `working` bytes more while it runs. `extra_s` are the seconds that the choice
+    adds to the layer's forward and backward.
 
     >>> layer = LayerCost("block", 1.0, 2.0, (Option(6),), input_bytes=2, temporary_bytes=3)
     >>> option_bytes(layer, Option(4, 1, 0.5, 7))
@@ -83,7 +86,7 @@ class LayerBytes(NamedTuple):
 
     @property
     def left(self) -> int:
-        """The bytes of one micro-batch that are held while the layers after this one run."""
+        """The bytes that the layer's forward leaves of one micro-batch."""
         return self.kept + self.swapped
 
 
@@ -100,7 +103,10 @@ def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
 
 
 def recompute_peak_bytes(layer: LayerCost) -> int:
-    """Counts what the last option leaves, and the residuals that its backward recomputes itself."""
+    """Counts a layer's residuals in a backward that recomputes all of them.
+
+    The last option recomputes the most. What it leaves is recomputed here as well, and counts too.
+    """
     last = layer.options[-1]
     return last.kept_bytes + last.swapped_bytes + last.extra_bytes
 
@@ -108,8 +114,8 @@ def recompute_peak_bytes(layer: LayerCost) -> int:
 def recompute_s(layer: LayerCost) -> float:
     """Counts the extra seconds of a backward that recomputes all residuals of its layer.
 
-    If the last option leaves nothing, its extra seconds are those; if even the last option leaves
-    something, the whole forward runs again.
+    If the last option leaves nothing, it already recomputes everything, and its `extra_s` has these
+    seconds. If even the last option leaves something, the whole forward runs again.
     """
     last = layer.options[-1]
     leaves = last.kept_bytes + last.swapped_bytes
@@ -117,9 +123,9 @@ def recompute_s(layer: LayerCost) -> float:
 
 
 def recomputed_bytes(layer: LayerCost) -> LayerBytes:
-    """Counts a layer's bytes under `RECOMPUTE` if no `RECOMPUTE_CHAIN` follows: it keeps its input.
+    """Counts a layer's bytes under `RECOMPUTE`, if the next layer is not a `RECOMPUTE_CHAIN`.
 
-    The layer's backward recomputes the residuals itself.
+    The layer keeps its input alone. Its backward recomputes the residuals itself.
     """
     working = recompute_peak_bytes(layer) + layer.temporary_bytes
     return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))
@@ -129,12 +135,13 @@ def layers_bytes(
     layers: Sequence[LayerCost],
     choices: Sequence[int],
 ) -> Iterator[LayerBytes]:
-    """Yields each layer's bytes under its choice; in a recomputed run, those of the run so far.
+    """Yields each layer's bytes under its choice.
 
-    A run is a `RECOMPUTE` and the `RECOMPUTE_CHAIN`s after it: its forwards run again one after the
-    other, so that the residuals of its layers and the inputs between them are held at once. The
-    residuals of the run's last layer are recomputed by that layer's backward itself, which may take
-    less time than the layer's forward.
+    A run is a layer with `RECOMPUTE` and the layers after it with `RECOMPUTE_CHAIN`. Their forwards
+    run again one after the other, before their backwards. So the residuals of the run's layers, and
+    the inputs between them, are held at once: `working` of a layer includes those of the run's
+    earlier layers. The last layer of a run is an exception, because no forward follows it. Its
+    backward recomputes the residuals itself, which may take less time than its forward.
     """
     run = 0
     for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
@@ -158,12 +165,13 @@ def layers_bytes(
 def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
     """Counts the seconds of forwards that run again before the stage's cotangents arrive.
 
-    If the stage ends with a recomputed run, these are the forwards of that run, except for its last
-    layer, whose backward recomputes the residuals itself.
+    The forwards of a run (see `layers_bytes`) run again directly before the run's backwards. So
+    only the run at the end of the stage, whose backwards come first, can start before cotangents
+    arrive. Its last layer does not count, because its backward recomputes the residuals itself.
 
     Args:
-        layers: of the stage.
-        choices: of these layers.
+        layers: the layers of the stage.
+        choices: the choice of each of these layers.
 
     >>> block = LayerCost("block", 1.0, 2.0, (Option(6),))
     >>> early_s((block,) * 3, (RECOMPUTE, RECOMPUTE_CHAIN, RECOMPUTE_CHAIN))
@@ -178,7 +186,7 @@ def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class StageBytes(Generic[Bytes]):
-    """The bytes of a stage, as numbers, or of many stages, as arrays; the legend above says which.
+    """The bytes of a stage as numbers, or of many stages as arrays; the module's legend has them.
 
     >>> StageBytes(in_flight=3, static=100, kept=10, swapped=4, beyond=5).peak
     143
@@ -202,5 +210,5 @@ class StageBytes(Generic[Bytes]):
 
     @property
     def host(self) -> Bytes:
-        """The bytes that the host holds."""
+        """The bytes that the host holds for the device."""
         return self.in_flight * self.swapped

@@ -1,13 +1,13 @@
 """The seconds and bytes of a stage: the one definition that every planner is judged by.
 
-Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. All seconds are per
-micro-batch. F and B are the seconds of the layers' forwards and backwards, `extra` those of
-forwards that run again. Traffic means the values and cotangents that cross the stage's bounds, in
-both directions.
+Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. F, B and `extra` are seconds
+per micro-batch: of the layers' forwards, of their backwards, and of recomputing. `link` are the
+seconds per micro-batch for which the stage's link to its host is busy. It carries what is swapped,
+out and back. If the problem has `peer_uses_host`, it also carries the values and cotangents that
+cross the stage's bounds.
 
-    seconds   max(F + B + extra, seconds of the stage's link to the host); the link carries the
-              swaps out and in, and also the traffic if the problem has `peer_uses_host`
-    bytes     as the legend of `stage_bytes.py` defines them
+    seconds   max(F + B + extra, link): the device computes while the link copies
+    bytes     see the legend of `stage_bytes.py`
 """
 
 from collections.abc import Sequence
@@ -49,22 +49,22 @@ class StageCost:
 
     @property
     def compute_s(self) -> float:
-        """The seconds for which the device itself computes."""
+        """The seconds for which the device computes."""
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
     def waiting_s(self) -> float:
-        """The seconds of what the stage's backwards recompute once they have their cotangents."""
+        """The part of `recompute_s` that runs after the cotangents have arrived."""
         return self.recompute_s - self.early_s
 
     def load(self, send_s: float = 0.0) -> StageLoad:
         """Describes the stage to the simulator.
 
-        `swap_s` and `comm_s` count both directions, so that one direction takes half of each.
+        `swap_s` and `comm_s` count both directions, so one direction takes half of each.
 
         Args:
-            send_s: seconds of sending the stage's values on. `comm_s` of the stage after this one
-                counts these seconds, so the caller has to pass them.
+            send_s: seconds of sending the stage's values on. They are part of the next stage's
+                `comm_s`, so the caller has to pass them.
         """
         input_s, weight_s = self.halves_s
         return StageLoad(
@@ -86,7 +86,7 @@ class StageCost:
         )
 
     def task_s(self, kind: Kind) -> float:
-        """Counts the seconds of a task of a list, including what is recomputed before the task."""
+        """Counts the seconds of a task, including what is recomputed before the task."""
         match kind:
             case Kind.F:
                 return self.forward_s
@@ -101,7 +101,7 @@ class StageCost:
 
     @property
     def seconds(self) -> float:
-        """The seconds between two micro-batches: those of the work or of the link, if longer."""
+        """The seconds between micro-batches: of the device, or of the link if that is longer."""
         return max(self.compute_s, self.link_s)
 
     @property
@@ -134,7 +134,7 @@ def stage_cost(
         s: the stage's number, from 0.
         i: the stage's first layer.
         j: the layer after the stage's last.
-        choices: of all layers of the model, as `Decision.choices` has them.
+        choices: the choices of all layers of the model, as in `Decision.choices`.
     """
     layers = problem.layers_on(s)[i:j]
     held_bytes = stage_bytes(problem, s, i, j, choices)
@@ -183,8 +183,8 @@ def crossing_bytes(
         j: the layer after the last.
 
     Returns:
-        The bytes of values received from earlier layers; of cotangents returned for these values;
-        and of values sent to, or passed by for, later layers, with their cotangents.
+        The bytes of the values received from earlier layers, of the cotangents returned for them,
+        and of the values sent to later layers together with the cotangents that come back.
     """
     received = returned = sent = 0
     for edge in problem.costs.edges_at(i, j):
@@ -205,15 +205,15 @@ def _reduce_s(
     """Counts the seconds of an all-reduce of gradients that do not overlap with a backward.
 
     Args:
-        link: that carries the all-reduce.
-        layers: of a stage.
+        link: the all-reduce as a link, as `Group.reduces` has it.
+        layers: the layers of a stage.
         overlaps: whether a layer's gradients are reduced as soon as its last backward has ended.
     """
     size = sum(layer.reduced_bytes for layer in layers)
     if not overlaps or not size:
         return link.seconds(size)
-    # Backwards run from the last layer to the first. The reduction of a layer's gradients begins
-    # when that layer's backward and the reduction that began before have both ended.
+    # Backwards run from the last layer to the first. The reduction of a layer begins when the
+    # backward of this layer and the reduction of the layer after it have both ended.
     computed_s = reduced_s = 0.0
     for layer in reversed(layers):
         computed_s += layer.backward_s
@@ -222,9 +222,9 @@ def _reduce_s(
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts the seconds of an update: the longest layer's, or each replica's even share, if more.
+    """Counts the seconds of an update: an even share of all layers, or the longest layer if longer.
 
-    One replica updates a layer for all replicas, so that no layer is divided among replicas.
+    Replicas share out whole layers: one replica updates a layer for all of them.
     """
     layer_s = [layer.update_s for layer in layers]
     if replicas == 1:
@@ -233,7 +233,7 @@ def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
 
 
 def once_s(problem: Problem, stage: StageCost) -> float:
-    """Counts the seconds that a stage takes once per step: for its all-reduce and its updates."""
+    """Counts a stage's seconds per step, not per micro-batch: of its all-reduce and its updates."""
     return stage.reduce_s + problem.updates * stage.update_s
 
 
@@ -244,13 +244,13 @@ def halves_s(
 ) -> tuple[float, float]:
     """Counts the seconds of the halves I and W of a layer's backward.
 
-    I gives the cotangents of inputs, W adds the gradients. A backward that is not split runs
-    entirely in I; that of a layer which gives no cotangent to any earlier one entirely in W.
+    I gives the cotangents of the layer's inputs, and W adds up its gradients. If no earlier layer
+    waits for a cotangent, the whole backward runs in W. Otherwise, an unsplit backward runs in I.
 
     Args:
-        costs: of the model.
+        costs: the costs of the model.
         layer: the layer's number.
-        cost: of the layer on its device.
+        cost: the layer's cost on its device.
     """
     if not costs.gives_cotangent(layer):
         return 0.0, cost.backward_s
@@ -272,7 +272,7 @@ def stage_bytes(
     layers = costs.layers[i:j]
     left = list(layers_bytes(layers, choices[i:j]))
     parameters = sum(layer.parameter_bytes for layer in layers)
-    # A value that several layers read counts at the first of them, whose backward is the last.
+    # A value that several layers read counts at the first of them, whose backward runs last.
     shared = [0] * len(layers)
     for value in costs.shared_at(i, j):
         if value.per_version:
@@ -280,9 +280,9 @@ def stage_bytes(
         else:
             first = min(layer for layer in value.layers if layer >= i)
             shared[first - i] += value.bytes
-    # A backward goes from the last layer to the first. While a layer works, the bytes that later
+    # Backwards run from the last layer to the first. While a layer works, the bytes that later
     # layers left are free again (`later`). If backwards run in halves, the bytes that later layers
-    # handed over from I to W are held instead (`handed`).
+    # hold from I to W take their place (`handed`).
     beyond = between = later = handed = 0
     for at in reversed(range(len(left))):
         beyond = max(beyond, left[at].working - later)
@@ -301,9 +301,9 @@ def stage_bytes(
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
-        # `between` is what I needs beyond the bytes held before I. After I the stage holds
-        # `handed - later` bytes more, and the schedule's vectors count both moments: only what I
-        # needs beyond the larger of the two is missing.
+        # `between` is the most that a stage's I needs beyond the bytes held before it. After I the
+        # stage holds `handed - later` bytes more. The schedule's vectors count both moments, before
+        # and after, so only what I needs beyond the larger of the two is added.
         beyond=max(beyond, between - max(0, handed - later)),
         handed=handed,
         reducing=reducing,
@@ -313,10 +313,11 @@ def stage_bytes(
 def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
     """Counts the bytes that a layer holds between the halves I and W of its backward.
 
-    A layer that gives no cotangent runs in W alone: until then it holds all that its forward left.
+    If no earlier layer waits for a cotangent, the whole backward runs in W. Until then the layer
+    holds what its forward left, and the cotangents that later layers have returned to it.
 
     Args:
-        costs: of the model.
+        costs: the costs of the model.
         layer: the layer's number.
         left: the bytes that the layer's forward leaves under its choice.
     """
@@ -334,14 +335,13 @@ def waiting_bytes(
 ) -> int:
     """Counts the most bytes of early values and waiting cotangents on a stage of layers [i, j).
 
-    Early values have arrived before this stage's forward reads them. Waiting cotangents are held
-    until the backward that needs them runs. The arguments are those of `stage_cost`.
+    `stage_bytes.py` says what these are. The arguments are those of `stage_cost`.
     """
     k = problem.in_flight
     total = 0
     for edge in problem.costs_of(s).edges_at(i, j):
-        # The cuts of other stages are not known here. Each layer between the edge's producer and
-        # this stage may be a stage of its own, which is the case that holds the most.
+        # The cuts of other stages are not known here. The most is held if each layer between this
+        # stage and the layer at the edge's other end is a stage of its own.
         if edge.producer < i:
             maker = max(0, s - (i - edge.producer))
             total += (k[maker] - k[s]) * edge.bytes
@@ -365,9 +365,9 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
 
 
 def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
-    """Lists for each device the limit of the roomiest device under which these bytes would fit.
+    """Lists, for each device, the smallest limit of the problem under which its bytes fit.
 
-    A problem's limit is that of the roomiest device; every other device has `less_bytes` less.
+    The problem's limit is that of the roomiest device. Other devices have `less_bytes` less.
     """
     less = [group.less_bytes for group in problem.groups] or [0] * len(device_sizes)
     return [size + more for size, more in zip(device_sizes, less, strict=True)]
@@ -383,9 +383,9 @@ def joint_bytes(
     (tests/planners/model/test_unfolded.py).
 
     Args:
-        of_stages: the bytes of each of the device's stages.
-        vectors: for each moment that matters and each stage, the micro-batches in flight and those
-            between the halves of their backward (`Schedule.held`).
+        of_stages: the bytes of each stage of the device.
+        vectors: the entry of `Schedule.held` for the device. At each moment that may be the peak,
+            it has the micro-batches in flight, and those between halves, of each stage.
     """
 
     def held_bytes(moment: Holding) -> float:
@@ -410,9 +410,9 @@ class Evaluation:
     For M micro-batches of an asynchronous schedule it is M times the slowest stage. For a
     synchronous schedule it is the time to fill and drain the pipeline, plus M - 1 times the slowest
     stage (1F1B), or M - 1 times the slowest forward plus the slowest backward (GPipe). A link
-    between stages counts like a stage. Recomputation counts in full, as if no backward ever waited
-    for its cotangent: the simulator also counts what is recomputed during such waits, and is asked
-    before a plan is chosen.
+    between stages counts like a stage. Recomputing counts in full, although some of it may run
+    while a backward waits for its cotangent. The simulator takes these waits into account, and
+    planners ask it before they choose a plan.
     """
 
     stages: tuple[StageCost, ...]
@@ -431,8 +431,8 @@ def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
     """Counts the seconds and bytes of a decision; seconds per step are those of the surrogate.
 
     Args:
-        problem: that the decision answers.
-        decision: with bounds for all stages and a choice for every layer.
+        problem: the problem that the decision answers.
+        decision: has bounds for all stages and a choice for every layer.
 
     Raises:
         ValueError: the decision does not answer this problem.
@@ -444,7 +444,7 @@ def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
 
 
 def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
-    """Counts the seconds and bytes of a decision from those of its stages."""
+    """Counts the seconds and bytes of a decision from the costs of its stages."""
     device_sizes = device_bytes(problem, stages)
     limit_bytes = max(needed_bytes(problem, device_sizes))
     return Evaluation(
@@ -459,10 +459,10 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts the seconds between two micro-batches on the slowest device or the slowest link.
 
-    What happens once per step, and takes A seconds, is divided among the M micro-batches: a stage
-    with t seconds per micro-batch is busy for M (t + A / M) seconds per step.
+    A stage with t seconds per micro-batch, and A seconds once per step, is busy for M t + A seconds
+    in a step of M micro-batches. So it counts as t + A / M.
     """
-    # The stages of one device take turns, so that their seconds add up.
+    # The stages of one device take turns, so their seconds add up.
     busy_s = [0.0] * problem.devices
     for place, c in zip(problem.places, stages, strict=True):
         busy_s[place] += c.seconds + once_s(problem, c) / problem.microbatches
@@ -470,15 +470,15 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Estimates the seconds of a step in closed form; a property test compares it to the simulator.
+    """Estimates the seconds of a step in closed form, by which planners search cuts and fates.
 
-    The estimate is exact if all stages are alike and transfers take no time
-    (tests/planners/model/test_stage_cost.py). In all other cases planners search cuts and fates by
-    the estimate, and the simulator decides between the plans that they find.
+    The simulator then decides between the plans that they find. The estimate equals the simulated
+    seconds if all stages are alike and transfers take no time
+    (tests/planners/model/test_stage_cost.py). `Evaluation` has the formula in words.
 
     Args:
         problem: gives the schedule, the micro-batches and the places.
-        stages: with their seconds.
+        stages: the costs of all stages.
     """
     m = problem.microbatches
     slowest = slowest_s(problem, stages)
@@ -497,7 +497,7 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def check(problem: Problem, decision: Decision) -> None:
-    """Raises ValueError unless a decision is complete, contiguous, and its choices exist."""
+    """Raises ValueError unless a decision has bounds and choices that the problem allows."""
     layers = problem.costs.layers
     bounds = decision.bounds
     if bounds[0] != 0 or bounds[-1] != len(layers) or any(a >= b for a, b in pairwise(bounds)):
@@ -524,7 +524,7 @@ def check(problem: Problem, decision: Decision) -> None:
 
 
 def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
-    """Tells whether every device keeps its limit, and what is swapped keeps the host's limit."""
+    """Tells whether all devices are within their limits, and swapped bytes within the host's."""
     memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
     within = memory is None or evaluation.limit_bytes <= memory
     return within and (host is None or sum(stage.host_bytes for stage in evaluation.stages) <= host)

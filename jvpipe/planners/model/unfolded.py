@@ -1,8 +1,10 @@
 """Extends planners that know one stage per device to devices of several stages, or split backwards.
 
-The problem is unfolded: each stage gets a device of its own, on which as many micro-batches are in
-flight as before. That device's limit is a budget, the same fraction of the true limit for all. The
-largest budget is sought at which the stages of each true device together keep its limit.
+The problem is unfolded: each stage gets a device of its own, and has as many micro-batches in
+flight as before. The limit of each of these devices is its budget, the same fraction of its true
+limit for all. A search by halving finds the largest budget whose plan fits the true devices. Every
+plan that the search accepts was counted on the true devices, so it keeps their limits. A better
+plan may exist, because stages of one device may in fact hold unequal parts of its limit.
 """
 
 from collections.abc import Callable
@@ -55,8 +57,8 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
 
     Args:
         apart: the unfolded problem.
-        limit: of the roomiest device, in bytes.
-        budget: what a stage on the roomiest device may hold, in bytes.
+        limit: the bytes that the roomiest device may hold.
+        budget: the bytes that one stage on the roomiest device may hold.
     """
     groups = tuple(
         replace(group, less_bytes=group.less_bytes * budget // limit) for group in apart.groups
@@ -75,7 +77,7 @@ def on_devices(
 
     Args:
         decide: the planner that knows one stage per device.
-        budgets: that are tried: 7 find the best one to within limit / 2 ** 6, by halving.
+        budgets: how many budgets are tried; 7 find the largest one to within limit / 2 ** 6.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -89,9 +91,9 @@ def on_devices(
         refused = None
         low = 0
         high = limit
-        # The whole limit is tried first: if it suffices, nothing is searched. Then the interval of
-        # budgets is halved. A budget is too small if nothing fits it, and too large if the stages
-        # of a device together are over the device's limit.
+        # The whole limit is tried first, and if it suffices, nothing is searched. Then the interval
+        # is halved (0 stands for its middle). A budget is too small if nothing fits it, and too
+        # large if the stages of a device together are over the device's limit.
         for budget in [limit, *[0] * (budgets - 1)]:
             budget = budget or (low + high) // 2
             asked = with_budget(apart, limit, budget)
@@ -127,7 +129,7 @@ def _infeasible(
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
-    """Makes the error that no budget suffices, with the decision for a limit that does."""
+    """Makes the error that no budget suffices, with a decision and a limit that it fits."""
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))

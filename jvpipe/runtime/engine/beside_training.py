@@ -71,8 +71,8 @@ def program_ends() -> bool:
 class Thread:
     """A thread beside the training that runs calls, one after another, in the order of `ask`.
 
-    It is off until `switch` starts it. A call finds `jax.enable_x64` as it is where it was asked
-    for, because JAX lets each thread have a setting of its own.
+    It is off until `switch` starts it. JAX lets each thread set `jax.enable_x64` for itself. A call
+    runs under the setting of the thread that has asked for it.
 
     >>> thread = Thread("jvpipe-example")
     >>> thread.switch(on=True)

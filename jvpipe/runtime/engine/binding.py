@@ -75,7 +75,7 @@ class Bound:
     Attributes:
         lowered: the rows that this process runs.
         instructions: the same rows, with their programs.
-        whole: the rows of all processes, in no groups; empty if there is only one process.
+        whole: the rows of all processes, not joined into groups; empty for a single process.
     """
 
     lowered: Lowered
@@ -114,8 +114,8 @@ class Bound:
     def laid(self) -> Lowered:
         """The lowered step, in which buffers have the sizes that the device gives them.
 
-        Only programs for absent hardware report such sizes, for each argument and result. Some
-        devices pad arrays. A buffer gets the largest size that a program reports for it.
+        Some devices pad arrays. Programs for absent hardware report the padded sizes of their
+        arguments and results; other programs do not. A buffer gets the largest reported size.
         """
         padded: dict[int, int] = {}  # by buffer, its bytes
         for one in self.instructions:

@@ -28,7 +28,7 @@ from jvpipe.runtime.engine.transport import Transport
 LOOK_S = 0.5
 """Seconds after which a waiting process checks again whether the others are alive."""
 CLOSING_S = 1.0
-"""Seconds to wait, after an error, for signs that another process is gone and so is the cause."""
+"""Seconds to wait, after an error, for signs that it was caused by the loss of another process."""
 FAILED = "failure"
 """The name of a word that reports a failure. Any other word has the name of its call."""
 
@@ -187,8 +187,8 @@ class Channel:
         until_s = time.monotonic() + self.timeout_s
         while True:
             left_s = until_s - time.monotonic()
-            # The store does not notice that a process is gone, so each wait is short, and this
-            # process looks itself.
+            # The store does not notice that a process is gone. So each wait is short, and this
+            # process checks after each.
             turn_ms = max(1, round(1000 * min(LOOK_S, left_s)))
             try:
                 return self.store.blocking_key_value_get(key, turn_ms)

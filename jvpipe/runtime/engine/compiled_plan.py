@@ -8,8 +8,10 @@ to run in four phases. Each line shows a phase and what it makes:
     compile    programs: one for each distinct row and device
     bind       instructions: rows with their programs, so that running needs no look-ups
 
-Each phase runs when its result is first needed. So a plan that is only compared with other plans
-compiles nothing.
+In this file, a layout is always the result of the first phase. How an array is cut over the devices
+of a mesh is called its spec. Each phase runs when its result is first needed. So a plan that is
+only compared with other plans compiles nothing. If several processes run a plan, all must lower it
+to the same rows, because each process binds only its own part of them (see `agree_on_rows`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -55,7 +57,7 @@ from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 
 LayerLayouts = Sequence[Sequence[LayerPrograms]]
-"""The programs of all layers, for each layout that micro-batches of a step run under."""
+"""The programs of all layers, for each layout. Rows name a layout by its position here."""
 
 
 @dataclass(eq=False)
@@ -72,9 +74,10 @@ class CompiledPlan:
         microbatches: how many micro-batches a step has.
         devices: the device of each place of the plan.
         store: compiles programs, and keeps them.
-        previous: in a stream whose plan has changed, the compiled plan before this one, and the
-            micro-batch from which this one holds, as a number in the stream that the plan before
-            has lowered. That stream may be shorter than the one that has run.
+        previous: in a stream whose plan has changed: the compiled plan before this one, and the
+            first micro-batch that runs under this one. The micro-batch is counted in the stream as
+            the earlier plan has lowered it. There, the step that repeats is counted only once, so
+            the number may be smaller than in the run.
         hosts: the processes that run the plan together, if there are several.
         stand_in: a device of this process to use in place of all devices. Programs can then be
             compiled, and bytes counted, although the devices belong to other processes.
@@ -96,7 +99,7 @@ class CompiledPlan:
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
             raise ValueError(
-                f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
+                f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last micro-batch"
             )
         self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
         # The programs of all rows that were bound, by their keys and devices.
@@ -128,15 +131,15 @@ class CompiledPlan:
     def graph(self) -> LayerGraph:
         """The model's layers.
 
-        If places are meshes, the tensors between layers say how they lie over the devices of a
-        mesh. With replicas, each device of a mesh has the whole of these tensors.
+        If places are meshes, each tensor between layers has a spec, which says how it is cut over
+        the devices of a mesh. With replicas, each device of a mesh has the whole tensor.
         """
         group = self._group
         return laid_graph(self.store, self.traced, group) if group else self.traced.graph
 
     @property
     def _group(self) -> Device | None:
-        """A mesh of this process over whose devices tensors between layers are cut, if any."""
+        """A mesh of this process, if tensors between layers are cut over meshes; else None."""
         is_laid = self.traced.loss.sharding and not self.plan.replicated
         return next(filter(_jax.is_own, self.devices)) if is_laid else None
 
@@ -192,12 +195,12 @@ class CompiledPlan:
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """Returns the layout of each micro-batch of a step.
 
-        A layout says which values the programs of layers take and leave. Under
-        `checkpoint="except_last"` the last micro-batch keeps every value, so it has a layout of its
-        own.
+        Under `checkpoint="except_last"` the last micro-batch keeps every value, so it has a layout
+        of its own.
 
         Args:
-            first: the number of the first layout, by which rows name it.
+            first: the number of this plan's first layout. Rows name layouts by number. If some
+                micro-batches run under another plan, the numbers of its layouts come first.
         """
         plans = [self.plan, self.plan.without_fates()][: len(self.programs)]
         usual, *last = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
@@ -213,7 +216,10 @@ class CompiledPlan:
 
     @property
     def batching(self) -> Batching | None:
-        """How tensors between stages lie over the examples; None unless a stage has replicas."""
+        """How values depend on a micro-batch's examples; None unless replicas work on slices.
+
+        An activation has a part for each example, for instance, and a loss is a mean over them.
+        """
         return self.replicas.batching if self.replicas else None
 
     @property
@@ -296,9 +302,9 @@ class CompiledPlan:
         return self.bound_drains[n]
 
     def representative(self, steps: int) -> int:
-        """Returns the fewest steps that leave the same arrays in flight as `steps` steps do.
+        """Returns a number of lowered steps that leave the same arrays in flight as `steps` do.
 
-        It is at most the number of lowered steps, because all further steps repeat the last one.
+        All steps after the last lowered one repeat it, and so leave the same arrays as it does.
         """
         return min(steps, len(self.stream.steps)) if steps else 0
 
@@ -384,8 +390,8 @@ class CompiledPlan:
 
         Args:
             lowered: the rows.
-            layouts: the programs of each layout that rows name by number; by default, those of this
-                plan.
+            layouts: the programs of all layers for each layout, in the order of the layouts'
+                numbers; by default, the programs of this plan's layouts.
         """
         rows = replace(self.row_programs, layouts=layouts or self.programs)
         devices = (self.stand_in,) * len(self.devices) if self.stand_in else self.devices
@@ -437,8 +443,9 @@ class CompiledPlan:
         return self.hosts.asking(row.run, copy, _jax.placed(array, self.devices[row.place], spec))
 
     def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
-        """Returns a function that compiles a program whose result comes when an array has arrived.
+        """Returns a function that compiles a program for a monitor to wait for.
 
+        The program only reads an array that was moved, so it ends once the array has arrived.
         Returns None for an array that no row overwrites: a monitor can wait for the array itself.
         """
         kind = moved.value.kind
@@ -450,7 +457,7 @@ class CompiledPlan:
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
     def spec(self, value: Value) -> Spec:
-        """Returns how a value lies over the devices of a mesh."""
+        """Returns how a value is cut over the devices of a mesh."""
         return self.row_programs.spec(value)
 
     def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
@@ -471,8 +478,8 @@ def agree_on_rows(
     """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
 
     This is done before any row runs: a process would wait forever to send what no other receives.
-    The rows of evaluations are not compared, because a process that takes over groups binds them
-    again, and others do not.
+    The rows of evaluations are not compared. Each process begins at a time of its own to run layers
+    in groups, and then binds these rows again.
 
     Args:
         compiled: the plan.
@@ -503,7 +510,12 @@ def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
 
 
 def _task(row: Row) -> Hashable:
-    """Returns the key of a row's executable, which the rows of all micro-batches share."""
+    """Returns the key of a row's executable.
+
+    Rows with one key must have equal programs. The key leaves out the micro-batch and the versions
+    of arrays, because no program depends on them, so the rows of all micro-batches share one. Some
+    rows of a kind and layer take or make more arrays than others, so both counts are in the key.
+    """
     if len(row.parts) > 1:
         return row.place, *map(_task, row.parts), row.wires
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)

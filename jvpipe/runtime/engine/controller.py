@@ -28,8 +28,8 @@ from jvpipe.runtime.engine.tensors import Ledger
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
 """Leaves of the batch, and seeds, on the host: micro-batch m reads `feeds[kind, index][m]`."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
-"""Moved buffers that may not have arrived yet. Each has the number of the row that moves it, the
-row, and a function that compiles the program with which `_look` makes a marker."""
+"""Moved arrays that may not have arrived yet, by buffer. Each has the number of the row that moves
+it, the row, and a function that compiles a program. `_look` makes a marker with this program."""
 
 
 def _look(
@@ -60,7 +60,11 @@ def _look(
 
 
 class Moment(NamedTuple):
-    """The step in which rows run; if it `flows`, some rows may work on batches of earlier steps."""
+    """The step in which rows run.
+
+    If it `flows`, it is a step of a stream (a run without flushes). Some of its rows may then work
+    on micro-batches of earlier steps.
+    """
 
     step: int
     flows: bool = False
@@ -90,10 +94,11 @@ class Controller:
         ledger: counts the bytes that rows make and free.
         microbatches: how many micro-batches a step has.
         host_limited: whether the host has a memory limit. If so, rows that write to the host wait
-            for late copies, so that the host never holds more than `Lowered` says.
+            for late copies, so that the host never holds more than the lowered step counts.
         monitor: measures the rows; None if nothing is measured.
-        marks: the marks of rows that can fail while they run, until the rows are known to have
-            succeeded. They are in the order of dispatch, so the first that failed is the cause.
+        marks: the marks of rows that can fail while they run. A mark stays until its row is known
+            to have succeeded. They are in the order of dispatch, so the first that failed is the
+            cause.
         first_step: the number by which messages call the first step of a run.
         hosts: the processes that run the steps together, if there are several.
         profiled: whether a profiler sees each dispatch by the name of its row.
@@ -152,8 +157,8 @@ class Controller:
             for index in ready if monitor is None else monitor.noting(ready):
                 instruction = instructions[index]
                 writes, frees, target = instruction.writes, instruction.frees, instruction.target
-                # The ledger counts in the order of dispatch. A row holds both the buffers that it
-                # makes and those that it frees, so the former are counted before the latter.
+                # The ledger counts in the order of dispatch. While a row runs, memory holds the
+                # buffers that it makes and those that it frees. So bytes are added first.
                 live[target] += instruction.born_bytes
                 if live[target] + instruction.temporary_bytes > peak[target]:
                     peak[target] = live[target] + instruction.temporary_bytes
@@ -219,7 +224,7 @@ class Controller:
             The error to raise; None for an interrupt.
         """
         failure = self.failure(error, row, at) if isinstance(error, Exception) else None
-        # One of the marks may be the cause, so they were kept until the cause is found.
+        # One of the marks may be the cause, so they are removed only after the cause is found.
         while len(self.marks) > marked:
             self.marks.pop()
         return failure

@@ -99,7 +99,7 @@ class _Blocked:
                 del self.queues[device]
 
     def is_ready(self, index: int) -> bool:
-        """Tells whether a row may be dispatched, apart from earlier blocked rows of its device."""
+        """Tells whether a row may be dispatched; the caller looks at earlier rows of its device."""
         return self._may_enter(index) and self._has_inputs(self.rows[index])
 
     def _may_enter(self, index: int) -> bool:
@@ -130,5 +130,5 @@ class _Blocked:
 
 
 def _awaits_move(row: Row) -> bool:
-    """Tells whether a row is the FREE of a moved array; it has no layer, the FREE of a swap has."""
+    """Tells whether a row is the FREE of a moved array. Unlike that of a swap, it has no layer."""
     return row.kind is Kind.FREE and row.layer < 0

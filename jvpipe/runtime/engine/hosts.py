@@ -256,7 +256,9 @@ class Hosts(Channel):
     def carry(
         self, copies: Sequence[Carried], arrays: Sequence[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Copies arrays between processes; returns those that come to this process, else None.
+        """Copies arrays between processes.
+
+        Returns, for each copy, its array in this process; None if another process is its target.
 
         Args:
             copies: the copies between all processes; every process must give the same ones.

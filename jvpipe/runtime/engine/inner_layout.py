@@ -125,7 +125,7 @@ def _laid(
 
 
 def _chosen(sharding: object) -> Spec:
-    """Returns the mesh axes that cut each dimension of a result, without trailing whole ones."""
+    """Returns the mesh axes that cut each dimension of a result, up to the last that is cut."""
     entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     while entries and not entries[-1]:
         entries = entries[:-1]

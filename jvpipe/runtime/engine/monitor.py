@@ -3,7 +3,7 @@
 The end of a task is observed. Every program yields a marker, an array of four bytes that no other
 program reads. A copy to the host or back needs no marker, because its result serves as one. For
 each device, one thread waits for the markers of programs in their order, and another one for the
-results of copies. Both note when each of them comes. The start of a task is computed, because JAX
+results of copies. Each notes when a marker or a result comes. The start of a task is computed, because JAX
 does not report it. It is the latest of three times: when the device was free, when the inputs had
 come, and when the task was dispatched. In the picture, time runs to the right, and each line is a
 queue of tasks that run in order:
@@ -52,8 +52,8 @@ class Measured:
     """What was measured of a step.
 
     Attributes:
-        spans: the start, end and device of each task and copy, with the moves of layers just before
-            the step.
+        spans: the start, end and device of each task and copy. Moves of layers just before the step
+            are included.
         swapped_bytes: how many bytes were copied to the host.
         copy_s: the seconds of copies to the host and back.
         exposed_s: the part of `copy_s` in which a device was idle because of a copy.
@@ -71,9 +71,9 @@ class Measured:
     def layer_s(self, layers: int) -> list[float]:
         """Returns each layer's seconds for a micro-batch: its forward, backward and recomputing.
 
-        They are medians over micro-batches, and 0 for a layer whose forward or backward did not
-        run. If a layer has replicas, the slowest counts, because the others wait for it. If only
-        some backwards of a layer ran in two halves, only its whole backwards count.
+        They are medians over micro-batches. A layer whose forward or backward did not run has 0. If
+        a layer has replicas, the slowest counts, because the others wait for it. A backward may run
+        whole or in two halves. If a layer has both in a step, only its whole backwards count.
 
         Args:
             layers: how many layers the model has.
@@ -156,7 +156,8 @@ class Record:
 
 
 Item = tuple[Record, int, jax.Array | None]
-"""A record, the number of a row in it, and the row's marker; without a marker, the record's end."""
+"""A record, the number of a row in it, and the row's marker. If there is no marker, the item stands
+for the end of the record."""
 
 
 class Monitor:
@@ -170,7 +171,7 @@ class Monitor:
         devices: the device of each place.
         kept: how many of the last steps are kept, at least two.
         layer_s: the seconds of each layer, if they are known. A group of layers that run as one
-            program is measured as a whole. Its seconds are divided in proportion to these.
+            program is measured as a whole. Its time is divided among them in this proportion.
     """
 
     def __init__(
@@ -265,7 +266,11 @@ class Monitor:
         return list(self._records)[-count:]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Waits for the last step, or the one `before` it; returns what was measured of it."""
+        """Waits for the last step, or for the step before it, and returns what was measured.
+
+        Args:
+            before: whether to take the step before the last one.
+        """
         self.close()
         return self.read(self._records[0 if before else -1])
 
@@ -386,7 +391,7 @@ class _Reading:
     exposed_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def pass_row(self, record: Record, index: int, place: int) -> tuple[float, float]:
-        """Returns the start and end of a row, and notes the times that later rows depend on.
+        """Returns the start and end of a row, and notes what the times of later rows depend on.
 
         Args:
             record: the record of the step.
@@ -412,7 +417,7 @@ class _Reading:
         return start_s, end_s
 
     def _expose(self, row: Row, place: int, start_s: float, dispatched_s: float) -> None:
-        """Counts how much earlier a program could have started if no copies had delayed it."""
+        """Adds the time by which copies to and from the host delayed a program, if any."""
         others = [self.made_s.get(b, 0.0) for b in row.reads if b not in self.fetched]
         inputs_s = max(others, default=0.0)
         # A FREE waits for a copy, and so delays the dispatch of later rows. If there was one, the

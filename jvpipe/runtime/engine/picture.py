@@ -20,13 +20,13 @@ def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Pic
         record: the record of the step.
         labels: the names of the layers.
     """
-    spans = [_labelled(span, labels) for span in monitor.read(record).spans]
+    spans = [_labeled(span, labels) for span in monitor.read(record).spans]
     parts = [record.moves, record] if record.moves else [record]
     levels = (level for part in parts for level in _levels(monitor, part))
     return Picture(tuple(spans), tuple(levels), tuple(_hops(monitor, record)))
 
 
-def _labelled(span: Span, labels: Sequence[str]) -> Span:
+def _labeled(span: Span, labels: Sequence[str]) -> Span:
     layer = span.args.get("layer", -1)
     if not 0 <= layer < len(labels):
         return span

@@ -29,8 +29,8 @@ from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.runtime.engine.value_shapes import value_spec
 
 Key = Spot | Slot
-"""The key of an array while a state is made: its value and place. The key of a small value that
-pieces of the optimizer pass to each other is its slot."""
+"""The key of an array while a state is made: its spot, that is its value and place. The key of a
+small value that pieces of the optimizer pass to each other is its slot (its name in a piece)."""
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
@@ -97,8 +97,8 @@ class Placing:
             if leaf and self._is_own(buffer):
                 needs = leaf.needs(self.devices[d], self._spec(buffer.value))
             peak[d] = max(peak[d], live[d] + needs)
-        # Optimizer state is made last. State for the host is first made on the device, one layer's
-        # at a time.
+        # Optimizer state is made last. State that will lie on the host is first made on the device,
+        # and only one layer's at a time.
         for d, passing in enumerate(self._passing_bytes):
             peak[d] = max(peak[d], live[d] + passing)
         peak[HOST] = live[HOST]
@@ -147,12 +147,12 @@ class Placing:
         for d, passing in enumerate(self._passing_bytes):
             ledger.hold(d, 0, passing)
         if lacking:
-            self.initialise_optimizer(table, store)
+            self.initialize_optimizer(table, store)
         return tuple(table.get(key_of(buffer)) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
 
     @cached_property
     def _passing_bytes(self) -> list[int]:
-        """For each device, the most bytes of one layer that are made there for the host."""
+        """For each device, the most bytes of one layer's state that pass through it to the host."""
         passing = Counter[tuple[int, int]]()
         for buffer in self.buffers:
             if buffer.copy.on_host:
@@ -165,7 +165,8 @@ class Placing:
     def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
         """Moves an array from the device that made it to the memory where it lies between steps.
 
-        If this memory is the host's, waits for the copy and deletes the array on the device.
+        This is another memory only if the array lies on the host. Then this method waits for the
+        copy and deletes the array on the device.
         """
         if not buffer.copy.on_host:
             return array
@@ -198,14 +199,14 @@ class Placing:
                 values.setdefault(name_of(buffer), array)
         return values
 
-    def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
+    def initialize_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks, each piece on the device of its layer.
 
         Args:
             table: has the parameters; gets the state, and the small values that pieces pass on.
             store: compiles the pieces.
         """
-        pieces, lacking = self._initialising(table)
+        pieces, lacking = self._initializing(table)
         # State for the host is made on a device, and goes to the host after each piece.
         away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
         keys = [self._piece_keys(piece) for piece in pieces]
@@ -235,12 +236,12 @@ class Placing:
         return self._spec(key.value) if isinstance(key, Spot) else ()
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
-        """Returns, by device, the most bytes that one piece makes although the table has them.
+        """Returns, by device, the most bytes that one piece makes without need.
 
-        `initialise_optimizer` runs whole pieces. A piece makes all of its state, even if only some
-        of it is missing.
+        `initialize_optimizer` runs whole pieces. A piece makes all of its state, even arrays that
+        the table already has.
         """
-        pieces, lacking = self._initialising(table)
+        pieces, lacking = self._initializing(table)
         # Small values between pieces are not counted.
         size: dict[Key, int] = {key_of(buffer): buffer.bytes for buffer in self.buffers}
         largest = [0] * len(self.devices)
@@ -250,11 +251,11 @@ class Placing:
             largest[keys.device] = max(largest[keys.device], spare)
         return largest
 
-    def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
+    def _initializing(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """Returns the pieces that make the state missing from the table, and the keys to be made.
 
-        Pieces are gone through from the last to the first. If a piece is needed, the earlier pieces
-        that make the values it reads are needed as well.
+        If a piece is needed, so are the earlier pieces that make the values that it reads. So the
+        loop goes from the last piece to the first.
         """
         owned = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
         lacking: set[Key] = {key_of(b) for b in owned if key_of(b) not in table}
@@ -270,7 +271,7 @@ class Placing:
 
     def _piece_keys(self, piece: Piece) -> _PieceKeys:
         layer = NONE if piece.layer is None else piece.layer
-        # A piece of a layer without state makes only small values, so it may run on any device.
+        # If a layer has no state, its piece makes only small values, so it may run on any device.
         device = self._places.get(layer, self._home)
         return _PieceKeys(
             device,
@@ -280,12 +281,12 @@ class Placing:
 
     @cached_property
     def _home(self) -> int:
-        """The first place of this process."""
+        """The first place whose device belongs to this process."""
         return next(i for i, device in enumerate(self.devices) if _jax.is_own(device))
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """The place of the optimizer's state of each layer."""
+        """The place where each layer's optimizer state lies."""
         return {b.value.layer: b.place for b in self.buffers if b.owner is Owner.OPTIMIZER}
 
 

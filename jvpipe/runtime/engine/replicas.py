@@ -1,7 +1,7 @@
-"""The programs of stages with replicas: layers on slices of examples, and those that cut and join.
+"""The programs of stages with replicas: those of layers on slices, and those that cut and join.
 
 Replicas are devices that run the same layers, each on a slice of every micro-batch. In this example
-a micro-batch has four examples, a:b are the examples of a slice, and time runs to the right:
+a micro-batch has four examples, START:STOP are those of a slice, and time runs to the right:
 
     stage 0, two replicas    F(0:2)  F(2:4)                   one forward on each replica
     stage 1, one device              CONCAT  F  B  SLICE      joins slices, cuts cotangents
@@ -89,7 +89,7 @@ class Replicas:
 
     @property
     def batching(self) -> Batching:
-        """How the tensors between layers, aux and the loss lie over the examples."""
+        """How the tensors between layers, aux and the loss depend on the examples."""
         return self.apart.batching
 
     def sliced(self, examples: Examples) -> Traced:
@@ -260,8 +260,9 @@ class Replicas:
             ValueError: a tensor can neither be cut nor shared out.
         """
         graph, widths = self.traced.graph, self.plan.replicas
-        # If the loss divides a sum by a count, a replica needs both for the same examples. A shared
-        # out sum belongs to no particular examples, so such a loss must not share out any tensor.
+        # If the loss divides a sum by a count, a replica needs both for the same examples. Parts of
+        # a sum that is shared out belong to no particular examples. So with such a loss, no tensor
+        # may be shared out.
         divides = {Beside.DIVISOR, Beside.GUARD} & set(self.apart.amended.values())
         for tensor, spread in zip(graph.tensors, self.batching.tensors, strict=True):
             layers = (tensor.producer, *tensor.readers)

@@ -1,9 +1,10 @@
 """Finds the program of each row of a lowered step, and how its arrays lie over a mesh.
 
-A row has only a kind, a layer and buffers. Its program follows from these and from the layout of
-its micro-batch, which says what the layer's programs take and leave. So a program can be found, and
-compiled, before any array exists. A place may be a mesh, that is several devices; a value's spec
-then says how the value is cut over them.
+A row has a kind, a layer, buffers and perhaps a `run`, which holds its further operands. The
+program of the row follows from these. For a layer's row, it also depends on the layout of the
+micro-batch: the values that the layer's programs take and leave. So a program can be found, and
+compiled, before any array exists. A place may be a mesh, that is several devices. The spec of a
+value then says how the value is cut over them.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ from jvpipe.trace.graph import Traced
 R = TypeVar("R")
 
 _EDGES = (ValueKind.TENSOR, ValueKind.COTANGENT, ValueKind.AUX)
-"""The kinds of values of which a replica may have only the part of its own examples."""
+"""The kinds of values that a replica may have only in part, namely for its own examples."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class RowPrograms:
 
     Args:
         traced: the model.
-        graph: the layers, whose arrays say how tensors between layers lie over a mesh.
+        graph: the layers. The tensors between them have their specs over a mesh.
         optimizer: the optimizer's update, cut into pieces.
         microbatches: how many micro-batches a step has.
         has_sums: whether an update has several micro-batches, so that backwards add their gradients
             to sums.
         decay: the decay of PipeMare's running mean of updates; None under all other schedules.
         anneal_updates: how many of the first updates PipeMare scales down.
-        layouts: the programs of all layers, by the number of the layout.
+        layouts: the programs of all layers for each layout, in the order of the layouts' numbers.
         replicas: the programs on slices of a micro-batch, if a stage has replicas.
     """
 
@@ -85,14 +86,14 @@ class RowPrograms:
         return self.program(lowered, row).laid(takes, gives)
 
     def spec(self, value: Value, programs: LayerPrograms | None = None) -> Spec:
-        """Returns how a value lies over the devices of a mesh.
+        """Returns how a value is cut over the devices of a mesh.
 
         Args:
             value: a value of a step.
-            programs: the programs of its layer; unless given, those of the first layout.
+            programs: the programs of its layer; by default, those for the first layout.
         """
-        # How residuals lie was decided when their forward was compiled. The graph and the optimizer
-        # say it for all other values.
+        # The specs of residuals were chosen when their forward was compiled. The graph and the
+        # optimizer have the specs of all other values.
         if value.kind is ValueKind.RESIDUAL:
             of_layer = programs or self.layouts[0][value.layer]
             return of_layer.signature.residuals[value.index].spec

@@ -10,8 +10,8 @@ from jvpipe.ir.layers import Array
 from jvpipe.runtime.engine.versions import VersionLedger
 
 Identity = tuple[str, Array]
-"""The kind of an array, with its path, shape and type. If two models have arrays of one identity,
-both have the same array."""
+"""The kind of an array, with its path, shape and type. Arrays of two models are the same array if
+their identities are equal."""
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
@@ -101,7 +101,7 @@ def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device,
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A stand-in for an array that another `process` has parked on its host."""
+    """A stand-in for an array that another `process` has parked: kept on its host for later use."""
 
     process: int
 
@@ -133,7 +133,7 @@ class Limits:
         Args:
             peaks: the most bytes of each device, and last of the host.
             devices: the devices, for the message.
-            idle: says in the message when a peak occurs that belongs to no task.
+            idle: for a peak outside of all tasks, says in the message when it occurs.
 
         Raises:
             MemoryLimitExceeded: a device or the host would exceed its limit.

@@ -32,7 +32,9 @@ Name = tuple[str, int]
 The name does not depend on the cuts or on the array's place, so all copies of an array share it.
 """
 FEW = 64
-"""The most elements of an array of integers that `made_leaves` computes itself, without a program.
+"""The most elements that an array of integers may have to be computed by `made_leaves` itself.
+
+Larger arrays are made by programs.
 """
 
 
@@ -94,7 +96,7 @@ class State:
             raise ValueError(
                 "this state belongs to another pipeline or plan: use the one that init or restore gave"
             )
-        # Every step makes these checks, so they must be fast: of many arrays, few types differ.
+        # Every step makes these checks, so they must be fast. Many arrays have only a few types.
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(
@@ -160,9 +162,10 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     """Returns a leaf for each array of `fn(rng)`, which makes the array on its own device.
 
     The function is traced as a whole. The program of a leaf has only the equations that the leaf
-    needs. So no device holds arrays of other devices, and equal programs are compiled once. Random
-    keys and other small arrays of integers are computed here and passed to the programs. Otherwise
-    each program would derive its own key from `rng`, and few programs would be equal.
+    needs. So no device holds arrays of other devices, and equal programs are compiled once.
+
+    Random keys and other small arrays of integers are computed here and passed to the programs.
+    Otherwise each program would derive its own key from `rng`, and few programs would be equal.
 
     Args:
         store: compiles the programs.

@@ -1,7 +1,8 @@
 """Finds the shape, type and layout of a value of a run before the value is made.
 
-The model's graph, the optimizer and the loss say them. Some values are exceptions, for example
-residuals: only the programs that make them know their shapes.
+Here the layout says how a value is cut over the devices of a mesh. The model's graph, the optimizer
+and the loss have these. Some values are exceptions, for example residuals: only the programs
+that make them know their shapes.
 """
 
 from typing import assert_never

@@ -1,12 +1,13 @@
 """The ledger of versions: which weights each forward and backward read, and each update made.
 
-The version of a layer's weights is the number of updates that they have had. A `Use` says which
-version one forward or backward read, or one update made. `jvpipe.replay` runs a run again from this
-ledger, on one device and in another order, with bitwise identical results.
+The version of a layer's weights is the number of updates that they have had. A use (`Use`) is one
+entry of the ledger. It says that a forward or backward of a layer read a version for a micro-batch,
+or that an update made one. `jvpipe.replay` computes a run again from this ledger, on one device and
+in another order, with bitwise identical results.
 
 A stream (a run without flushes) repeats one step from some time on. The ledger keeps the uses of
-this step only once. Each repetition adds two numbers: the micro-batch and the version from which
-its uses count.
+this step only once, with micro-batches and versions that count from the start of the step. For each
+repetition it keeps two numbers: what to add to the micro-batches, and what to add to the versions.
 """
 
 from bisect import bisect_left
@@ -40,7 +41,7 @@ class Reads:
 
 
 _Run = tuple[Sequence[Use], int, int]
-"""The uses of a step, and the micro-batch and the version from which their numbers count."""
+"""The uses of a step, and what to add to their micro-batches and to their versions."""
 
 
 @dataclass
@@ -48,9 +49,9 @@ class VersionLedger:
     """The reads and updates of a run, in the order in which they were dispatched.
 
     Attributes:
-        complete: whether the ledger goes back to the start of the run. If the run was resumed from
-            a checkpoint in flight, the ledger has only the later micro-batches and those that
-            `to_json` has saved.
+        complete: whether the ledger goes back to the start of the run. The ledger of a run that was
+            resumed from a checkpoint in flight may begin later: with the oldest step that `to_json`
+            has saved there.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -60,9 +61,9 @@ class VersionLedger:
         """Adds the uses of a step.
 
         Args:
-            uses: the uses, with numbers that count from the start of the step.
-            microbatch: the micro-batch of the run that these numbers count from.
-            version: the version that these numbers count from.
+            uses: the uses, with micro-batches and versions that count from the start of the step.
+            microbatch: the number, in the run, of the step's first micro-batch.
+            version: the version at the start of the step.
         """
         self._runs.append((uses, microbatch, version))
 
@@ -71,7 +72,7 @@ class VersionLedger:
         self._runs.append(None)
 
     def uses(self) -> Iterator[Use]:
-        """Yields all uses, with numbers that count from the start of the run."""
+        """Yields all uses, with micro-batches and versions that count from the start of the run."""
         for run in self._runs:
             yield from _numbered(run)
 
@@ -115,12 +116,13 @@ class VersionLedger:
     def staleness(self, layers: int) -> tuple[int, ...]:
         """Returns the staleness of each layer's last update; 0 before the first update.
 
-        Every step calls this method, so it goes back in the ledger only as far as it must.
+        Every step may call this method, so it reads the ledger from its end. It stops once it has
+        found, for every layer, the last update and the forward of the same micro-batch.
         """
         # By layer, the last update: its micro-batch, and the version that it changed.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
-        # Backwards through the ledger, an update comes before the forward whose gradients it used.
+        # From the end, a layer's last update is met first, and then the forward that it belongs to.
         for run in reversed(self._runs):
             uses, microbatch, version = run or ((), 0, 0)
             for use in reversed(uses):
@@ -138,8 +140,9 @@ class VersionLedger:
     def to_json(self) -> Any:
         """Returns the newest uses, for a checkpoint.
 
-        They begin with the step of the oldest forward that the last updates depend on. So they
-        include the micro-batches in flight, and suffice for the staleness of later steps.
+        Each layer's last update applied the gradients of some micro-batch. The oldest forward of
+        these micro-batches is in the first step that is saved. So all micro-batches in flight are
+        included, and the staleness of later steps can be found.
         """
         since = self._since()
         runs: list[list[Any] | None] = []
@@ -153,11 +156,12 @@ class VersionLedger:
         return {"complete": self.complete and since == 0, "runs": runs}
 
     def _since(self) -> int:
-        """Returns the index of the step with the oldest forward that the last updates depend on.
+        """Returns the index of the step with which the uses for a checkpoint begin.
 
-        Micro-batches pass in order, so those in flight have later forwards.
+        From this step on, the ledger has each layer's last update and the forward of the same
+        micro-batch. Micro-batches pass in order, so those in flight have later forwards.
         """
-        # Many steps share one sequence of uses. Each sequence is looked at only once.
+        # Many steps share one sequence of uses. Looking at each sequence once is enough.
         different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()
         updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
         last: dict[int, int] = {}  # by layer: the micro-batch of its last update
@@ -176,7 +180,10 @@ class VersionLedger:
 
     @staticmethod
     def from_json(saved: Any) -> "VersionLedger":
-        """Returns the ledger that `to_json` saved; older checkpoints have only a list of steps."""
+        """Returns the ledger that `to_json` saved.
+
+        In older checkpoints, only the list of steps was saved.
+        """
         if isinstance(saved, list):
             saved = {"complete": True, "runs": saved}
         runs: list[_Run | None] = []
@@ -190,7 +197,7 @@ class VersionLedger:
 
 
 def _numbered(run: _Run | None) -> Iterator[Use]:
-    """Yields the uses of a step, with numbers that count from the start of the run."""
+    """Returns the uses of an entry of `_runs`, numbered from the start of the run."""
     uses, microbatch, version = run or ((), 0, 0)
     return (use.moved(microbatch, version) for use in uses)
 

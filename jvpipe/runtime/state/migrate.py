@@ -13,7 +13,8 @@ device 1 at micro-batch 2:
 The memory at the old place is freed once all copies have come. If something fails before that, the
 old state is whole. If a move between two steps fails later, some values may be only on the host or
 at the new place. `state_after_failed_move` brings them back. A move inside a step needs no such
-repair: only the step's update is left then, which consumes the old state in every step.
+repair: once it has freed memory, only the step's update is left, and an update overwrites the old
+state in every step.
 
 If there are several processes, a move between two steps frees nothing before every process has all
 its copies. So an error in one process leaves all of them with the old state.

@@ -272,11 +272,11 @@ class ModelSwitch:
             pairs = zip(crossing, arrived, strict=True)
             placed |= {one.spot: array for one, array in pairs if array is not None}
 
-        def initialise() -> None:
-            self._new.placing.initialise_optimizer(placed, self._new.store)
+        def initialize() -> None:
+            self._new.placing.initialize_optimizer(placed, self._new.store)
             jax.block_until_ready(list(placed.values()))
 
-        hosts.together("optimizer's state of the new model", initialise)
+        hosts.together("optimizer's state of the new model", initialize)
         return sent
 
     def _put(
@@ -286,7 +286,7 @@ class ModelSwitch:
         sent: list[tuple[int, jax.Array]],
         ledger: Ledger,
     ) -> list["_Crossing"]:
-        """Puts those arrays in place that need not cross from one process to another.
+        """Puts arrays in their places, except those that come from another process.
 
         Args:
             before: the old model's arrays, by buffer.

@@ -5,8 +5,8 @@ which version each update made. A replay keeps all versions of the weights. So i
 micro-batch entirely before the next one begins, and still read the versions that the ledger names.
 
 A replay checks a run, so it shares little with the controller: no task lists, no lowering, no
-buffers. Only the programs of the layers are the same, because only the same programs give bitwise
-identical results.
+buffers. Only the programs of the layers and of the optimizer are the same, because only the same
+programs give bitwise identical results.
 """
 
 import operator
@@ -60,7 +60,8 @@ class Replay:
         self._optimizer = dict(state)
         self._model_state = list(model_state)
         self._constants = constants
-        # By parameter and version: PipeMare's running mean of updates, or XPipe's last update.
+        # By parameter and version, for shifts: PipeMare's running mean of updates, or XPipe's last
+        # update.
         self._memory: dict[tuple[int, int], Any] = {}
         self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
         self._weights: list[Any] = []  # the losses' weights since the last update
@@ -81,8 +82,9 @@ class Replay:
         """Runs the forward, backward and updates of a micro-batch; returns its loss.
 
         Args:
-            compiled: the plan under which the micro-batch ran. It may be another one than before:
-                plans change, and an asynchronous run may begin with synchronous steps.
+            compiled: the plan under which the micro-batch ran. It may differ from the plan of the
+                micro-batch before: plans change, and an asynchronous run may begin with synchronous
+                steps.
             uses: the versions that the micro-batch's tasks read and made.
             batch: the leaves of the micro-batch.
             seed: the words of the micro-batch's random key.
@@ -208,7 +210,7 @@ class Replay:
         turn, turns = self._turn(layer)
         sums = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in parameters]
         program = self._compiled.row_programs.backward_program(self._programs(layer))
-        # A program without inputs for sums is that of a run with an update for each micro-batch.
+        # If each micro-batch has an update, the program has no inputs for sums.
         if len(program.inputs) > len(arguments):
             arguments += [of_turns[turn] for of_turns in sums]
         out = self._run(program, arguments)

@@ -1,4 +1,4 @@
-"""The climb by neighbours, against all plans of few layers."""
+"""The climb by neighbors, against all plans of few layers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The neighbours of cuts."""
+"""The neighbors of cuts."""
 
 import numpy as np
 

@@ -28,7 +28,7 @@ class Packed:
 
     Attributes:
         arrays: the arrays by KIND/PATH.
-        keys: (kind, path, implementation) of each array that was one of random keys.
+        keys: (kind, path, implementation) of each array of random keys.
         raw: (kind, path, type, shape) of each array that is written as bytes.
     """
 
@@ -67,7 +67,7 @@ def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence
     """
     for kind, name, *_ in (*raw, *keys):
         if name not in arrays.get(kind, {}):
-            raise ValueError(f"there is no {kind} {brief(name)} to be of another type")
+            raise ValueError(f"there is no {kind} {brief(name)}, but it is given a type")
     # Bytes come before keys, because the integers of a key may have been written as bytes.
     for kind, name, dtype, shape in raw:
         array = arrays[kind][name]

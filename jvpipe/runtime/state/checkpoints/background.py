@@ -3,11 +3,11 @@
 The state is copied to the host before the write begins. So no step waits for the disk, and no step
 changes the arrays that are written.
 
-Orbax's CheckpointManager also has a thread, and rules for which checkpoints to keep. We do not use
-it, because Orbax's format has no digests of files and no states in flight. Its arrays are global
-ones that all processes hold together, while each of our arrays lies with one process. It also names
-and deletes folders by its own rules. If it wrote our format, only its thread would be of use, and
-this file is such a thread.
+Orbax's CheckpointManager also has a thread, and rules for which checkpoints to keep. It is not used
+here, because Orbax's format has no digests of files and no states in flight. Its arrays are global
+ones that all processes hold together, while each array of jvpipe lies with one process. It also
+names and deletes folders by its own rules. Only its thread would be of use, and this file is such a
+thread.
 """
 
 import threading

@@ -113,7 +113,9 @@ class Saved:
             values = array_file.read(self.generation / file, needed) if needed else {}
             for name, (kind, path) in keys.items():
                 if kind not in arrays or path in arrays[kind]:
-                    raise ValueError(f"{file}: {brief(name)} is of no kind of {META}, or twice")
+                    raise ValueError(
+                        f"{file}: {brief(name)} is of no kind in {META}, or is there twice"
+                    )
                 arrays[kind][path] = values.get(name)
         return arrays
 
@@ -192,7 +194,7 @@ WORDS = {
     "optimizer": ("optimizer", "array of the optimizer's state"),
     "state": ("model", "leaf of the model state"),
 }
-"""Words for messages, by the kind of arrays: for what they belong to, and for one array."""
+"""For each kind of array, two words for messages: for what the array belongs to, and for itself."""
 
 
 def check_paths(

@@ -1,10 +1,11 @@
-"""Finds arrays in states in flight, which a stream has between two steps.
+"""Finds arrays in states in flight: those that a stream has between two steps.
 
-A stream is an asynchronous run, whose pipeline is not flushed between steps. A state at rest has
-nothing in flight. Its arrays are the plain arrays: parameters, optimizer state, model state and
-constants. A state in flight has the arrays of `Step.after`: all live versions of the weights,
-residuals, tensors between layers, and sums of gradients. The newest version of each plain array is
-always among them. So the stream need not be drained to read the parameters or to evaluate.
+A stream is an asynchronous run, whose pipeline is not flushed between steps. So some micro-batches
+are in flight: their forwards ran, and their backwards did not. A state at rest has nothing in
+flight. Its arrays are the plain arrays: parameters, optimizer state, model state and constants. A
+state in flight has the arrays of `Step.after`: all live versions of the weights, residuals, tensors
+between layers, and sums of gradients. The newest version of each plain array is always among them.
+So the stream need not be drained to read the parameters or to evaluate.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,14 @@
 """Replaces the content of a folder as a whole, and keeps a digest of each file.
 
-One such content is called a generation. It is a folder of its own inside the folder:
+Each new content is called a generation. It is a folder inside the folder:
 
     generation-000004/         the newest generation: whole, with digests.json
     generation-000005.draft/   the next one, while it is written and forced to the disk
 
 A rename makes a draft the newest generation, and then the older generation is deleted. A rename is
 atomic, so the newest generation is whole, whenever a process dies. If something cannot be deleted,
-a warning is logged, and the next generation tries again. Files of other names do not belong to
-jvpipe and are left alone.
+a warning is logged, and deleting it is tried again with the next generation. Files of other names
+do not belong to jvpipe and are left alone.
 """
 
 import hashlib

@@ -2,7 +2,8 @@
 
 A checkpoint comes from outside the program, so any entry may be wrong. Each is compared with a
 pattern (`jvpipe.util.pattern`), and an error names the first wrong entry. The patterns describe the
-format. They may be extended, but older checkpoints must keep matching them.
+format. New entries must be optional (their names end with "?"), because older checkpoints must
+still match.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_o
 _WHERE = "meta.json"
 _COUNT = whole_in(0, 2**31 - 1)
 _ANY = whole_in(-LARGEST)
-"""A micro-batch or version of a use. It counts from the start of a step, and may be negative."""
+"""Any integer. In the ledger of versions, micro-batches count from the start of a step, so those of
+earlier steps are negative. Versions are counted in the same way."""
 _USE = (one_of_texts((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
 _ARRAYS = {
@@ -71,16 +73,17 @@ def check_array_table(meta: Mapping[str, Any]) -> None:
         compare(f"{_WHERE}: {name}", meta[name], _ARRAYS[name])
     for file in meta.get("parts", ()):
         if not file or "/" in file or "\0" in file or file in (".", ".."):
-            raise ValueError(f"{_WHERE}: parts names a file that is none of it, {file!r}")
+            raise ValueError(f"{_WHERE}: parts names {file!r}, which is not a file in its folder")
 
 
 def check_state(meta: Mapping[str, Any]) -> None:
     """Raises ValueError unless `meta.json` has exactly the entries of a state, all valid."""
     compare(_WHERE, dict(meta), _STATE)
     words, key = meta["words"], meta["key"]
-    # The words are the integers of the run's key, and fill its shape. A run may have no key.
+    # The words are the integers of the run's random key. The shape of the key says how many they
+    # are. A run without a key has neither.
     if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
-        raise ValueError(f"{_WHERE}: the words {words} are none of a key of {key}")
+        raise ValueError(f"{_WHERE}: the words {words} do not fit the key {key}")
     flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())
     if (flight is not None) != has_arrays:
         raise ValueError(f"{_WHERE}: flight {'is missing' if has_arrays else 'has no arrays'}")

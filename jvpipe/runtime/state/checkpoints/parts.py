@@ -1,7 +1,7 @@
 """Checkpoints of several processes: each writes a part, the first makes a generation of the parts.
 
-Each line shows what a process writes, from left to right. At each bar, the processes wait for each
-other:
+A generation is the whole content of a checkpoint (`generations.py`). Each line shows what a process
+writes, from left to right. At each bar, the processes wait for each other:
 
     process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
     process 1          |  part-0001.safetensors  |                                                  |

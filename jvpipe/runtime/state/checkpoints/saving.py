@@ -102,7 +102,7 @@ class Saving:
             state: a state at rest or in flight.
             rng: the key of the run.
             shapes: the shapes of the trees with which the model was traced.
-            versions: the ledger of the run; its end is saved with a state in flight.
+            versions: the ledger of the run; its newest uses are saved with a state in flight.
             extra: the caller's values, which JSON can hold.
         """
         key = None if rng is None else KeyKind.of(rng)
@@ -167,7 +167,7 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        """The choices of schedule and plan under which alone a state in flight can go on, as JSON.
+        """The parts of schedule and plan that a state in flight needs unchanged to go on, as JSON.
 
         Checkpoints contain this list, so its order is part of their format.
         """
@@ -175,7 +175,7 @@ class Saving:
         fates = [dict(stage.fates) for stage in plan.stages]
         options, cuts, splits = self.schedule.options, list(plan.cuts), list(plan.splits)
         binding = [options, cuts, splits, fates, self.microbatches]
-        # Only plans that need these entries get them, so the checkpoints of other plans stay equal.
+        # Only plans that need these entries get them, so other plans match their older checkpoints.
         if plan.replicated:
             binding.append(list(plan.replicas))
         states = [dict(stage.state_fates) for stage in plan.stages]

@@ -75,8 +75,8 @@ def load_container(dumped: Any) -> Tree:
         dumped: the tree as JSON, which the pattern `tree` has checked.
 
     Raises:
-        ValueError: the class of a container has not been imported, or makes no container of what
-            was saved.
+        ValueError: the class of a container has not been imported, or cannot make a container from
+            the saved data.
     """
     ((kind, inside),) = dumped.items()
     match kind:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jvpipe.cost.utilisation import ideal_s
+from jvpipe.cost.utilization import ideal_s
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 

@@ -52,7 +52,7 @@ def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
     return first
 
 
-def normalised(
+def normalized(
     eqn: JaxprEqn,
     ins: Sequence[Lies],
     out: Lies,

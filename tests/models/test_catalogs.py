@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.models import catalogues
-from jvpipe.models.catalogues import catalogue_pairs, read_messages
+from jvpipe.models import catalogs
+from jvpipe.models.catalogs import catalog_pairs, read_messages
 from jvpipe.util.extras import MissingExtraError
 
 
@@ -15,7 +15,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_messages_are_those_that_gettext_reads() -> None:
-    files = catalogues._catalogues("de")
+    files = catalogs._catalogs("de")
     assert len(files) > 5
     for file in files:
         with file.open("rb") as opened:
@@ -30,23 +30,23 @@ def test_messages_are_those_that_gettext_reads() -> None:
 def test_pairs_are_plain_sentences_gathered_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = catalogue_pairs("en", "de")
+    pairs = catalog_pairs("en", "de")
     assert ("Password", "Passwort") in pairs
     assert len(pairs) == len(set(pairs)) > 600
     assert not any(set("<>{}\n") & set(a + b) for a, b in pairs)
-    assert [(b, a) for a, b in pairs][:9] == catalogue_pairs("de", "en")[:9]
-    assert dict(catalogue_pairs("fr", "de"))["Mot de passe"] == "Passwort"
+    assert [(b, a) for a, b in pairs][:9] == catalog_pairs("de", "en")[:9]
+    assert dict(catalog_pairs("fr", "de"))["Mot de passe"] == "Passwort"
     assert len(list(cache.iterdir())) == 3
-    monkeypatch.setattr(catalogues, "_texts", None)
-    assert catalogue_pairs("en", "de") == pairs
+    monkeypatch.setattr(catalogs, "_texts", None)
+    assert catalog_pairs("en", "de") == pairs
 
 
 def test_what_django_cannot_give(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="unknown language 'klingon'"):
-        catalogue_pairs("en", "klingon")
-    monkeypatch.setattr(catalogues, "find_spec", lambda name: None)
+        catalog_pairs("en", "klingon")
+    monkeypatch.setattr(catalogs, "find_spec", lambda name: None)
     with pytest.raises(
         MissingExtraError, match=r"pip install 'jvpipe\[translation\]', or give --data FOLDER"
     ):
-        catalogue_pairs("en", "nl")
+        catalog_pairs("en", "nl")
     assert not list(cache.iterdir())

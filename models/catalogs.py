@@ -1,4 +1,4 @@
-"""Sentence pairs that an installed Django carries: its message catalogues, English and its translations."""
+"""Sentence pairs of two languages, from the message catalogs of an installed Django."""
 
 import json
 import re
@@ -14,38 +14,41 @@ from jvpipe.util.names import did_you_mean
 Pair = tuple[str, str]
 
 _PLACE = re.compile(r"%\(\w+\)[sdi]|%[sdi]|\{\w*\}")
-"""Where a value is to be filled in, there is an X."""
+"""Placeholders of values. Each becomes an X."""
 _CODE = re.compile(r"[<>=_/\\]")
-"""Marks of messages that are not plain sentences. Such messages are left out."""
+"""Signs of code. A message with one of them is left out."""
 
 
-def catalogue_pairs(source: str, target: str) -> list[Pair]:
-    """What Django says in two languages, such as `en` and `de`; each as one line.
+def catalog_pairs(source: str, target: str) -> list[Pair]:
+    """Returns Django's messages in two languages, such as `en` and `de`, each as one line.
 
-    Gathered once: a later version of the package does not change what a run is trained on.
+    The cache keeps the pairs, so that a later Django does not change the data of a run.
 
     Raises:
-        ValueError: it does not speak a language.
-        MissingExtraError: it is not installed.
+        ValueError: Django has no catalog of a language.
+        MissingExtraError: Django is not installed.
     """
-    path = cache_folder() / f"catalogues-{source}-{target}.json"
+    path = cache_folder() / f"catalogs-{source}-{target}.json"
     if not path.exists():
         left, right = _texts(source), _texts(target)
-        # A dictionary and not a set: it drops repetitions and keeps the order.
+        # A dictionary drops repetitions as a set does, and keeps the order.
         pairs = {(left[name], right[name]): None for name in left if name in right}
         write_whole(path, json.dumps(list(pairs)).encode())
     return [(a, b) for a, b in json.loads(path.read_text())]
 
 
 def read_messages(content: bytes) -> Iterator[Pair]:
-    r"""The English texts and the translations of a compiled catalogue (.mo), both forms of those that have two.
+    r"""Yields the pairs (English, translation) of a compiled catalog (.mo).
+
+    A message with a singular and a plural gives two pairs.
 
     >>> head = struct.pack("<7I", 0x950412DE, 0, 1, 28, 36, 0, 0)
     >>> list(read_messages(head + struct.pack("<4I", 4, 44, 5, 49) + b"door\0" + b"T\xc3\xbcr.\0"))
     [('door', 'Tür.')]
     """
-    # GNU gettext's format: a magic number that tells the byte order, a version, the number of texts, and where
-    # the tables of originals and of translations begin. A row is the length of a text and its place.
+    # GNU gettext's header: a magic number that tells the byte order, a version, the number of
+    # texts, and the offsets of the two tables (originals, translations). A row of a table is the
+    # length of a text and its offset. NUL separates singular and plural.
     order = "<" if content[:4] == b"\xde\x12\x04\x95" else ">"
     count, originals, translations = struct.unpack_from(f"{order}3I", content, 8)
     for i in range(count):
@@ -55,16 +58,21 @@ def read_messages(content: bytes) -> Iterator[Pair]:
             text = content[start : start + length].decode()
             forms.append(text.split("\0"))
         english, translated = forms
-        if english[0]:  # the catalogue's own header has no name
-            yield english[0].split("\4")[-1], translated[0]  # what precedes it says where it stands
+        if english[0]:  # an empty original marks the catalog's header
+            # EOT separates a context, which translators alone read, from the text.
+            yield english[0].split("\4")[-1], translated[0]
             if len(english) > 1:
                 yield english[1], translated[-1]
 
 
 def _texts(language: str) -> dict[str, str]:
-    """Returns the messages of a language, by their English; English itself is told by the catalogues of another one."""
+    """Maps each English message to its text in a language.
+
+    The catalogs of any other language have the English messages, so English is read from German
+    ones.
+    """
     pairs: dict[str, str] = {}
-    for file in _catalogues("de" if language == "en" else language):
+    for file in _catalogs("de" if language == "en" else language):
         for english, translated in read_messages(file.read_bytes()):
             plain, text = _one_line(english), _one_line(translated)
             if plain and text and not _CODE.search(plain + text):
@@ -76,7 +84,7 @@ def _one_line(message: str) -> str:
     return _PLACE.sub("X", " ".join(message.split()))
 
 
-def _catalogues(language: str) -> list[Path]:
+def _catalogs(language: str) -> list[Path]:
     spec = find_spec("django")
     if spec is None or spec.origin is None:
         raise MissingExtraError(

@@ -1,6 +1,7 @@
-"""Model flops utilisation: the share of the devices' peak rate of products that a step puts to use.
+"""Model flops utilization (MFU): the share of the devices' peak rates that a step puts to use.
 
-Only products that the model needs count as put to use, and not products that are computed again.
+Peak rates are those of products. Only products that the model needs count as put to use; products
+that are computed again do not.
 """
 
 from collections import Counter
@@ -40,9 +41,9 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
 def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | None:
     """Returns the seconds of a step's products if all devices ran at their makers' peak rates.
 
-    A step's utilisation is these seconds over its own. Each product of the forward counts three
-    times, because the backward has two products for it. Recomputation and elementwise operations do
-    not count.
+    The utilization of a step is these seconds divided by the step's own. Each product of the
+    forward counts three times, because the backward has two products for it. Recomputation and
+    elementwise operations do not count.
 
     Args:
         traced: the model, traced for one micro-batch.
