@@ -459,7 +459,10 @@ def _compiled(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPla
     """Returns a plan in groups, or `apart` itself if groups do not fit or cannot be compiled."""
     with beside_training():
         try:
-            return compiled_plans.in_groups(apart)
+            grouped = compiled_plans.in_groups(apart)
+            if apart.evaluates:  # the next evaluation would compile its groups while all wait
+                grouped.evaluation  # noqa: B018 - reading it compiles them
+            return grouped
         except Exception as error:
             if not program_ends():
                 _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)

@@ -7,7 +7,7 @@ the places where they lay, so the cuts must be the same.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def restore(session: Engine, path: str | Path) -> State:
     _check_key(session, path, saved.meta)
     compiled = session.compiled
     if compiled.previous:  # the session's own stream ends here, so its earlier plans are dropped
-        compiled = replace(compiled, previous=None)
+        compiled = compiled.after(None)
     if "flight" in saved.meta:
         _saving(session, compiled).check_in_flight(path, saved.meta["flight"])
         _check_shapes(session, path, saved.meta)

@@ -318,12 +318,8 @@ class CompiledPlans:
         # Each plan except the first refers to the plan before it and its own first micro-batch.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
-            earlier = replace(
-                self.with_plan(Plan.from_json(plan)), previous=(earlier, start) if n else None
-            )
-        return (
-            replace(self.current, previous=(earlier, spans[-1][0])) if len(spans) > 1 else earlier
-        )
+            earlier = self.with_plan(Plan.from_json(plan)).after((earlier, start) if n else None)
+        return self.current.after((earlier, spans[-1][0])) if len(spans) > 1 else earlier
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Makes the plan of `compiled` the plan of every batch shape from now on.

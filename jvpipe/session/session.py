@@ -359,7 +359,7 @@ class Session(Engine):
         self.check_state(state)
         state = self._finish(state, self.compiled)
         if self.compiled.previous:
-            self.compiled_plans.adopt(replace(self.compiled, previous=None))
+            self.compiled_plans.adopt(self.compiled.after(None))
         return state
 
     def _finish(self, state: State, compiled: CompiledPlan) -> State:

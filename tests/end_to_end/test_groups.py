@@ -2,7 +2,9 @@
 
 import random
 import time
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
 
@@ -134,6 +136,69 @@ def test_groups_come_once_the_steps_have_taken_as_long_as_compiling_did(
         expected = [step > 1 and group is None and not compile_s for step in range(5)]
         assert in_groups == expected
     assert runs[0] == runs[1]
+
+
+def test_what_evaluates_in_groups_is_compiled_beside_the_training_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, threads, plain = CASES["mlp"](), set[str](), ProgramStore._compiled_for
+
+    def compiled(self: ProgramStore, *args: Any, **options: Any) -> Any:
+        threads.add(current_thread().name)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(ProgramStore, "_compiled_for", compiled)
+    monkeypatch.setattr(ProgramStore, "compile_s", lambda self, programs: 0.0)
+    pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), 2, MICRO, planner="even")
+    batch = batches_of(m)[0]
+    state = pipe.init(m.params, batch, m.rng)
+    pipe.evaluate(state, batch)
+    while not pipe.session.compiled.grouped:
+        state, _ = pipe.step(state, batch)
+        pipe.session.grouping.wait()
+    threads.clear()
+    pipe.evaluate(state, batch)
+    assert not threads
+
+
+def test_a_stream_that_is_restored_in_flight_has_its_layers_apart(tmp_path: Path) -> None:
+    """Beside what the plan before has left in flight, groups would not keep the limit."""
+    m, plans = CASES["mlp"](), [jvpipe.Plan.from_cuts(cuts) for cuts in ([1, 4], [4, 1])]
+    batches, found = batches_of(m, 9), []
+
+    def run(limits: Sequence[int] | None, *, takes_over: bool) -> list[list[int]]:
+        pipe = jvpipe.Pipeline(
+            m.loss_fn,
+            optax.sgd(1e-2),
+            plans[0],
+            MICRO,
+            "pipedream",
+            memory_limit=limits,
+            group=False,
+            devices=jax.devices()[:2],
+        )
+        state, losses = pipe.init(m.params, batches[0], m.rng), []
+        held = [pipe.session.compiled.peaks]
+        state = pipe.migrate(state, plans[1], at=(2, 1))
+        for step, batch in enumerate(batches):
+            ((state, _),) = pipe.run(state, [batch])
+            if step == 2:
+                pipe.save(tmp_path, state)
+                held.append(pipe.session.compiled.peaks)
+        compiled_plans = pipe.session.compiled_plans
+        assert compiled_plans.current.previous is None
+        in_groups = compiled_plans.in_groups(compiled_plans.current)
+        if takes_over:
+            assert in_groups.grouped
+            compiled_plans.adopt(in_groups)
+        for state, metrics in pipe.run(pipe.restore(tmp_path), batches[3:]):  # noqa: B007 - as users write it
+            losses.append(digest(metrics["loss"]))
+        found.append([*losses, digest(pipe.params(pipe.drain(state)))])
+        return [[peak.bytes for peak in peaks[:-1]] for peaks in (*held, in_groups.peaks)]
+
+    limits = list(map(max, zip(*run(None, takes_over=False), strict=True)))
+    run(limits, takes_over=True)
+    assert found[0] == found[1]
 
 
 def test_a_move_does_not_wait_for_groups_that_are_being_compiled(

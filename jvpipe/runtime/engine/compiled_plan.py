@@ -105,9 +105,10 @@ class CompiledPlan:
         # The programs of all rows that were bound, by their keys and devices.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
         self.compile_s = 0.0  # how long these programs took to compile, one after another
-        # What has to be compiled is no `cached_property`: while one thread makes such a property,
-        # Python 3.11 lets no other thread make that of another plan.
+        # These are compiled, which takes long, so none of them uses `cached_property`: in Python 3.11
+        # all objects of a class share its lock, and one plan would wait for another.
         self._step: Bound | None = None
+        self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
@@ -307,6 +308,16 @@ class CompiledPlan:
         """
         return min(steps, len(self.stream.steps)) if steps else 0
 
+    def after(self, previous: tuple["CompiledPlan", int] | None) -> "CompiledPlan":
+        """Returns the same plan after another one in a stream; its layers are apart again.
+
+        Groups of its steps may hold more memory, and somebody has to look before they run.
+
+        Args:
+            previous: as the attribute.
+        """
+        return replace(self, previous=previous, grouped=False)
+
     def without_previous(self, steps: int) -> tuple["CompiledPlan", int]:
         """Drops the stream's earlier plans, once no micro-batch of theirs is in flight.
 
@@ -322,7 +333,7 @@ class CompiledPlan:
         # Compare this stream with one that runs under this plan alone. Once the micro-batches of
         # the old plans have passed, both repeat the same step, so the state fits both. Only the
         # number of steps before that step differs.
-        alone = replace(self, previous=None)
+        alone = self.after(None)
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)
 
@@ -356,13 +367,20 @@ class CompiledPlan:
         """The most bytes on each device, and last on the host, in an evaluation."""
         return self.peaks_of(self.evaluation)
 
-    @cached_property
+    @property
     def evaluation(self) -> Bound:
         """The rows of the forwards, for an evaluation."""
-        lowered = lower_evaluation(
-            self.graph, self.plan, self.optimizer, self.microbatches, self.batching
-        )
-        return self.bound(lowered)
+        if self._evaluation is None:
+            lowered = lower_evaluation(
+                self.graph, self.plan, self.optimizer, self.microbatches, self.batching
+            )
+            self._evaluation = self.bound(lowered)
+        return self._evaluation
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation has been asked for."""
+        return self._evaluation is not None
 
     def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
         """Compiles the programs of rows, and binds each row to its program.
