@@ -36,10 +36,11 @@ from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine.beside_training import Thread, beside_training, program_ends
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.monitor import Measured, Monitor
+from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
 from jvpipe.session.compiled_plans import CompiledPlans

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.hosts import Disagreement, Hosts
+from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.runtime.state.checkpoints import skeleton

@@ -17,7 +17,6 @@ from jvpipe.cost.measure import Runs
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import find_planner
-from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.host_link import link_between
@@ -25,7 +24,6 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.runtime.state.model_change import Parked
-from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import micro_batch_shapes, shapes_of
 from jvpipe.session.measuring import Bench, ChosenShape
@@ -78,7 +76,6 @@ class CompiledPlans:
         if present is not None and self._room_bytes is not None:
             self._room_bytes -= present.current.peaks[first].bytes
         self._by_shapes: dict[Any, CompiledPlan] = {}
-        self._warmup: dict[Any, CompiledPlan] = {}
         self._leaves: dict[Name, Leaf] = {}
         self._trees: Trees | None = None
         self._archive = Archive.beside_the_cache(again=settings.remeasure, busy=self._follows)
@@ -146,7 +143,8 @@ class CompiledPlans:
                     f"the loss does not take a batch of {shown(batch)}, init's was of {shown(trees.batch)}: "
                     f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 ) from error
-        return (self._warmup if warms_up else self._by_shapes)[key]
+        compiled = self._by_shapes[key]
+        return (warms_up and compiled.warmup) or compiled
 
     def for_run(
         self,
@@ -240,7 +238,7 @@ class CompiledPlans:
             parts = [(name, "\n".join(lines)) for name, lines in functions.items()]
             settings.hosts.agree("what the processes train", parts)
         if base:
-            compiled = self._compiled(traced, base.plan, base.optimizer)
+            compiled = self._compiled(traced, base.plan, base)
         else:
             bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
@@ -248,11 +246,6 @@ class CompiledPlans:
         # If another model is in training, groups are compiled later, beside this one's training.
         if settings.group and not self._follows:
             compiled = self.in_groups(compiled)
-        if settings.schedule.warmup_updates:
-            plain = find_schedule("1f1b")
-            self._warmup[shapes_of(batch)] = replace(
-                compiled, schedule=plain, optimizer=cutter.cut(compiled.traced.graph, plain)
-            )
         self._by_shapes[shapes_of(batch)] = compiled
 
     def _planned(self, planner: ModelPlanner, traced: Traced) -> Chosen:
@@ -286,8 +279,9 @@ class CompiledPlans:
         split = split_as_planned(traced, present.splits)
         return split if split.graph == present.graph else None
 
-    def _compiled(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
-        return compile_plan(self.settings, self._store, traced, plan, optimizer)
+    def _compiled(self, traced: Traced, plan: Plan, base: CompiledPlan) -> CompiledPlan:
+        cuts = base.optimizer, base.warmup_optimizer
+        return compile_plan(self.settings, self._store, traced, plan, *cuts)
 
     def in_groups(self, compiled: CompiledPlan) -> CompiledPlan:
         """Returns the plan with layers in groups that run as one program each.
@@ -307,7 +301,7 @@ class CompiledPlans:
         """Compiles the model under another plan, for the batch shape of `base` or the first one."""
         base = base or self.current
         plan = plan.under(self.settings.schedule.name)
-        return self._compiled(base.traced, plan, base.optimizer)
+        return self._compiled(base.traced, plan, base)
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
         """Compiles a stream (a run without flushes) whose plan has changed, as its checkpoint says.
@@ -332,9 +326,6 @@ class CompiledPlans:
             first: compiled,
             **{key: self.with_plan(compiled.plan, other) for key, other in others},
         }
-        self._warmup = {
-            key: replace(warmup, plan=compiled.plan) for key, warmup in self._warmup.items()
-        }
 
     def compile_everywhere(self) -> None:
         """Compiles every program of the training for every device of this process.
@@ -342,7 +333,9 @@ class CompiledPlans:
         A later plan may then put any layer on any of these devices without compiling.
         """
         # A later plan first runs without groups, so the programs of single layers are compiled.
-        every = [replace(plan, grouped=False) for plan in (self.current, *self._warmup.values())]
+        every = [replace(self.current, grouped=False)]
+        if self.current.warmup is not None:
+            every.append(self.current.warmup)
         for compiled in every:
             compiled.peaks  # noqa: B018 - reading it compiles the plan where its layers lie now
         local = [device for device in self.settings.devices if _jax.is_own(device)]

@@ -23,7 +23,7 @@ from jvpipe.ir.values import Value, ValueKind
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Controller, Feeds
 from jvpipe.runtime.engine.forks import check_not_forked
 from jvpipe.runtime.engine.freed_memory import keep_freed_memory
@@ -32,6 +32,7 @@ from jvpipe.runtime.engine.losses import LossWatch
 from jvpipe.runtime.engine.monitor import Measured, Monitor
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.picture import picture
+from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.tensors import Ledger, Limits
 from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.engine.transport import to_host

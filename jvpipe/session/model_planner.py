@@ -27,6 +27,7 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.devices import dealt
 from jvpipe.session.measuring import Bench, ChosenShape, Measurement, find_shape
 from jvpipe.session.planning import ASKING, Planned, decide
@@ -364,7 +365,8 @@ class ModelPlanner:
         return compiled
 
     def _compiled(self, traced: Traced, plan: Plan) -> CompiledPlan:
-        return compile_plan(self.settings, self.bench.store, traced, plan, self.cut(traced))
+        cuts = self.cut(traced), warmup_cut(self.settings, self.cutter, traced)
+        return compile_plan(self.settings, self.bench.store, traced, plan, *cuts)
 
     def _splitter(self) -> Splitter:
         device = first_of(self.settings.devices[0])
@@ -402,7 +404,12 @@ def pays_for_room(planned: Planned) -> bool:
 
 
 def compile_plan(
-    settings: Settings, store: ProgramStore, traced: Traced, plan: Plan, optimizer: OptimizerCut
+    settings: Settings,
+    store: ProgramStore,
+    traced: Traced,
+    plan: Plan,
+    optimizer: OptimizerCut,
+    warmup_optimizer: OptimizerCut | None = None,
 ) -> CompiledPlan:
     """Makes a plan ready to run.
 
@@ -412,6 +419,7 @@ def compile_plan(
         traced: the model.
         plan: says which layers run where.
         optimizer: the optimizer, cut for these layers.
+        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous run.
 
     Raises:
         ValueError: the plan does not fit the layers or the devices.
@@ -432,10 +440,18 @@ def compile_plan(
         settings.devices,
         store,
         hosts=settings.hosts,
+        warmup_optimizer=warmup_optimizer,
     )
     if settings.schedule.synchronous:
         _check_carried(compiled)
     return compiled
+
+
+def warmup_cut(settings: Settings, cutter: OptimizerCutter, traced: Traced) -> OptimizerCut | None:
+    """Cuts the optimizer for the synchronous steps that begin an asynchronous run, if any do."""
+    if not settings.schedule.warmup_updates:
+        return None
+    return cutter.cut(traced.graph, ONE_F_ONE_B)
 
 
 def _check_carried(compiled: CompiledPlan) -> None:

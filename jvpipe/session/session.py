@@ -14,11 +14,12 @@ from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.runtime.engine.binding import Bound
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan, agree_on_rows
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Controller, Moment
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import together
 from jvpipe.runtime.engine.losses import Losses
+from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.versions import VersionLedger

@@ -8,8 +8,11 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe.schedules import PipeMare
 from jvpipe.session.model_planner import compile_plan
+from tests.bits import MICRO, batches_of
 from tests.session.tiny import BATCH, HERE, PARAMS, THERE, begun, pipeline
+from tests.zoo import CASES
 
 
 def test_a_given_plan_is_compiled_with_the_users_fates_and_nothing_is_planned() -> None:
@@ -72,3 +75,20 @@ def test_model_state_that_goes_from_a_late_layer_to_an_early_one_stays_on_one_st
     found = carrying("auto")
     found.init(params, batch, None, state)
     assert len(found.plan.stages) == 2
+
+
+def test_the_synchronous_steps_before_a_stream_keep_the_limit_too() -> None:
+    m = CASES["mlp"]()
+    batches = batches_of(m)[:3]
+    schedule = PipeMare(warmup_updates=2)
+
+    def held(limit: int | None) -> int:
+        pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), 1, MICRO, schedule, memory_limit=limit)
+        state = pipe.init(m.params, batches[0], m.rng)
+        for batch in batches:
+            state, _ = pipe.step(state, batch)
+        pipe.drain(state)
+        return max(pipe.ledger.peak_bytes.values())
+
+    limit = int(0.75 * held(None))
+    assert held(limit) <= limit

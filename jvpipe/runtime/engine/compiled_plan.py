@@ -14,7 +14,7 @@ only compared with other plans compiles nothing. If several processes run a plan
 to the same rows, because each process binds only its own part of them (see `agree_on_rows`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -52,6 +52,7 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.placing import Placing
 from jvpipe.runtime.engine.replicas import Replicas, check_replicas
 from jvpipe.runtime.engine.row_programs import RowPrograms, arrival
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.planned import lists_of, pipeline_length
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
@@ -82,6 +83,8 @@ class CompiledPlan:
         stand_in: a device of this process to use in place of all devices. Programs can then be
             compiled, and bytes counted, although the devices belong to other processes.
         grouped: whether consecutive layers of a stage run as one program.
+        warmup_optimizer: the update cut for the synchronous steps that begin an asynchronous run;
+            None if there are none.
     """
 
     traced: Traced
@@ -95,6 +98,7 @@ class CompiledPlan:
     hosts: Hosts | None = None
     stand_in: Device | None = None
     grouped: bool = False
+    warmup_optimizer: OptimizerCut | None = None
 
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
@@ -110,6 +114,7 @@ class CompiledPlan:
         self._step: Bound | None = None
         self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
+        self._warmup: CompiledPlan | None = None
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
@@ -231,6 +236,14 @@ class CompiledPlan:
             self._step = self.bound(lowered)
         return self._step
 
+    @property
+    def warmup(self) -> "CompiledPlan | None":
+        """The same plan for the synchronous steps that begin an asynchronous run."""
+        if self._warmup is None and (optimizer := self.warmup_optimizer):
+            layers = replace(self, warmup_optimizer=None, previous=None, grouped=False)
+            self._warmup = replace(layers, schedule=ONE_F_ONE_B, optimizer=optimizer)
+        return self._warmup
+
     @cached_property
     def placing(self) -> Placing:
         """The placing of the arrays that outlive a step."""
@@ -346,14 +359,18 @@ class CompiledPlan:
 
     @property
     def bounds(self) -> list[Bound]:
-        """The bound rows of training: a step, or the steps of a stream with a drain after each."""
+        """The bound rows of training: a step, or the steps of a stream with a drain after each.
+
+        The synchronous steps that begin the run come first, if there are any.
+        """
         if self.schedule.synchronous:
             return [self.step]
+        first = [] if self.warmup is None or self.previous else [self.warmup.step]
         # A stream may be drained after any step, and a drain may hold more bytes than a step.
         numbers = range(self.stream.switch_step, len(self.stream.steps))
         steps = [self.stream_step(n)[1] for n in numbers]
         drains = [self.drain(n + 1)[1] for n in numbers]
-        return [*steps, *drains]
+        return [*first, *steps, *drains]
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
         """Returns the most bytes on each device, and last on the host, in any of these rows."""
@@ -468,35 +485,6 @@ class CompiledPlan:
         """Returns the copy of an array from process `source` to the place of a buffer."""
         target = self.devices[buffer.place].process_index
         return Carried(source, target, self.lying(buffer.value, buffer.place))
-
-
-def agree_on_rows(
-    compiled: CompiledPlan,
-    name: str = "the rows that processes run",
-    changes: Iterable[Bound] = (),
-) -> None:
-    """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
-
-    This is done before any row runs: a process would wait forever to send what no other receives.
-    The rows of evaluations are not compared. Each process begins at a time of its own to run layers
-    in groups, and then binds these rows again.
-
-    Args:
-        compiled: the plan.
-        name: names the compared rows in the message.
-        changes: the rows of the change to this plan, if there is one.
-
-    Raises:
-        Disagreement: some rows differ.
-    """
-    if compiled.hosts is not None:
-        texts = ["\n".join(map(_in_words, rows.whole)) for rows in (*compiled.bounds, *changes)]
-        compiled.hosts.agree(name, [(f"rows {i}", text) for i, text in enumerate(texts)])
-
-
-def _in_words(row: Row) -> str:
-    """Returns a row with its place and buffers as a text, for processes to compare."""
-    return f"{row} {row.place} {row.reads} {row.writes} {row.frees}"
 
 
 def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:

@@ -1,0 +1,39 @@
+"""Makes processes compare the rows that each of them has lowered, before any of these rows runs.
+
+A process that sends what no other process receives waits forever. So rows that differ, for example
+because a process has another version of a library, must raise an error before the first row.
+"""
+
+from collections.abc import Iterable
+
+from jvpipe.ir.rows import Row
+from jvpipe.runtime.engine.binding import Bound
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+
+
+def agree_on_rows(
+    compiled: CompiledPlan,
+    name: str = "the rows that processes run",
+    changes: Iterable[Bound] = (),
+) -> None:
+    """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
+
+    The rows of evaluations are not compared. Each process begins at a time of its own to run layers
+    in groups, and then binds these rows again.
+
+    Args:
+        compiled: the plan.
+        name: names the compared rows in the message.
+        changes: the rows of the change to this plan, if there is one.
+
+    Raises:
+        Disagreement: some rows differ.
+    """
+    if compiled.hosts is not None:
+        texts = ["\n".join(map(_in_words, rows.whole)) for rows in (*compiled.bounds, *changes)]
+        compiled.hosts.agree(name, [(f"rows {i}", text) for i, text in enumerate(texts)])
+
+
+def _in_words(row: Row) -> str:
+    """Returns a row with its place and buffers as a text, for processes to compare."""
+    return f"{row} {row.place} {row.reads} {row.writes} {row.frees}"
