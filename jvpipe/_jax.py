@@ -4,7 +4,7 @@ Other files use the public modules of JAX only, so an upgrade should need change
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -308,20 +308,19 @@ def is_ready(array: jax.Array) -> bool:
     return cast(Any, array).is_ready()
 
 
+_EXACT: Mapping[str, tuple[str, str]] = {
+    # A library gets products, and else also what leads to a product if nothing else reads it.
+    "cpu": ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
+    # XLA merges products that read the same array. A program that has only one of them cannot.
+    "gpu": ("xla_gpu_dot_merger_threshold_mb", "0"),
+}
+
+
 @cache
 def exact(platform: str) -> dict[str, str | bool]:
-    """Returns compiler options that make a value bitwise identical in all programs that compute it.
-
-    On CPUs, XLA gives a product to a library. If nothing else reads the elementwise work and the
-    sums before the product, they go to the library too. A normalized row is then computed in
-    another way than in a program where it has another reader. With these options, only products go
-    to the library.
-    """
-    options: dict[str, str | bool] = {
-        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-    }
-    if platform != "cpu":
-        return {}
+    """Returns compiler options that make a value bitwise identical in all programs that compute it."""
+    option = _EXACT.get("gpu" if platform == "cuda" else platform)
+    options: dict[str, str | bool] = dict([option] if option else [])
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=options)
     except Exception:  # a version without this option
@@ -481,16 +480,15 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
 
 
 _NO_TILES = "find output tile sizes"
-"""A part of the message with which a compiler for GPUs refuses a program. If the GPU is absent, the
-compiler tries one tiling of a product, and refuses the program if this tiling does not fit."""
+"""A part of the message with which a compiler for GPUs refuses a program. It tries several tilings of
+a product, and then a library; without the GPU only one tiling, and no library unless told."""
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     """Returns the first line of a compiled program, and its bytes.
 
     The bytes are those of arguments, of results, of results that share memory with arguments, of
-    temporaries and of code. If the GPU were here, the compiler would try several tilings of a
-    product, and then a library. Without the GPU, the library is used if the first tiling fails.
+    temporaries and of code. A library makes products whose tiling fails (`_NO_TILES`).
 
     Args:
         text: the program in StableHLO.

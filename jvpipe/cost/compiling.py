@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from jvpipe import _jax
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.targets import Target
 
@@ -190,7 +191,8 @@ class Compiler:
 
     def _words(self, text: str) -> tuple[str, ...]:
         flags = _flags(self.target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
-        return "compiled bytes of each", *self.target.identity, *flags, text
+        exact = chain(*_jax.exact(self.target.platform).items())
+        return "compiled bytes of each", *self.target.identity, *flags, *map(str, exact), text
 
     def _compiled(self, texts: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
         """Yields each program with its numbers, in the order of the child's answers."""
