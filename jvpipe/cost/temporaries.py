@@ -29,9 +29,9 @@ On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
 
     halves     float32 values that only unbatched products read are bfloat16, because a TPU
                multiplies float32 as bfloat16; for batches, copies take what this would save
-    relaid     an input that elementwise kernels read beside a batch of products is copied into the
-               layout of the batch
-    twice      a product of more than 128 rows with a transposed table is copied if it is a result
+    relaid     an input that elementwise kernels read is copied into the layout of a batch of
+               products beside it; or if it lies along another dimension between programs
+    twice      a product of at least 128 rows with a transposed table is copied if it is a result
                of the program and also read by kernels
     images     what convolutions read and make has its channels along the 128 columns of tiles, so
                inputs and results with another layout between programs are copied
@@ -172,12 +172,7 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
         elif device.platform == "cuda" and _copies_filter(eqn):
             filters = inputs & _roots(kernels, eqn.invars[1:])
             own_bytes += sum(map(nbytes, filters))
-        yield _Step(
-            frozenset(kernel.reads),
-            frozenset(outputs),
-            _loop(eqn),
-            own_bytes,
-        )
+        yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
 
 
 def _copies_filter(eqn: JaxprEqn) -> bool:
@@ -381,14 +376,18 @@ def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
 
 
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
-    """Finds the inputs that are copied into the layout of batched products' results.
+    """Finds the inputs that are copied for the kernels that loop over them.
 
-    They have the shape of a batched product's result, and no heavy equation, such as any product,
-    reads them.
+    They have the shape of a batched product's result, whose layout they get; or between programs
+    they lie along another dimension, which takes fewer bytes. No heavy equation, such as any
+    product, reads them.
     """
-    shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
+    batched = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}
-    return {v for v in jaxpr.invars if _jax.aval(v).shape in shapes} - operands
+    loops = {_loop(eqn) for eqn in jaxpr.eqns}
+    avals = {v: _jax.aval(v) for v in jaxpr.invars if v not in operands}
+    turned = {v for v, aval in avals.items() if aval.shape in loops and _is_wider(aval)}
+    return turned | {v for v, aval in avals.items() if aval.shape in batched}
 
 
 def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
@@ -403,9 +402,9 @@ def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
         if product not in read or not has_table:
             continue
-        # Products with a transposed table were seen to be copied above this number of rows.
+        # Fewer rows do not fill the columns of tiles, so such a product is not laid out that way.
         rows = _jax.aval(product).shape[-2:][0]
-        if rows > _LANES:
+        if rows >= _LANES:
             twice.add(product)
     return twice
 
