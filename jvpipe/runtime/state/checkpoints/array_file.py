@@ -1,7 +1,8 @@
 """Writes arrays to a safetensors file and reads them, under names such as `optimizer/count`.
 
 In a checkpoint, a name is KIND/PATH. The kind is parameter, optimizer, state (the model's) or
-flight (values of micro-batches in flight). The path leads to the array in the tree of its kind.
+flight. The path leads to the array in the tree of its kind. Arrays of the kind flight are saved
+only while micro-batches are in flight: they are all buffers, each under its own name.
 
 The format has no random keys and lacks some types of numbers. Keys are written as their integers.
 Arrays of the types that it lacks are written as bytes. The types of both are kept in `meta.json`.
