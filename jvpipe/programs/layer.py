@@ -278,8 +278,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
     results = closed.jaxpr.outvars
     outputs = results[:n_out]
     leaves = results[n_out:]
-    # Of equal outputs the first one counts, so it is assigned last (`reversed`). An output that is
-    # also an input counts as an input, so inputs are assigned after all outputs.
+    # The first of equal outputs counts, so it is assigned last (`reversed`). An output that is also
+    # an input counts as an input, so inputs are assigned after all outputs.
     sources: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
         if not isinstance(v, _jax.Literal):
