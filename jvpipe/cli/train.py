@@ -42,7 +42,10 @@ from jvpipe.trace.graph import Traced
 from jvpipe.util.paths import path_name
 
 Done = tuple[int, dict[str, Any], Sequence[str]]
-"""A dispatched step: its number, its metrics, and in a search the blocks of its architecture."""
+"""A dispatched step: its number, its metrics, and the names of the blocks of its architecture.
+
+Only an architecture search (--nas) has such names, because it changes the model between steps.
+"""
 
 
 _TOKENS = ("tokens", "input_ids", "inputs")
@@ -169,9 +172,9 @@ class Recording:
             self._start_profile(step)
         elif self._begun is not None and step == self._begun + self._steps:
             self._job.pipe.wait(state)
-            self._write(
-                self._steps
-            )  # before the profile ends, because this waits until all its tasks have ended
+            # `_write` waits until all tasks of these steps have ended. The profile must not be
+            # stopped before that.
+            self._write(self._steps)
             self._stop_profile()
             self._done = True
 
@@ -283,7 +286,9 @@ def train(
             signum = log.tell(
                 None, before=False
             )  # the signal may have come during the last step or while its state was saved
-        except ValueError:  # the loss is not a number: the log should have the step
+        except ValueError:
+            # The usual cause is a loss that is not finite. The last step is still logged, but
+            # without the numbers of other processes, because they may not get here (`ALONE`).
             log.tell(done, before=False, hosts=ALONE)
             raise
     print(seen.told(patience), end="")

@@ -30,7 +30,8 @@ class Archive:
 
     Attributes:
         folder: the folder of the files; None if nothing is kept.
-        again: whether to measure everything again; then only the files in `since` are read.
+        again: whether to ignore files of earlier runs, so that everything is measured again. Files
+            that this object has written are still read.
         busy: whether the machine is doing other work; then measurements are not kept.
         since: the files that this object has written.
     """
@@ -67,7 +68,8 @@ class Archive:
 
         Args:
             what: returns the description of thing i; without a folder it is not called.
-            things: how many things there are. Things with equal descriptions are measured once.
+            things: how many things there are. With a folder, things with equal descriptions are
+                measured once; without a folder, each thing is measured.
             count: how many numbers each thing has. A file with more or fewer counts as missing.
             measure: measures the things with the given indices, and returns their numbers in order.
         """

@@ -1,9 +1,15 @@
-"""Temporary bytes as a target's compiler reports them, where they exceed the modeled bytes.
+"""Increases the modeled temporary bytes of layers to what a target's compiler reports.
 
-An option of a layer is a way to treat what the layer's forward leaves. A layer has many options,
-each with programs of its own. But a plan uses one option per layer, and the compiler was only asked
-about the programs of plans. So the compiler's answers for some options of a layer are carried over
-to its other options, by interpolation over their modeled extra bytes.
+A target is a device that programs are compiled for, whether it is here or not. A layer's work is
+what its programs take if they keep all candidates: seconds, and the temporary bytes that they need
+beside inputs and results. An option of a layer is a way to treat what its forward leaves: values
+are kept, swapped or recomputed. Extra bytes are what an option needs beyond the temporary bytes of
+the work. As modeled, they are the bytes of the values that the option recomputes.
+
+A layer has many options, each with programs of its own. But a plan uses one option per layer, and
+the compiler was only asked about the programs of plans. So the compiler's answers for some options
+of a layer are carried over to its other options, by interpolation over their modeled extra bytes.
+Options that recompute about as much are expected to exceed their model by about as much.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -83,7 +89,7 @@ def with_said_options(
     store: ProgramStore,
     said: Said,
 ) -> list[tuple[Option, ...]]:
-    """Returns the options of all layers, with `extra_bytes` increased to the compiler's.
+    """Returns the options of all layers, with `extra_bytes` increased to the compiler's if larger.
 
     Options that the compiler was not asked about get interpolated bytes (`_with_extra`).
 
@@ -98,8 +104,9 @@ def with_said_options(
     of_layers = zip(traced.graph.layers, traced.bodies, works, options, strict=True)
     for layer, body, work, of_layer in of_layers:
         partial = partial_inputs(traced.graph, layer)
-        # The compiler's extra bytes, by the modeled ones. If several options have the same modeled
-        # bytes, the largest answer counts.
+        # From modeled extra bytes to the compiler's. The largest answer counts if several options
+        # have the same modeled bytes. Extra bytes are counted beyond the option that keeps
+        # everything, so that option has 0 of both.
         said_bytes: dict[int, int] = {0: 0}
         extras: list[int | None] = []
         for option in of_layer:
@@ -133,7 +140,8 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
     backward = _largest(said, *backwards)
     if forward is None and backward is None:
         return None
-    # Forward and backward never run at once, so room for the larger of them serves the forward.
+    # A plan sets aside only the larger of a layer's forward and backward bytes, because the two
+    # never run at once. So the forward needs extra bytes only beyond the larger.
     set_aside = max(work.forward_temporary_bytes, work.backward_temporary_bytes)
     more_backward = (backward or 0) - work.backward_temporary_bytes
     more_forward = (forward or 0) - set_aside
@@ -149,7 +157,8 @@ def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int])
     Args:
         option: the modeled option.
         said: the compiler's extra bytes for it; None if the compiler was not asked about it.
-        said_bytes: the compiler's extra bytes by the modeled ones, for options of the same layer.
+        said_bytes: for options of the same layer, a mapping from modeled extra bytes to the
+            compiler's.
     """
     if said is not None:
         return replace(option, extra_bytes=max(option.extra_bytes, said))

@@ -6,8 +6,14 @@
 
 A candidate is a value inside a layer whose fate can be chosen, such as the result of a product. The
 residuals are the candidates that are kept, and a few values that are not candidates. The sources
-are the inputs, outputs and residuals that the backward reads. A partial sum is an input's cotangent
-as far as later layers have added it up. An accumulator is the sum of a parameter's gradients.
+are the inputs, outputs and residuals that the backward reads. A partial sum is the sum of the
+cotangents that later layers have computed for an input of this layer. An accumulator is the sum of
+a parameter's gradients.
+
+In a layer's `Body`, `moving` are the inputs that gradients flow to, and `active` the outputs that
+gradients come from, both as if no parameter were frozen. Frozen parameters leave fewer of them:
+`returned` marks the inputs and `received` the outputs that are left. `share` is the factor of the
+loss (`_cotangent`).
 
 The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. The
 backward recomputes everything else. Results are bitwise identical for any choice of candidates, for
@@ -221,10 +227,10 @@ def _trace_forward(
 ) -> tuple[ClosedJaxpr, Any]:
     """Traces the forward, with every leaf that the backward closes over as an output.
 
-    The `summed` inputs are passed on as outputs, too. The cotangent of such an output is a partial
-    sum from later layers, and the derivative adds this layer's cotangents to it, as it would if the
-    later layers were part of this one. So the order of summation does not depend on where layers
-    are cut.
+    The `summed` inputs are passed on as outputs, too. Such an output's cotangent is the partial sum
+    from later layers. The derivative adds this layer's own cotangents to that sum. It would add
+    them in the same order if the later layers were part of this one, so the order does not depend
+    on where layers are cut.
 
     Args:
         body: the layer's equations.
@@ -272,8 +278,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
     results = closed.jaxpr.outvars
     outputs = results[:n_out]
     leaves = results[n_out:]
-    # Later assignments replace earlier ones: of equal outputs the first one counts, and an output
-    # that is also an input counts as an input.
+    # The first of equal outputs counts, so it is assigned last (`reversed`). An output that is also
+    # an input counts as an input, so inputs are assigned after all outputs.
     sources: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
         if not isinstance(v, _jax.Literal):
@@ -330,8 +336,8 @@ def _trace_backward(
     """Traces the backward, with all gradients and cotangents that it could yield.
 
     The backward is traced as if no parameter were frozen. If later layers yield no partial sum for
-    an input, because its cotangent is not needed, zeros take the place of that sum. Results that
-    nobody needs are cut off only after every step that decides how the compiler rounds, so that
+    an input, because its cotangent is not needed, zeros take the place of that sum. Some steps
+    decide how the compiler rounds. Unneeded results are removed only after these steps, so that
     freezing a parameter does not change how the other gradients are rounded.
 
     Args:
@@ -339,8 +345,8 @@ def _trace_backward(
         tree: rebuilds the backward from the leaves.
         leaves: the values that the forward has left, each with where it is found.
         summed: inputs whose cotangents come in as partial sums.
-        printed: the `jax.debug` calls that the forward runs, also those of derivative rules. The
-            backward leaves them out.
+        printed: the `jax.debug` calls that the forward runs, including any inside derivative rules.
+            The backward leaves these calls out.
     """
     parts = _Differentiated.of(body)
     gradients, returned = parts.gradients, parts.returned
@@ -422,7 +428,7 @@ def _without_unread(
     for v, i in zip(sums, gradients, strict=True):
         if not body.returned[i]:
             dropped.add(v)
-    assert dropped.isdisjoint(read), "a gradient that nobody reads goes nowhere"
+    assert dropped.isdisjoint(read), "the sum of a frozen parameter's gradients is read"
     left = [source for source, v in zip(sources, inputs, strict=False) if v not in dropped]
     jaxpr = closed.jaxpr.replace(invars=[v for v in inputs if v not in dropped])
     return ClosedJaxpr(jaxpr, closed.consts), left
@@ -431,8 +437,9 @@ def _without_unread(
 def _cotangent(body: Body, i: int) -> jax.Array:
     """Returns the cotangent of an output to which no later layer sends one.
 
-    For the loss it is the factor of this slice's loss in the loss of the whole micro-batch, which
-    is 1 without slices. For other outputs it is zeros.
+    For the loss it is `body.share`, the factor with which this slice's loss counts in the loss of
+    the whole micro-batch. A slice is the part of a micro-batch that one replica of a stage has.
+    Without slices, the factor is 1. For other outputs the cotangent is zeros.
     """
     output = body.outputs[i]
     if body.writes[i] == _LOSS:

@@ -27,8 +27,9 @@ chunks counts one half:
     v-half    "half"      S / 2 + 1.5
     v-min     "least"     S / 3 + 1.5
 
-v-half and v-min give each task of a micro-batch a slot of time. The next micro-batch has the same
-slots plus six. Only the order of the slots is used, not how long tasks take.
+v-half and v-min give F, f, I and i of each micro-batch a numbered slot of time. From one
+micro-batch to the next, each number rises by six. W and w fill the slots that are left empty. Only
+the order of the slots is used, not how long tasks take.
 """
 
 from collections import deque
@@ -67,7 +68,8 @@ class VeeLists:
     def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
         match self.memory:
             case "full":
-                # The phases need 2 S - 1 micro-batches. If a step has fewer, the others are dropped.
+                # The phases need at least 2 S - 1 micro-batches. If a step has fewer, extra ones
+                # are added up to that number, and their tasks are dropped below.
                 work = _full(d, devices, max(microbatches, 2 * devices - 1))
             case "half" | "least":
                 work = _repeated(_slots(self.memory, d, devices), microbatches)
@@ -114,7 +116,7 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
 
 
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
-    """Returns the slot of each task of the first micro-batch on device d.
+    """Returns the slots of F, f, I and i of the first micro-batch on device d.
 
     The same task of micro-batch m comes 6 m slots later. So no two slots may be equal modulo 6:
     tasks of different micro-batches would collide. The `gap` prevents this.
@@ -136,9 +138,9 @@ _LATER = {"i": "w", "I": "W"}
 
 
 def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str, int]]:
-    """Yields all tasks of a device; each micro-batch has the slots of the one before, plus six.
+    """Yields all tasks of a device, in the order of their slots.
 
-    W and w fill the empty slots in between.
+    Micro-batch m has the given slots, each 6 m later. W and w fill the empty slots in between.
     """
     at: dict[int, tuple[str, int]] = {}
     for letter, slot in slots.items():

@@ -1,12 +1,15 @@
 """Refines many candidates, which are plans with an order of tasks, to a few fast ones.
 
-Two searches take turns. A climb changes the order and leaves cuts and fates (`order_climb.py`).
-Moving bounds changes cuts and fates and leaves the order (`climb.py`): fates are then chosen for
-what that order has in flight. Each search may find a gain that the other one has made possible.
+The bounds of a plan are the layers at which its stages begin and end. A rule is a schedule that
+gives an order of tasks. The family of a candidate is the rule or the search that made its order.
+
+Two searches take turns. A climb changes the order and keeps the plan (`order_climb.py`). The other
+search keeps the order, moves bounds and chooses new fates for what that order has in flight
+(`climb.py`). Each search may find a gain that the other one has made possible.
 
     1. Climb    from all candidates that are nearly as fast as the fastest.
-    2. Move     the bounds of the best candidates of each family (the origin of their order).
-    3. Climb    from the best results of both, fewer than before and so with more moves each.
+    2. Move     the bounds of the best candidate of each of the fastest families.
+    3. Climb    from the best of what 1 and 2 found. These are few, so each may make more moves.
     4. Move     the bounds of the best again, and climb from what this finds.
 
 Many candidates enter the first climb because one that starts slower may end faster, above all if
@@ -39,11 +42,11 @@ class RefineEffort:
         near: the first climb starts from candidates that take at most this many times as long as
             the fastest.
         moved_near: like `near`, for the candidates whose bounds are moved.
-        moved: how many families have the bounds of their best candidate moved after the first
-            climb. For models of few layers, as many other candidates have theirs moved too.
-        rules_moved: like `moved`, for candidates that are still in a rule's own order.
-        kept: how many plans the second climb starts from.
-        left: how many plans have their bounds moved again at the end.
+        moved: the number of families in step 2. For models of few layers, step 2 also moves the
+            bounds of this number of other candidates.
+        rules_moved: like `moved`, for candidates whose order is a rule's, changed by no climb.
+        kept: how many plans the climb of step 3 starts from.
+        left: how many plans have their bounds moved in step 4.
         climbed_tasks: how many tasks each climb may time, over all candidates that it starts from.
         moves: the most moves from one candidate in a climb.
         attempts: how many times a climb is run at most, each time with less room, until its result
@@ -148,9 +151,10 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
     """Climbs from a candidate; returns the candidate itself if no result fits."""
     rooms = one.loads.rooms_bytes(one.order)
-    # The climb takes the room of the first order as fixed, although an order with more early values
-    # (`Loads.early`) has less. If the result is over its own room, the climb is repeated with less
-    # room, by the bytes that are over.
+    # The climb works with the room for micro-batches in flight that the first order leaves. A later
+    # order may leave less room, because a stage may hold more values that arrive before its forward
+    # (`Loads.early`). If the result exceeds its own room, its excess is subtracted from the climb's
+    # room, and the climb is repeated.
     for _ in range(EFFORT.attempts):
         order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
         if order == one.order:

@@ -3,13 +3,16 @@
 The words lie in a store that the first process keeps for all. In its n-th call, each process writes
 its n-th word under a key of its own, and reads the n-th words of all others. So no word is missed
 or read twice if all processes make the same calls in the same order. If they do not, the names of
-the calls differ, and an error is raised. Keys are jvpipe/NUMBER/PROCESS; each column is one call:
+the calls differ, and an error is raised. A process that fails writes its failure as its next word
+(`fail`). The others read it in their call of the same number, so the numbers of later calls agree.
+Keys are jvpipe/NUMBER/PROCESS; each column is one call:
 
     process 0   jvpipe/1/0 = "plan ..."    jvpipe/2/0 = "limits ..."
     process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both raise the failure
 
-A process deletes its n-th word when it writes word n + 2. Nobody needs the n-th word any more: the
-process has read the others' words n + 1, and they wrote these after they had read all n-th words.
+A process deletes its n-th word just before it writes word n + 2. By then it has read word n + 1 of
+every other process. Each of them wrote its word n + 1 only after it had read all n-th words, so the
+deleted word has been read by all.
 """
 
 import base64
@@ -65,8 +68,10 @@ class Channel:
     channel: str = ""
     _said: int = field(default=0, repr=False)  # the number of this process's last word
     _key: str = field(default="", repr=False)  # the key of this process's last word
-    _read: str = field(default="", repr=False)  # the key of its word that all others have read
-    _awaited: str = field(default="", repr=False)  # what this process waits for, for messages
+    # The key of the word before the last one, once all others have read it; `_say` deletes it.
+    _read: str = field(default="", repr=False)
+    # A text for the word that this process waits for; `Hosts.awaited` puts it into errors.
+    _awaited: str = field(default="", repr=False)
 
     def exchange(self, name: str, value: bytes) -> list[bytes]:
         """Sends a value to all processes, and returns the values of all, by process.
@@ -229,8 +234,9 @@ class Channel:
         if not lost:
             return self.silent(self.silent_s)
         gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
-        # The cause may be a silent process: others have waited for it and left. It may not have
-        # been silent for the full time yet, so half of the time is enough.
+        # The processes that are gone may have left because another one was silent. The message also
+        # names that one. Its silence, as measured here, may still be a little shorter than
+        # `silent_s`, so half of `silent_s` is enough.
         silent = self.silent(self.silent_s / 2, lost)
         return " and ".join(filter(None, [gone, silent]))
 

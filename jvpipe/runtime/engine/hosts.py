@@ -55,8 +55,12 @@ class Carried(NamedTuple):
 class Hosts(Channel):
     """The present process, with its connections to all others that run the pipeline.
 
-    All processes must make the same calls in the same order, because each call waits for the same
-    call of the others.
+    `Channel` brings the exchange of words and the search for processes that are gone or silent. A
+    process is silent if its pulses stop: the signs of life that it sends all the time (`pulse.py`).
+
+    All processes must make these calls in the same order, because each waits for the same call of
+    the others: `exchange`, `agree`, `together`, `first`, `decided`, `gather`, `carry`, `connect`.
+    No other method waits for a call of another process.
 
     Args:
         link: the latency and bandwidth between two processes, once they are measured.
@@ -65,7 +69,7 @@ class Hosts(Channel):
 
     link: Link | None = None
     farewell: Callable[[], None] = lambda: None
-    # The last copies from other processes, among which a message finds the one that is late.
+    # The newest copies from other processes. `awaited` looks here for the one that is late.
     _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=4096), repr=False)
     _asides: dict[str, "Hosts"] = field(default_factory=dict, repr=False)
 
@@ -74,6 +78,8 @@ class Hosts(Channel):
 
         Every call with the same name returns the same object.
         """
+        # A new private field must be added here if its value belongs to one channel. `_asked` is
+        # shared, because the copies of both channels use the same transport.
         fresh = {"_said": 0, "_key": "", "_read": "", "_awaited": "", "_asides": {}}
         aside = replace(self, channel=f"{self.channel}{name}/", **fresh)
         # If two threads call this at once, `setdefault` gives both the same object.
@@ -114,8 +120,8 @@ class Hosts(Channel):
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
         """Checks that all processes have the same texts.
 
-        The processes exchange digests of the texts. They exchange one whole text only if digests
-        differ: that of the first part that differs, so that the message can show the line.
+        The processes exchange digests of the texts. If digests differ, the processes also exchange
+        their whole texts of the first part that differs, so that the message can show the line.
 
         Args:
             name: says in the message what is compared.
@@ -136,7 +142,7 @@ class Hosts(Channel):
             raise Disagreement(
                 f"{name} differ between process {self.process} and process {others[0]}"
             )
-        # All processes have the same digests, so they all find the same part.
+        # Every process now has the digests of all, so all find the same first part that differs.
         columns = zip(*digests, strict=True)
         at = next(i for i, column in enumerate(columns) if len({d for _, d in column}) > 1)
         part, text = parts[at]
@@ -341,7 +347,7 @@ def telling() -> Iterator[None]:
 
 
 def _has_come(array: jax.Array) -> bool:
-    """Tells whether an array has come; one that has failed has not."""
+    """Tells whether an array has come; False also if its copy has failed."""
     if not _jax.is_ready(array):
         return False
     try:

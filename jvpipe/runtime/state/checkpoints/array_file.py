@@ -1,4 +1,8 @@
-"""Writes arrays to a safetensors file and reads them, under the names KIND/PATH.
+"""Writes arrays to a safetensors file and reads them, under names such as `optimizer/count`.
+
+In a checkpoint, a name is KIND/PATH. The kind is parameter, optimizer, state (the model's) or
+flight. The path leads to the array in the tree of its kind. Arrays of the kind flight are saved
+only while micro-batches are in flight: they are all buffers, each under its own name.
 
 The format has no random keys and lacks some types of numbers. Keys are written as their integers.
 Arrays of the types that it lacks are written as bytes. The types of both are kept in `meta.json`.
@@ -54,10 +58,10 @@ def pack(arrays: Arrays) -> Packed:
 
 
 def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence[Any]]) -> None:
-    """Converts arrays that were read to their own types and shapes.
+    """Gives arrays that were read the types and shapes that they had before `pack`.
 
     Args:
-        arrays: the arrays as they were read; they are replaced in this mapping.
+        arrays: the arrays as they were read; this mapping is changed.
         keys: the entries of `Packed.keys`.
         raw: the entries of `Packed.raw`.
 
@@ -143,7 +147,9 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="numpy") as opened:
             yield opened
-    except (SafetensorError, AttributeError, KeyError, TypeError) as problem:  # numpy lacks a type
+    # A damaged file, or a name that is not in it, raises SafetensorError. The others are raised for
+    # an array of a type that numpy lacks.
+    except (SafetensorError, AttributeError, KeyError, TypeError) as problem:
         raise ValueError(f"{file.name}: {problem}") from problem
 
 
