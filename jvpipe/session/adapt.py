@@ -447,7 +447,7 @@ class Grouping:
             if asked or self._stepping_s > current.compile_s:
                 if not self._thread:
                     self._thread.switch(on=True)
-                self._grouped = self._thread.ask(_compiled, compiled_plans, current)
+                self._grouped = self._thread.ask(in_groups_or_apart, compiled_plans, current)
         elif not self._thread.waiting and (grouped := self._grouped.result()) is not current:
             compiled_plans.adopt(grouped)
 
@@ -456,7 +456,7 @@ class Grouping:
         self._thread.wait()
 
 
-def _compiled(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:
+def in_groups_or_apart(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:
     """Returns a plan in groups, or `apart` itself if groups do not fit or cannot be compiled."""
     with beside_training():
         try:

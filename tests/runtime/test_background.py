@@ -79,7 +79,7 @@ class _Slow:
 def ending(_: Sequence[str]) -> None:
     thread = Thread("jvpipe-test")
     thread.switch(on=True)
-    thread.ask(adapt._compiled, cast(Any, _Slow()), cast(Any, None))
+    thread.ask(adapt.in_groups_or_apart, cast(Any, _Slow()), cast(Any, None))
     time.sleep(0.3)
     print("ends", flush=True)
 

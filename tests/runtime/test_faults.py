@@ -123,7 +123,7 @@ def coming(pipe: jvpipe.Pipeline, state: jvpipe.State) -> tuple[Callable[[Bound]
     """The rows of the next step, and what replaces them."""
     compiled = pipe.session.compiled
     if compiled.schedule.synchronous:
-        return (lambda bound: setattr(compiled, "step", bound)), compiled.step
+        return (lambda bound: setattr(compiled, "bound_step", bound)), compiled.step
     n = min(state.stream_steps, len(compiled.stream.steps) - 1)
     step, bound = compiled.stream_step(n)
     return (lambda bound: compiled.bound_steps.update({n: (step, bound)})), bound

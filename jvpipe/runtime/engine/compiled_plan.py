@@ -111,7 +111,7 @@ class CompiledPlan:
         self.compile_s = 0.0  # how long these programs took to compile, one after another
         # These are compiled, which takes long, so none of them uses `cached_property`: in Python 3.11
         # all objects of a class share its lock, and one plan would wait for another.
-        self._step: Bound | None = None
+        self.bound_step: Bound | None = None
         self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
         self._warmup: CompiledPlan | None = None
@@ -230,11 +230,11 @@ class CompiledPlan:
     @property
     def step(self) -> Bound:
         """A synchronous step."""
-        if self._step is None:
+        if self.bound_step is None:
             layouts, lists, batching = self.layouts(), self.lists, self.batching
             lowered = lower_step(self.graph, layouts, lists, self.optimizer, batching)
-            self._step = self.bound(lowered)
-        return self._step
+            self.bound_step = self.bound(lowered)
+        return self.bound_step
 
     @property
     def warmup(self) -> "CompiledPlan | None":
