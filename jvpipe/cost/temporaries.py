@@ -378,15 +378,16 @@ def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
     """Finds the inputs that are copied for the kernels that loop over them.
 
-    They have the shape of a batched product's result, whose layout they get; or between programs
-    they lie along another dimension, which takes fewer bytes. No heavy equation, such as any
-    product, reads them.
+    They have the shape of a batched product's result, whose layout they get; or they are rows
+    longer than a tile, and lie along another dimension between programs, which takes fewer bytes.
+    No heavy equation, such as any product, reads them.
     """
     batched = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}
     loops = {_loop(eqn) for eqn in jaxpr.eqns}
     avals = {v: _jax.aval(v) for v in jaxpr.invars if v not in operands}
-    turned = {v for v, aval in avals.items() if aval.shape in loops and _is_wider(aval)}
+    rows = {v: a for v, a in avals.items() if a.shape[-1:] > (_LANES,) and a.shape in loops}
+    turned = {v for v, aval in rows.items() if _is_wider(aval)}
     return turned | {v for v, aval in avals.items() if aval.shape in batched}
 
 
