@@ -308,19 +308,20 @@ def is_ready(array: jax.Array) -> bool:
     return cast(Any, array).is_ready()
 
 
-_EXACT: Mapping[str, tuple[str, str]] = {
+_EXACT: Mapping[str, dict[str, str | bool]] = {
     # A library gets products, and else also what leads to a product if nothing else reads it.
-    "cpu": ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
     # XLA merges products that read the same array. A program that has only one of them cannot.
-    "gpu": ("xla_gpu_dot_merger_threshold_mb", "0"),
+    "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 
 
 @cache
 def exact(platform: str) -> dict[str, str | bool]:
     """Returns compiler options that make a value bitwise identical in all programs that compute it."""
-    option = _EXACT.get("gpu" if platform == "cuda" else platform)
-    options: dict[str, str | bool] = dict([option] if option else [])
+    options = _EXACT.get("gpu" if platform == "cuda" else platform)
+    if not options:
+        return {}
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=options)
     except Exception:  # a version without this option

@@ -4,7 +4,6 @@ Python's parser does not report lines, but it makes the objects in the order in 
 search for braces outside of strings finds that order, too, with the line where each object opens.
 """
 
-import bisect
 import json
 import re
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 from jvpipe.profiles.graph_parts import flaw, wrong
 
-_STRING_OR_BRACE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}]')
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\n]')
 
 
 class Located(dict[str, Any]):
@@ -115,10 +114,11 @@ def parse_located(text: str, file: str) -> Located:
 
 def _lines_as_closed(text: str) -> Iterator[int]:
     """Yields the lines where objects open, in the order in which the objects close."""
-    newlines = [i for i, letter in enumerate(text) if letter == "\n"]
-    opened = list[int]()
-    for token in _STRING_OR_BRACE.finditer(text):
-        if token[0] == "{":
-            opened.append(bisect.bisect(newlines, token.start()) + 1)
+    line, opened = 1, list[int]()
+    for token in _TOKEN.finditer(text):
+        if token[0] == "\n":
+            line += 1
+        elif token[0] == "{":
+            opened.append(line)
         elif token[0] == "}" and opened:
             yield opened.pop()

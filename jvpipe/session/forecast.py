@@ -362,19 +362,23 @@ def asked(
         check_chooser(problem.schedule, name)
     # The sort of `best_first` is stable, so of equally good plans jvpipe's own comes first.
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)
-    by_planner = {name: timed(name, problem, partial(ask, name, problem)) for name in own_first}
+    by_planner = {
+        name: timed(name, problem, partial(ask, name, problem), splits) for name in own_first
+    }
     answers = best_first(problem, [answer for _, answer in by_planner.values()])
-    answers = [replace(answer, splits=splits) for answer in answers]
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
-def timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
+def timed(
+    planner: str, problem: Problem, put: Callable[[], Planned], splits: tuple[int, ...] = ()
+) -> tuple[Problem, Answer]:
     """Asks a planner and measures how long it takes.
 
     Args:
         planner: the name of the planner.
         problem: the problem to solve.
         put: asks the planner.
+        splits: the cuts inside layers that the problem has.
 
     Returns:
         The problem with the order of tasks that the planner chose, and the answer.
@@ -383,13 +387,12 @@ def timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[P
     try:
         planned = put()
     except Infeasible as infeasible:
-        return problem, Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
-    return planned.problem, _told(planner, planned, time.perf_counter() - start_s)
+        passed_s = time.perf_counter() - start_s
+        return problem, Answer(planner, passed_s, infeasible=infeasible, splits=splits)
+    return planned.problem, _told(planner, planned, time.perf_counter() - start_s, splits)
 
 
-def _told(
-    planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...] = ()
-) -> Answer:
+def _told(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...]) -> Answer:
     evaluation = evaluate_decision(planned.problem, planned.decision)
     return Answer(
         planner,

@@ -281,11 +281,12 @@ def _with_state(forecast: Forecast) -> Forecast:
     if question is None or not question.state_fates or best is None or cluster is None:
         return forecast
 
+    # All answers are to one problem, so they cut layers at the same places.
+    traced = question.trace_as(forecast.answers[0].splits).traced
+
     def placed(answer: Answer) -> Answer:
-        if answer.plan is None:
-            return answer
-        traced = question.traced_as(answer.splits)
-        return replace(answer, plan=question.with_state_fates(traced, answer.plan))
+        plan = answer.plan and question.with_state_fates(traced, answer.plan)
+        return replace(answer, plan=plan)
 
     return _with_seconds(replace(forecast, answers=tuple(map(placed, forecast.answers))))
 
@@ -417,11 +418,10 @@ class Signer:
         """
         if not question.said or problem.replicated:
             return problem
-        traced = question.traced_as(answer.splits)
-        optimizer = question.cut(question.trace(), traced)
-        return replace(
-            problem, costs=replace(question, said={}).costs(self.cluster, traced, optimizer)
-        )
+        model, guessing = question.trace_as(answer.splits), replace(question, said={})
+        optimizer = question.cut(model, model.traced)
+        costs = guessing.costs(self.cluster, model.traced, optimizer)
+        return replace(problem, costs=costs)
 
     def _compiled(self, question: Question, plan: Plan, store: TargetStore) -> CompiledPlan:
         target = store.compiler.target

@@ -149,7 +149,8 @@ class Question(Training):
             # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
-        key = "costs", id(traced), id(said), id(device), optimizer is None
+        # Empty reports say the same, whichever mapping holds them.
+        key = "costs", id(traced), id(said) if said else None, id(device), optimizer is None
         return self._once(key, make)[0]
 
     def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
@@ -188,18 +189,21 @@ class Question(Training):
             plan: a plan for this model and its number of micro-batches.
             store: compiles the programs.
         """
-        model = self.trace()
-        traced = split_as_planned(model.traced, plan.splits)
+        model = self.trace_as(plan.splits)
         devices = (jax.devices()[0],) * plan.device_count
-        optimizer = self.cut(model, traced)
+        optimizer = self.cut(model, model.traced)
         return CompiledPlan(
-            traced, plan, self.schedule, optimizer, self.microbatches, devices, store
+            model.traced, plan, self.schedule, optimizer, self.microbatches, devices, store
         )
 
-    def traced_as(self, splits: tuple[int, ...]) -> Traced:
-        """Returns the traced model with layers cut in two as a plan says."""
-        split = lambda: split_as_planned(self.trace().traced, splits)  # noqa: E731
-        return self._once(("split", self.microbatches, splits), split)
+    def trace_as(self, splits: tuple[int, ...]) -> Model:
+        """Traces the model at the shapes of a micro-batch, with layers cut in two as a plan says."""
+
+        def make() -> Model:
+            model = self.trace()
+            return replace(model, traced=split_as_planned(model.traced, splits))
+
+        return self._once(("split", self.microbatches, splits), make)
 
     def problem(
         self,
@@ -216,8 +220,8 @@ class Question(Training):
         """
         check_devices(self.stages, cluster)
         limits = limits_of_each(memory_limit, self.stages)
-        traced = self.traced_as(splits)
-        return self.problem_of(cluster, limits, traced, self.cut(self.trace(), traced))
+        model = self.trace_as(splits)
+        return self.problem_of(cluster, limits, model.traced, self.cut(model, model.traced))
 
     def problem_of(
         self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut

@@ -95,7 +95,7 @@ class Migrations:
         # The migration is expected to find no micro-batch in flight, so the stream's earlier plans
         # are dropped. If it finds one after all, `run_due` prepares the migration again.
         if old.previous and not stream_steps:
-            old = replace(old, previous=None)
+            old = old.after(None)
         if microbatch and (old.plan.replicated or plan.replicated):
             raise ValueError(
                 f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
@@ -132,7 +132,7 @@ class Migrations:
             runs = compiled in (None, old) and state.updates >= self._warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
             if not migration.foresaw(old, old.representative(state.stream_steps), m):
-                new = replace(migration.new, previous=None)
+                new = migration.new.after(None)
                 migration = self._prepared(
                     old, new, (state.step, m), change.why, state.stream_steps
                 )

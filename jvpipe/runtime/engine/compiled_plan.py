@@ -240,8 +240,9 @@ class CompiledPlan:
     def warmup(self) -> "CompiledPlan | None":
         """The same plan for the synchronous steps that begin an asynchronous run."""
         if self._warmup is None and (optimizer := self.warmup_optimizer):
-            layers = replace(self, warmup_optimizer=None, previous=None, grouped=False)
-            self._warmup = replace(layers, schedule=ONE_F_ONE_B, optimizer=optimizer)
+            self._warmup = replace(
+                self.after(None), warmup_optimizer=None, schedule=ONE_F_ONE_B, optimizer=optimizer
+            )
         return self._warmup
 
     @cached_property
@@ -365,7 +366,7 @@ class CompiledPlan:
         """
         if self.schedule.synchronous:
             return [self.step]
-        first = [] if self.warmup is None or self.previous else [self.warmup.step]
+        first = [] if self.previous or self.warmup is None else [self.warmup.step]
         # A stream may be drained after any step, and a drain may hold more bytes than a step.
         numbers = range(self.stream.switch_step, len(self.stream.steps))
         steps = [self.stream_step(n)[1] for n in numbers]
