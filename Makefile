@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 DEVELOPS := $(VENV)/.develops
 
-.PHONY: bert test thorough locked lock peers docs wheel clean
+.PHONY: bert test types tests thorough locked lock peers docs wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -38,7 +38,13 @@ bert: $(TRAINS)
 test: $(DEVELOPS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --jobs 2 types tests
+
+# Pyright runs while tests wait for processes.
+types: $(DEVELOPS)
 	$(BIN)/pyright
+
+tests: $(DEVELOPS)
 	$(BIN)/pytest
 
 # Every case of the grids of which the tests above try one of each kind.
