@@ -118,7 +118,7 @@ def equation_seconds(
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class Kernel:
     """The work of one kernel beside its products.
 
     Attributes:
@@ -164,12 +164,12 @@ class Kernels:
                 (alias,) = eqn.outvars
                 self.root[alias] = self.root[source]
         self.written = self._written(eqns, outputs, platform, fuses)
-        self.of: dict[int, _Kernel] = {}
+        self.of: dict[int, Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
         for i, eqn in enumerate(eqns):
             reads, operations = self._uses(i, eqn)
             if not self.written.isdisjoint(eqn.outvars):
-                self.of[i] = _Kernel(reads, sum(operations.values()), _written_bytes(eqn))
+                self.of[i] = Kernel(reads, sum(operations.values()), _written_bytes(eqn))
             for v in eqn.outvars:
                 in_memory = ({v: nbytes(v)}, {})
                 self.fused[v] = in_memory if v in self.written else (reads, operations)
@@ -266,7 +266,7 @@ def _operations(eqn: JaxprEqn) -> float:
     return _OPERATIONS.get(name, 1.0) * size
 
 
-def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) -> float:
+def _kernel_seconds(eqn: JaxprEqn, kernel: Kernel | None, device: Accelerator) -> float:
     """Estimates the seconds of an equation's kernel; 0 if the equation has none."""
     if kernel is None:
         return 0.0
