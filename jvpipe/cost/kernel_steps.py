@@ -1,7 +1,7 @@
 """A program as steps, which the rules about temporary bytes change (`temporaries.py`).
 
-A step is a kernel, or several kernels that a compiler makes one. It has the values that it reads
-from memory and writes to memory.
+A step is a kernel, or several kernels that a compiler joins into one. It has the values that it
+reads from memory and writes to memory. A program's steps are in the order in which they run.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """A kernel, or several kernels that became one.
+    """A kernel, or several kernels that a compiler joins into one.
 
     Attributes:
         reads: the values that it reads from memory.

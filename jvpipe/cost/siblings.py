@@ -1,4 +1,4 @@
-"""Steps that a GPU's compiler makes one, because they loop over one shape and read the same array."""
+"""Joins siblings: steps that loop over one shape and read the same array are one kernel on a GPU."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,8 @@ def with_siblings(steps: Sequence[Step]) -> list[Step]:
 
     A step joins the first group that loops over the same shape and reads the same large array. It
     does not join if the step waits for the group or the group for the step, because the joined step
-    would wait for itself. So groups form no cycles.
+    would wait for itself. So groups form no cycles. Each of n steps is compared with all groups over
+    its shape, which takes n^2 comparisons of sets at most.
     """
     behind = _waits(steps)
     groups_over: dict[Shape | None, list[list[int]]] = {}
@@ -40,17 +41,25 @@ def _waits(steps: Sequence[Step]) -> list[int]:
 
 
 def _may_join(steps: Sequence[Step], behind: Sequence[int], i: int, group: Sequence[int]) -> bool:
-    """Tells whether step i can become one with a group of steps that loop over the same shape."""
-    loop = steps[i].loop
-    if loop is None or behind[i] & _digits(group) or behind[group[0]] >> i & 1:
+    """Tells whether step i can become one with a group of steps that loop over the same shape.
+
+    Args:
+        steps: all steps.
+        behind: for each step the steps that it waits for, as binary digits.
+        i: the number of the step.
+        group: the numbers of the steps in the group, which all wait for the same steps.
+    """
+    step = steps[i]
+    if step.loop is None:
         return False
-    return any(_share(steps[i].reads & steps[j].reads, loop) for j in group)
-
-
-def _share(read_by_both: frozenset[Var], loop: Shape) -> bool:
-    """Tells whether one of several values has at least as many elements as a loop."""
-    least = math.prod(loop)
-    return any(_jax.aval(v).size >= least for v in read_by_both)
+    step_waits = behind[i] & _digits(group)
+    group_waits = behind[group[0]] >> i & 1
+    if step_waits or group_waits:
+        return False
+    # A large array has at least as many elements as the loop has rounds.
+    least = math.prod(step.loop)
+    shared = (v for j in group for v in step.reads & steps[j].reads)
+    return any(_jax.aval(v).size >= least for v in shared)
 
 
 def _digits(steps: Sequence[int]) -> int:
@@ -59,7 +68,9 @@ def _digits(steps: Sequence[int]) -> int:
 
 
 def _join(behind: list[int], group: Sequence[int]) -> None:
-    """Joins steps: each then waits for all that any of them needs, and what needs one needs all.
+    """Joins steps into one, which waits for every step that one of them waits for.
+
+    A step that waits for one of them waits for all of them from now on.
 
     Args:
         behind: for each step the steps that it waits for, as binary digits; changed in place.

@@ -63,8 +63,9 @@ _ADDED = ("add", "add_any")
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     """Counts the most bytes that a program holds at once beside its inputs and results.
 
-    Walks through the kernels in their order: each kernel adds the values that it writes, and frees
-    the values that no later kernel reads.
+    The program becomes a list of steps, one for each kernel. The rules of the device's compiler
+    change this list. A value then has a buffer from the first step that writes it to the last step
+    that reads it.
 
     Args:
         closed: the program.
@@ -95,10 +96,10 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = layouts.with_copies(steps)
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
-    # A value lives from the first step that writes it to the last one that reads it.
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
     first = {v: i for i, step in reversed([*enumerate(steps)]) for v in step.writes}
-    buffers = [Buffer(size(v), i, last.get(v, i)) for v, i in first.items() if v not in elsewhere]
+    in_buffers = (v for v in first if v not in elsewhere)
+    buffers = [Buffer(size(v), first[v], last.get(v, first[v])) for v in in_buffers]
     buffers += [Buffer(step.own_bytes, i, i) for i, step in enumerate(steps)]
     if device.platform == "cuda":
         buffers = without_lodgers(buffers, _rooms(program, steps, elsewhere))

@@ -1,6 +1,6 @@
-"""The values that a TPU's compiler lays out in a way of its own, and the copies that this takes.
+"""The layouts that a TPU's compiler gives to values, and the copies that these layouts take.
 
-The rules are those of `temporaries.py`: `halves`, `relaid`, `twice` and `images`.
+The first page of `temporaries.py` states the rules: `halves`, `relaid`, `twice` and `images`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,9 +101,10 @@ def _halves(program: Program, images: set[Var]) -> set[Var]:
 def _relaid(program: Program) -> Iterator[Var]:
     """Yields the inputs that are copied for the kernels that loop over them.
 
-    They have the shape of a batched product's result, whose layout they get; or they are rows
-    longer than a tile, and lie along another dimension between programs, which takes fewer bytes.
-    No heavy equation, such as any product, reads them.
+    An input is copied in two cases. It has the shape of a batched product's result, whose layout it
+    gets. Or it consists of rows longer than a tile, and lies along another dimension between
+    programs, because that takes fewer bytes. An input that a heavy equation reads, such as a
+    product, is not copied.
     """
     batched = {shape_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
     loops = {loop_of(eqn) for eqn in program.eqns}
