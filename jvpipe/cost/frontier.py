@@ -181,17 +181,14 @@ def _option(
     swapped = used.intersection(swapped)
     keeps_all = kept == recompute.choices
     dropped = frozenset() if keeps_all else recompute.choices - used
-    fates: dict[str, Fate] = {}
-    for candidate in sorted(dropped):
-        fates[recompute.names[candidate]] = Fate.RECOMPUTE
-    for candidate in sorted(swapped):
-        fates[recompute.names[candidate]] = Fate.SWAP
+    dropped_fates = {recompute.names[c]: Fate.RECOMPUTE for c in sorted(dropped)}
+    swapped_fates = {recompute.names[c]: Fate.SWAP for c in sorted(swapped)}
     return Option(
         kept_bytes=recompute.kept_bytes(used - swapped),
         swapped_bytes=recompute.kept_bytes(swapped),
         extra_s=recompute.extra_s(recomputed),
         extra_bytes=sum(recompute.bytes[c] for c in recomputed),
-        fates=fates,
+        fates=dropped_fates | swapped_fates,
         swaps_input=swaps_input,
     )
 

@@ -37,6 +37,10 @@ class Step:
 class Program:
     """The equations of a program with their kernels.
 
+    Args:
+        jaxpr: the program, whose calls have been replaced by the equations that they run.
+        platform: `cuda`, `tpu` or `cpu`, which decides what is fused into one kernel.
+
     Attributes:
         eqns: the equations.
         kernels: the kernels.
