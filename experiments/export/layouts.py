@@ -51,7 +51,7 @@ def forecast_of(name: str, size: str, fields: dict[str, Any], schedule: str) -> 
 
 def their_plan(layout: Any, outline: Outline) -> Plan:
     """The plan of a default layout."""
-    return plan_of(layout(stack_of(outline, strict=False).blocks), outline, strict=False)
+    return plan_of(layout(stack_of(outline, strict=False).blocks), outline)
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,20 +175,15 @@ def _accelerator(
             _flops_per_s(device),
         )
     # A figure that the table leaves out is that of the preset, or else Accelerator's default.
-    stated = entry.keys()
     cores, tiling = _cores(device, like)
     return replace(
         like,
         name=device.text_of("name", like.name),
-        memory_bytes=device.size("memory_bytes") if "memory_bytes" in stated else like.memory_bytes,
+        memory_bytes=device.size("memory_bytes", like.memory_bytes),
         memory_bytes_per_s=device.number("memory_bytes_per_s", like.memory_bytes_per_s),
-        flops_per_s=_flops_per_s(device) if "flops_per_s" in stated else like.flops_per_s,
+        flops_per_s=_flops_per_s(device) if "flops_per_s" in entry else like.flops_per_s,
         launch_s=device.number("launch_s", like.launch_s, zero=True),
-        elementwise_per_s=(
-            device.number("elementwise_per_s")
-            if "elementwise_per_s" in stated
-            else like.elementwise_per_s  # may be infinite, which the file cannot state
-        ),
+        elementwise_per_s=device.number("elementwise_per_s", like.elementwise_per_s),
         cores=cores,
         tiling=tiling,
     )
@@ -266,10 +262,13 @@ class _Table:
 
         Args:
             key: the key of the number.
-            default: the number if the key is missing; None if the key must be there.
+            default: the number if the key is missing, which may be infinite; None if the key must
+                be there.
             zero: whether the number may be 0, as a time or a share may, but not a rate.
         """
-        value = self.value(key, "a number") if default is None else self.entries.get(key, default)
+        if default is not None and key not in self.entries:
+            return default
+        value = self.value(key, "a number")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not (0 < value <= sys.float_info.max or (zero and value == 0)):
             least = "of at least 0" if zero else "above 0"
@@ -277,22 +276,21 @@ class _Table:
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = (
-            self.value(key, "a whole number") if default is None else self.entries.get(key, default)
-        )
+        if default is not None and key not in self.entries:
+            return default
+        value = self.value(key, "a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, f"must be a whole number of at least 1, not {value!r}")
         return value
 
-    def size(self, key: str) -> int:
+    def size(self, key: str, default: int | None = None) -> int:
+        if default is not None and key not in self.entries:
+            return default
         value = self.value(key, "a size")
-        try:
-            size = parse_bytes(None if isinstance(value, bool) else value)
-        except ValueError:
-            size = None
-        if size is None:
-            raise self.wrong(key, f"must be bytes, or a text such as '16GiB', not {value!r}")
-        return size
+        with suppress(ValueError):
+            if size := parse_bytes(value):
+                return size
+        raise self.wrong(key, f"must be bytes, or a text such as '16GiB', not {value!r}")
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.entries.get(key, default)

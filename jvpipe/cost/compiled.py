@@ -59,11 +59,12 @@ def with_compiled_bytes(
         temporary[key] = executable.memory_analysis().temp_size_in_bytes
     compiled = []
     for of_layer, programs in zip(options, backwards, strict=True):
-        least, *others = (temporary[program.key] for program in programs)
         # The temporary bytes of the first option, which keeps everything, are part of the layer's
-        # own cost. So `extra_bytes` is what another option needs beyond them.
-        with_bytes = [of_layer[0]]
-        for option, size in zip(of_layer[1:], others, strict=True):
-            with_bytes.append(replace(option, extra_bytes=max(size - least, 0)))
+        # own cost. So `extra_bytes` is what an option needs beyond them: 0 for the first option.
+        least = temporary[programs[0].key]
+        with_bytes = []
+        for option, program in zip(of_layer, programs, strict=True):
+            extra = max(temporary[program.key] - least, 0)
+            with_bytes.append(replace(option, extra_bytes=extra))
         compiled.append(tuple(with_bytes))
     return compiled

@@ -7,7 +7,7 @@ loaded in the parent. It runs no program. Parent and child exchange lines of JSO
                         program, {"id", "bytes"}, followed by that many bytes of StableHLO
     the child writes    {"kind"} when it is ready, or {"refused"} if it has no such compiler; then,
                         for each program, in the order in which they are done,
-                        {"id", "sizes", "arguments", "results"} with its bytes, or
+                        {"id", "numbers"} with its bytes, as `Sizes.of` reads them, or
                         {"id", "refused"} with the compiler's message
 """
 
@@ -56,7 +56,7 @@ def _compile(
     try:
         header, sizes = compiled_sizes(text, device)
         arguments, results = entry_bytes(header)
-        say({"id": number, "sizes": sizes, "arguments": arguments, "results": results})
+        say({"id": number, "numbers": (*sizes, len(arguments), *arguments, *results)})
     except Exception as refusal:  # a compiler may raise any exception
         say({"id": number, "refused": first_line(refusal)})
 

@@ -58,35 +58,20 @@ class Sizes:
     each_argument: tuple[int, ...] = ()
     each_result: tuple[int, ...] = ()
 
-    @property
-    def numbers(self) -> list[float]:
-        """All sizes as one list, which is the archive's format: `of` reads it back.
+    @staticmethod
+    def of(numbers: Sequence[float]) -> "Sizes":
+        """Makes sizes from the numbers that a child sends and the archive keeps.
 
         The five totals come first, then the number of arguments, then the bytes of each argument
         and of each result.
-        """
-        totals = self.arguments, self.results, self.aliased, self.temporary, self.code
-        arrays = (*self.each_argument, *self.each_result)
-        return [float(x) for x in (*totals, len(self.each_argument), *arrays)]
 
-    @staticmethod
-    def of(numbers: Sequence[float]) -> "Sizes":
-        """Makes sizes from the list that `Sizes.numbers` returned.
-
-        >>> sizes = Sizes(8, 4, 0, 2, 1, (4, 4), (4,))
-        >>> Sizes.of(sizes.numbers) == sizes
-        True
+        >>> sizes = Sizes.of([8.0, 4.0, 0.0, 2.0, 1.0, 2.0, 4.0, 4.0, 4.0])
+        >>> sizes.temporary, sizes.each_argument, sizes.each_result
+        (2, (4, 4), (4,))
         """
-        arguments, results, aliased, temporary, code, count, *argument_sizes = map(int, numbers)
-        apart = tuple(argument_sizes[:count]), tuple(argument_sizes[count:])
-        return Sizes(
-            arguments,
-            results,
-            aliased,
-            temporary,
-            code,
-            *apart,
-        )
+        arguments, results, aliased, temporary, code, count, *arrays = map(int, numbers)
+        apart = tuple(arrays[:count]), tuple(arrays[count:])
+        return Sizes(arguments, results, aliased, temporary, code, *apart)
 
 
 class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
@@ -108,24 +93,21 @@ class _Child:
 
     Attributes:
         target: the target that the child compiles for.
-        process: the process of the child.
-        to: the standard input of the child.
-        words: the standard output of the child, with its answers.
+        process: the process of the child, which reads messages and writes answers.
         complaints: a file with the error stream of the child.
     """
 
     target: Target
     process: subprocess.Popen[bytes]
-    to: IO[bytes]
-    words: IO[bytes]
     complaints: IO[bytes]
 
     def say(self, message: dict[str, Any], text: bytes = b"") -> None:
         """Sends a message as one line of JSON, and a text after it."""
         # If the child has ended, `answer` raises the error, with the reason.
+        assert self.process.stdin
         with suppress(BrokenPipeError):
-            self.to.write(json.dumps(message).encode() + b"\n" + text)
-            self.to.flush()
+            self.process.stdin.write(json.dumps(message).encode() + b"\n" + text)
+            self.process.stdin.flush()
 
     def give(self, number: int, program: str) -> None:
         """Sends a program to compile."""
@@ -138,7 +120,8 @@ class _Child:
         Raises:
             ValueError: the child has ended.
         """
-        if line := self.words.readline():
+        assert self.process.stdout
+        if line := self.process.stdout.readline():
             return json.loads(line)
         code = self.process.wait()
         self.complaints.seek(0)
@@ -214,20 +197,8 @@ class Compiler:
                 self.asked += 1
                 if time.monotonic() - told_s > _BETWEEN_S:
                     told_s = time.monotonic()
-                    _log.info(
-                        "compiled %d of %d for %s",
-                        done,
-                        len(texts),
-                        self.target.name,
-                    )
-                argument_sizes = answer["arguments"]
-                numbers = (
-                    *answer["sizes"],
-                    len(argument_sizes),
-                    *argument_sizes,
-                    *answer["results"],
-                )
-                yield text, list(map(float, numbers))
+                    _log.info("compiled %d of %d for %s", done, len(texts), self.target.name)
+                yield text, list(map(float, answer["numbers"]))
 
 
 @cache
@@ -265,15 +236,7 @@ def _child(target: Target) -> Iterator[_Child]:
             stdout=subprocess.PIPE,
             stderr=complaints,
         )
-        assert process.stdin
-        assert process.stdout
-        child = _Child(
-            target,
-            process,
-            process.stdin,
-            process.stdout,
-            complaints,
-        )
+        child = _Child(target, process, complaints)
         try:
             child.say({name: getattr(target, name) for name in ("platform", "topology", "config")})
             if refused := child.answer().get("refused"):

@@ -4,20 +4,13 @@ A family is a set of devices that are assumed to reach the same shares of their 
 There are few constants, and none belongs to one device alone. So they can be used for devices that
 nobody has measured, too. If the source of a constant says "fitted half", `experiments/predicts`
 fitted the constant to one half of the published throughputs, and the other half judges the result.
+The source of a constant is the comment above it.
 """
 
 from dataclasses import dataclass
 
 from jvpipe.cost.frameworks import Framework
 from jvpipe.cost.tiling import Tiling
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A number with its source: where it was measured, or why it is assumed."""
-
-    value: float
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,61 +22,41 @@ class Family:
             cores busy.
         memory: the share of the memory's peak rate that kernels reach.
         launch_s: the seconds that each kernel takes beside its work.
-        start: the terms that are added to each sum of a product (see `Tiling`).
-        winograd: the share of the rate of products that Winograd's algorithm reaches.
+        tiling: the efficiency of products by how their tiles fill the cores; None if not measured.
     """
 
-    products: Constant
-    memory: Constant
-    launch_s: Constant
-    start: Constant | None = None
-    winograd: Constant | None = None
+    products: float
+    memory: float
+    launch_s: float
+    tiling: Tiling | None = None
 
     def share(self, dtype: str) -> float:
         """Returns the share of the peak rate that products of a dtype reach.
 
         It was measured for float32 alone, so all other dtypes have the assumed share of `SHEET`.
         """
-        return self.products.value if dtype == "float32" else SHEET.products.value
-
-    @property
-    def tiling(self) -> Tiling | None:
-        """The efficiency of products by how their tiles fill the cores; None if not measured."""
-        if self.start is None or self.winograd is None:
-            return None
-        return Tiling(self.start.value, self.winograd.value)
+        return self.products if dtype == "float32" else SHEET.products
 
 
-_BY_IMAGES = "experiments/predicts, fitted half: torchgpipe's AmoebaNet-D and U-Net on P40s"
-_BY_BERT = "experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s"
-_MEMORY = Constant(
-    0.8, "as for all presets; a V100's copies reach 790 of 900 GB/s (Warburton, 2018)"
+# As for all presets; a V100's copies reach 790 of 900 GB/s (Warburton, 2018).
+_MEMORY = 0.8
+# As for all presets; experiments/predicts, fitted half, finds 2.97e-6.
+_LAUNCH_S = 3e-6
+_TILING = Tiling(
+    # experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s
+    start=32.0,
+    # experiments/predicts, fitted half: torchgpipe's AmoebaNet-D and U-Net on P40s
+    winograd=0.82,
 )
-_LAUNCH_S = Constant(3e-6, "as for all presets; experiments/predicts, fitted half, finds 2.97e-6")
-_START = Constant(32.0, _BY_BERT)
-_WINOGRAD = Constant(0.82, _BY_IMAGES)
 
-SHEET = Family(
-    Constant(0.6, "assumed: large products with their launches and tails"),
-    _MEMORY,
-    _LAUNCH_S,
-)
+# Assumed: large products with their launches and tails.
+SHEET = Family(0.6, _MEMORY, _LAUNCH_S)
 """The family of all devices that nobody measured. It has no tiling: products use all cores."""
-PASCAL = Family(
-    Constant(0.78, _BY_IMAGES),
-    _MEMORY,
-    _LAUNCH_S,
-    _START,
-    _WINOGRAD,
-)
+# experiments/predicts, fitted half: torchgpipe's AmoebaNet-D and U-Net on P40s
+PASCAL = Family(0.78, _MEMORY, _LAUNCH_S, _TILING)
 """The P40."""
-VOLTA = Family(
-    Constant(0.85, _BY_BERT),
-    _MEMORY,
-    _LAUNCH_S,
-    _START,
-    _WINOGRAD,
-)
+# experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s
+VOLTA = Family(0.85, _MEMORY, _LAUNCH_S, _TILING)
 """Volta and Turing, whose ordinary cores compute products of float32, not their tensor cores."""
 
 # An operation of PyTorch takes the host 5 to 25 us ("From PyTorch op to kernel launch").

@@ -10,8 +10,7 @@ kept and of swapped bytes, then the options that are farthest from all chosen on
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import accumulate, product
 
 import numpy as np
@@ -21,17 +20,12 @@ from jvpipe.cost.costs import Option
 from jvpipe.cost.effort import OPTIONS
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.recompute import Recompute, recompute_of
-from jvpipe.cost.roofline import equation_seconds
 from jvpipe.ir.plan import Fate
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace.graph import Traced
 
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The extra seconds of a layer's backward at measured points, as pairs (modeled, measured)."""
-
-    extra_s: tuple[tuple[float, float], ...]
+Calibration = Sequence[tuple[float, float]]
+"""The extra seconds of a layer's backward at measured points, as pairs (modeled, measured)."""
 
 
 def recomputes(
@@ -50,7 +44,6 @@ def recomputes(
         nothing: by layer, the programs that keep no candidate.
         device: the device whose seconds the roofline estimates.
     """
-    seconds = partial(equation_seconds, device=device)
     cache: dict[tuple[int, tuple[str, ...]], Recompute] = {}
     by_layer = []
     layers = traced.graph.layers
@@ -60,7 +53,7 @@ def recomputes(
         if key not in cache:
             outputs = (v for v in body.outputs if not isinstance(v, _jax.Literal))
             results = [body.candidates.get(v) for v in outputs]
-            cache[key] = recompute_of(programs, sizes, results, seconds)
+            cache[key] = recompute_of(programs, sizes, results, device)
         by_layer.append(cache[key])
     return by_layer
 
@@ -140,7 +133,7 @@ def _rank(option: Option) -> tuple[bool, float, int]:
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
     """Returns options with their modeled extra seconds replaced by interpolated measured ones."""
-    points = sorted([(0.0, 0.0), *measured.extra_s])
+    points = sorted([(0.0, 0.0), *measured])
     modeled_s, measured_s = np.array(points).T
     # Measured seconds must rise with the modeled ones: noise must not make more work cheaper.
     measured_s = np.maximum.accumulate(measured_s)
@@ -188,17 +181,14 @@ def _option(
     swapped = used.intersection(swapped)
     keeps_all = kept == recompute.choices
     dropped = frozenset() if keeps_all else recompute.choices - used
-    fates: dict[str, Fate] = {}
-    for candidate in sorted(dropped):
-        fates[recompute.names[candidate]] = Fate.RECOMPUTE
-    for candidate in sorted(swapped):
-        fates[recompute.names[candidate]] = Fate.SWAP
+    dropped_fates = {recompute.names[c]: Fate.RECOMPUTE for c in sorted(dropped)}
+    swapped_fates = {recompute.names[c]: Fate.SWAP for c in sorted(swapped)}
     return Option(
         kept_bytes=recompute.kept_bytes(used - swapped),
         swapped_bytes=recompute.kept_bytes(swapped),
         extra_s=recompute.extra_s(recomputed),
         extra_bytes=sum(recompute.bytes[c] for c in recomputed),
-        fates=fates,
+        fates=dropped_fates | swapped_fates,
         swaps_input=swaps_input,
     )
 

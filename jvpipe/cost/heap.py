@@ -43,10 +43,11 @@ def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Bu
     [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]
     """
     # Results are in order of rising size, so the first one with room is the smallest.
-    lodgers: list[tuple[Room, list[Buffer]]] = [(room, []) for room in sorted(rooms)]
+    in_order = sorted(rooms)
+    lodgers: list[list[Buffer]] = [[] for _ in in_order]
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
-        for room, there in lodgers:
+        for room, there in zip(in_order, lodgers, strict=True):
             # The buffers in a result never overlap in time, and end before the result is written.
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
             if holds and all(b.last < buffer.first or buffer.last < b.first for b in there):

@@ -39,7 +39,6 @@ from jvpipe.programs.model import (
     weight_program,
 )
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
@@ -177,12 +176,11 @@ def measured_costs(
     both = zip(forwards, backwards["all"], strict=True)
     works = [_work(runs[forward.key], runs[backward.key]) for forward, backward in both]
     if optimizer is not None:
-        update_s = partial(_update_s, runs)
         works = with_update_seconds(
             works,
             traced.graph.loss_layer,
             optimizer,
-            update_s,
+            lambda piece: runs[piece_program(piece).key].seconds,
         )
     signatures = [programs.signature for programs in kept["all"]]
     options = None
@@ -290,10 +288,6 @@ def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
     return input_s, weight_s
 
 
-def _update_s(runs: Runs, piece: Piece) -> float:
-    return runs[piece_program(piece).key].seconds
-
-
 def _estimated(
     store: ProgramStore,
     device: Device,
@@ -340,7 +334,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         _, recomputed = recompute.dropping(kept)
         measured_s = max(run.seconds - least_s, 0.0)
         points.append((recompute.extra_s(recomputed), measured_s))
-    return Calibration(tuple(points))
+    return points
 
 
 def _needed_bytes(needs: Any) -> int:

@@ -102,13 +102,9 @@ def costs_of(
     for layer, signature, work in zip(graph.layers, signatures, works, strict=True):
         everything = Option(sum(array.bytes for array in signature.residuals))
         cost = _layer_cost(model, layer, work, optimizer, microbatches)
-        layers.append(
-            replace(
-                cost,
-                options=(everything,) if options is None else tuple(options[layer.id]),
-                split=None if splits is None else splits[layer.id],
-            )
-        )
+        of_layer = (everything,) if options is None else tuple(options[layer.id])
+        split = None if splits is None else splits[layer.id]
+        layers.append(replace(cost, options=of_layer, split=split))
     return Costs(
         tuple(layers),
         tuple(map(_edge, graph.tensors)),
@@ -160,11 +156,11 @@ def _layer_cost(
         options=(),
         parameter_bytes=sum(p.array.bytes for p in trained),
         gradient_bytes=_summed_bytes(graph, layer, microbatches),
-        optimizer_bytes=lasting_bytes + _state_bytes(graph, layer.id, optimizer),
+        optimizer_bytes=lasting_bytes + _state_bytes(optimizer, holders_of(graph, layer.id)),
         input_bytes=sum(tensor.array.bytes for tensor in own_tensors),
         # Programs of a device run one after another, so only the largest temporaries count.
         temporary_bytes=max(forward_bytes, backward_bytes, update_bytes, ending_bytes),
-        state_bytes=0 if optimizer is None else _bytes_held(optimizer, layer.id),
+        state_bytes=_state_bytes(optimizer, [layer.id]),
         update_s=work.update_s,
     )
 
@@ -264,30 +260,26 @@ class _Model:
         self.touching: dict[Ref, tuple[int, ...]] = {}
         for layer, signature in zip(graph.layers, signatures, strict=True):
             values = {"input": layer.reads, "output": layer.writes}
-            left = [(kind, i) for kind, i in signature.sources if kind != "residual"]
-            for ref in {values[kind][i] for kind, i in left}:
-                _append(self.holders, ref, layer.id)
+            left = {values[kind][i] for kind, i in signature.sources if kind != "residual"}
+            for ref in left:
+                self.holders[ref] = (*self.holders.get(ref, ()), layer.id)
             for ref in {*layer.reads, *layer.writes}:
-                _append(self.touching, ref, layer.id)
+                self.touching[ref] = (*self.touching.get(ref, ()), layer.id)
+        sizes = {
+            ValueKind.TENSOR: [tensor.array.bytes for tensor in graph.tensors],
+            ValueKind.BATCH: [array.bytes for array in graph.batch],
+            ValueKind.SEED: [graph.seed_bytes],
+            ValueKind.STATE: [array.bytes for array in graph.state],
+            ValueKind.CONSTANT: [array.bytes for array in graph.constants],
+        }
         self.bytes: dict[Ref, int] = {}
-        self._add_bytes(ValueKind.TENSOR, [tensor.array.bytes for tensor in graph.tensors])
-        self._add_bytes(ValueKind.BATCH, [array.bytes for array in graph.batch])
-        self._add_bytes(ValueKind.SEED, [graph.seed_bytes])
-        self._add_bytes(ValueKind.STATE, [array.bytes for array in graph.state])
-        self._add_bytes(ValueKind.CONSTANT, [array.bytes for array in graph.constants])
-
-    def _add_bytes(self, kind: ValueKind, sizes: Sequence[int]) -> None:
-        for i, size in enumerate(sizes):
-            self.bytes[Ref(kind, i)] = size
+        for kind, of_kind in sizes.items():
+            self.bytes |= {Ref(kind, i): size for i, size in enumerate(of_kind)}
 
     def own_inputs(self, layer: Layer) -> list[int]:
         """Returns the inputs of a layer that its own backward reads, and no other backward does."""
-        alone = []
-        for tensor in layer.reading(ValueKind.TENSOR):
-            ref = Ref(ValueKind.TENSOR, tensor)
-            if self.holders.get(ref) == (layer.id,):
-                alone.append(tensor)
-        return alone
+        inputs = [ref for ref in layer.reads if ref.kind == ValueKind.TENSOR]
+        return [ref.index for ref in inputs if self.holders.get(ref) == (layer.id,)]
 
     def shared(self) -> Iterator[Shared]:
         """Yields the values that a stage holds once, however many of its layers read them."""
@@ -338,17 +330,10 @@ class _Model:
 
     def passing_backward_bytes(self, layer: Layer) -> int:
         """Counts the bytes of the cotangents that are alive while a layer's backward runs."""
-        total = 0
-        for tensor in self.graph.tensors:
-            # The cotangent flows from the last reader back to the producer.
-            is_alive = tensor.producer <= layer.id <= tensor.readers[-1]
-            if tensor.differentiable and is_alive:
-                total += tensor.array.bytes
-        return total
-
-
-def _append(layers: dict[Ref, tuple[int, ...]], ref: Ref, layer: int) -> None:
-    layers[ref] = (*layers.get(ref, ()), layer)
+        # The cotangent flows from the last reader back to the producer.
+        tensors = self.graph.tensors
+        alive = (t for t in tensors if t.producer <= layer.id <= t.readers[-1])
+        return sum(tensor.array.bytes for tensor in alive if tensor.differentiable)
 
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
@@ -383,15 +368,12 @@ def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
     return (layer, None) if layer == graph.loss_layer else (layer,)
 
 
-def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
-    """Counts the bytes of the optimizer's state that belongs to a layer."""
+def _state_bytes(optimizer: OptimizerCut | None, holders: Sequence[int | None]) -> int:
+    """Counts the bytes of the optimizer's state that belongs to any of several holders."""
     if optimizer is None:
         return 0
-    return sum(_bytes_held(optimizer, holder) for holder in holders_of(graph, layer))
-
-
-def _bytes_held(optimizer: OptimizerCut, holder: int | None) -> int:
-    return sum(optimizer.state[i].array.bytes for i in optimizer.held_by(holder))
+    leaves = (leaf for holder in holders for leaf in optimizer.held_by(holder))
+    return sum(optimizer.state[leaf].array.bytes for leaf in leaves)
 
 
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
@@ -406,8 +388,7 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
     for parameter in graph.tied():
         if parameter.owner == layer and not parameter.frozen:
             # The owner's own gradient of the parameter counts among the layer's gradients.
-            others = len(parameter.readers) - 1
-            total += others * parameter.array.bytes
+            total += (len(parameter.readers) - 1) * parameter.array.bytes
     # Pieces share slots, and each slot counts once.
     sizes: dict[Slot, int] = {}
     for piece in optimizer.update:

@@ -52,9 +52,9 @@ def _gpu(
     return Accelerator(
         name,
         memory_gib * GIB,
-        family.memory.value * memory_bytes_per_s,
+        family.memory * memory_bytes_per_s,
         {dtype: family.share(dtype) * 1e12 * rate for dtype, rate in tflops.items()},
-        launch_s=family.launch_s.value,
+        launch_s=family.launch_s,
         elementwise_per_s=0.5e12 * vector_tflops,  # an operation takes as long as a multiply-add
         cores=cores,
         tiling=family.tiling,
@@ -166,18 +166,15 @@ def _cluster(
         network_gigabits_per_s: the raw rate of the network.
         peer: the link between devices of a machine; None if they send through the host's link.
     """
-    network = _link(network_gigabits_per_s / 8, 30e-6)
-    through_host = peer is None
-    peer = host if peer is None else peer
     return Cluster(
         name,
         device,
         devices_per_machine,
         machines,
         host,
-        peer,
-        network,
-        peer_uses_host=through_host,
+        peer or host,
+        network=_link(network_gigabits_per_s / 8, 30e-6),
+        peer_uses_host=peer is None,
     )
 
 

@@ -125,5 +125,6 @@ def _convolution(eqn: JaxprEqn) -> Product:
 
 
 def _itemsizes(eqn: JaxprEqn) -> tuple[int, int, int]:
-    left, right, result = (_jax.aval(v).dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
+    avals = map(_jax.aval, (*eqn.invars, *eqn.outvars))
+    left, right, result = (aval.dtype.itemsize for aval in avals)
     return left, right, result

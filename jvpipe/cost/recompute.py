@@ -15,20 +15,20 @@ a. A candidate is needed if an equation that is repeated, or one with cotangents
 drawing a is not needed if c is kept. Then a costs no bytes, even if a is chosen to be kept.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from itertools import combinations
 
 import numpy as np
 
-from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
+from jvpipe._jax import Jaxpr, JaxprEqn, Var
 from jvpipe.cost.effort import OPTIONS
+from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.roofline import equation_seconds
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged_equations
-
-EquationSeconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Recompute:
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
-            tried = [frozenset(compress(order, chosen)) for chosen in _choices(len(order))]
+            counts = range(len(order) + 1)
+            tried = [frozenset(kept) for n in counts for kept in combinations(order, n)]
         else:
             cuts = [frozenset[int](), self.choices, *map(self.cut, self._prices())]
             hull = {self.dropping(kept)[0] for kept in cuts}
@@ -179,9 +180,7 @@ class Recompute:
             edges.append((equation[e], sink, capacity))
         rows, cols, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
         graph = csr_array((capacities, (rows, cols)), shape=(size, size))
-        residual = graph - maximum_flow(graph, source, sink).flow
-        residual.data = np.maximum(residual.data, 0)
-        residual.eliminate_zeros()
+        residual = (graph - maximum_flow(graph, source, sink).flow).maximum(0)
         # The nodes that the source reaches by edges with capacity left are its side of the cut.
         reached = breadth_first_order(residual, source, return_predecessors=False)
         is_true = np.isin(np.arange(size), reached)
@@ -189,17 +188,11 @@ class Recompute:
         return frozenset(c for c in self.choices if is_kept[c])
 
 
-def _choices(n: int) -> Iterator[list[bool]]:
-    """Yields the 2^n subsets of n things, each as a list of whether it includes each thing."""
-    for digits in range(2**n):
-        yield [bool(digits >> i & 1) for i in range(n)]
-
-
 def recompute_of(
     nothing: LayerPrograms,
     sizes: Mapping[str, int],
     results: Collection[str | None],
-    seconds: EquationSeconds,
+    device: Accelerator,
 ) -> Recompute:
     """Finds what dropping the candidates of a layer costs.
 
@@ -207,8 +200,7 @@ def recompute_of(
         nothing: the layer's programs that keep no candidate.
         sizes: the bytes of each candidate, by name.
         results: the names of candidates that are results of the layer, which always exist.
-        seconds: a function that returns the seconds of each equation, given a program's equations
-            and outputs.
+        device: the device whose seconds the roofline estimates.
     """
     backward = merged_equations(nothing.backward).jaxpr
     repeated, needed = _repeated(backward, len(nothing.signature.sources))
@@ -250,14 +242,11 @@ def recompute_of(
             todo += sorted(lineage[name][0])
     names = [name for name in sizes if name in lineage]
     parents = [*(lineage[name][0] for name in names), direct]
-    seconds_of = seconds(backward.eqns, backward.outvars)
+    seconds_of = equation_seconds(backward.eqns, backward.outvars, device)
     # Equations that are always repeated, or take no time, make no difference between choices.
     behind_any = set[int]().union(*(eqns for _, eqns in lineage.values()))
     columns = [i for i in sorted(behind_any - always) if seconds_of[i]]
-    behind = np.zeros((len(names), len(columns)), bool)
-    for c, name in enumerate(names):
-        _, eqns = lineage[name]
-        behind[c] = [i in eqns for i in columns]
+    behind = [[i in lineage[name][1] for i in columns] for name in names]
     free = [c for c, name in enumerate(names) if name in results]
     places = (frozenset(map(names.index, needs)) for needs in parents)
     return Recompute(
@@ -266,7 +255,7 @@ def recompute_of(
         bytes=tuple(sizes[name] for name in names),
         free=frozenset(free),
         parents=tuple(places),
-        behind=behind,
+        behind=np.array(behind, bool).reshape(len(names), len(columns)),
         seconds=np.array([seconds_of[i] for i in columns], float),
     )
 

@@ -81,18 +81,13 @@ def nbytes(atom: Atom) -> int:
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
     jaxpr = merged_equations(closed).jaxpr
-    kernels = Kernels(
-        jaxpr.eqns,
-        jaxpr.outvars,
-        device.platform,
-        fuses=device.framework.fuses,
-    )
+    kernels_s = _kernels_s(jaxpr.eqns, jaxpr.outvars, device)
     # Kernels run one after another, so their seconds add up.
     busy_s = 0.0
-    for i, kernel in kernels.of.items():
-        busy_s += _kernel_seconds(jaxpr.eqns[i], kernel, device)
+    for kernel_s in kernels_s.values():
+        busy_s += kernel_s
     # The host launches kernels while earlier kernels run: the slower of host and device counts.
-    starting_s = len(kernels.of) * device.framework.host_s
+    starting_s = len(kernels_s) * device.framework.host_s
     return float(max(busy_s, starting_s))
 
 
@@ -108,17 +103,22 @@ def equation_seconds(
         outputs: the results of the program.
         device: the device that would run the program.
     """
-    kernels = Kernels(
-        eqns,
-        outputs,
-        device.platform,
-        fuses=device.framework.fuses,
-    )
-    return [_kernel_seconds(eqn, kernels.of.get(i), device) for i, eqn in enumerate(eqns)]
+    kernels_s = _kernels_s(eqns, outputs, device)
+    return [kernels_s.get(i, 0.0) for i in range(len(eqns))]
+
+
+def _kernels_s(
+    eqns: Sequence[JaxprEqn],
+    outputs: Iterable[Atom],
+    device: Accelerator,
+) -> dict[int, float]:
+    """Estimates the seconds of each kernel, by the index of its equation."""
+    kernels = Kernels(eqns, outputs, device.platform, fuses=device.framework.fuses)
+    return {i: _kernel_seconds(eqns[i], kernel, device) for i, kernel in kernels.of.items()}
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class Kernel:
     """The work of one kernel beside its products.
 
     Attributes:
@@ -164,12 +164,12 @@ class Kernels:
                 (alias,) = eqn.outvars
                 self.root[alias] = self.root[source]
         self.written = self._written(eqns, outputs, platform, fuses)
-        self.of: dict[int, _Kernel] = {}
+        self.of: dict[int, Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
         for i, eqn in enumerate(eqns):
             reads, operations = self._uses(i, eqn)
             if not self.written.isdisjoint(eqn.outvars):
-                self.of[i] = _Kernel(reads, sum(operations.values()), _written_bytes(eqn))
+                self.of[i] = Kernel(reads, sum(operations.values()), _written_bytes(eqn))
             for v in eqn.outvars:
                 in_memory = ({v: nbytes(v)}, {})
                 self.fused[v] = in_memory if v in self.written else (reads, operations)
@@ -266,10 +266,8 @@ def _operations(eqn: JaxprEqn) -> float:
     return _OPERATIONS.get(name, 1.0) * size
 
 
-def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) -> float:
-    """Estimates the seconds of an equation's kernel; 0 if the equation has none."""
-    if kernel is None:
-        return 0.0
+def _kernel_seconds(eqn: JaxprEqn, kernel: Kernel, device: Accelerator) -> float:
+    """Estimates the seconds of an equation's kernel."""
     if bodies := _jax.inner_jaxprs(eqn):
         return device.launch_s + _loop_seconds(eqn, bodies, device)
     work = flops(eqn)

@@ -18,6 +18,9 @@ from jvpipe.ir.layers import Array
 
 T = TypeVar("T")
 
+COLUMNS = 128
+"""The columns of a tile."""
+
 _BITS = {"pred": 8, "token": 0}
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]*\)|\([\d,]*\))*)[^}]*)?\})?")
 
@@ -42,10 +45,7 @@ def laid_bytes(shape: str) -> int:
         # The fastest dimensions come first. A tile of n dimensions pads the first n of them.
         laid = [sizes[i] for i in order] or [1]
         rest = math.prod(laid[len(tile) :])
-        filled = [
-            -(-size // whole) * whole for size, whole in zip(laid, reversed(tile), strict=False)
-        ]
-        sizes = [rest, *filled]
+        sizes = [rest, *map(_filled, laid, reversed(tile))]
     return -(-math.prod(sizes) * _bits(kind) // 8)
 
 
@@ -61,15 +61,15 @@ def in_tiles(value: T) -> T:
     """
     if isinstance(value, Array):
         size = math.prod(value.shape)
-        is_counted = not value.spec and 0 < size <= value.bytes
-        if not is_counted:  # the array is cut over several devices, is empty, or packs its elements
+        # An array is not counted if it is cut over several devices, is empty, or packs its elements.
+        if value.spec or not 0 < size <= value.bytes:
             return value
         return replace(value, bytes=tiled_bytes(value.shape, value.bytes // size))
     if type(value) is tuple:
         return tuple(map(in_tiles, value))
     if is_dataclass(value) and not isinstance(value, type):
-        values = {field.name: getattr(value, field.name) for field in fields(value)}
-        return replace(value, **{name: in_tiles(x) for name, x in values.items()})
+        names = [field.name for field in fields(value)]
+        return replace(value, **{name: in_tiles(getattr(value, name)) for name in names})
     return value
 
 
@@ -85,9 +85,12 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     layout = header.partition("entry_computation_layout={")[2]
     arguments, _, results = layout.partition("->")
-    sides = (arguments, _closed(results))
-    sizes = [tuple(laid_bytes(m.group()) for m in _SHAPE.finditer(side)) for side in sides]
-    return sizes[0], sizes[1]
+    return _all_bytes(arguments), _all_bytes(_closed(results))
+
+
+def _all_bytes(shapes: str) -> tuple[int, ...]:
+    """Counts the bytes of each array in a text with their shapes."""
+    return tuple(laid_bytes(found.group()) for found in _SHAPE.finditer(shapes))
 
 
 def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -> int:
@@ -106,19 +109,22 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
     packed = max(1, 4 // itemsize)  # elements that share the four bytes of a lane
     if len(sizes) < 2:
         (size,) = sizes or (1,)
-        tile = 128 * packed * (1 if size <= 128 * packed else 8)
-        return -(-size // tile) * tile * itemsize
-    least = math.inf
+        row = COLUMNS * packed
+        return itemsize * _filled(size, row if size <= row else 8 * row)
+    counts = []
     for minor, second in permutations(range(len(sizes)), 2):
-        if lanes not in (None, minor):
-            continue
-        # A tile has up to 8 rows, a power of two.
-        rows = min(8, max(packed, 1 << (sizes[second] - 1).bit_length()))
-        rest = math.prod(x for i, x in enumerate(sizes) if i not in (minor, second))
-        filled_rows = -(-sizes[second] // rows) * rows
-        filled_columns = -(-sizes[minor] // 128) * 128
-        least = min(least, rest * filled_rows * filled_columns)
-    return int(least) * itemsize
+        if lanes in (None, minor):
+            # A tile has up to 8 rows, a power of two.
+            rows = min(8, max(packed, 1 << (sizes[second] - 1).bit_length()))
+            rest = (size for i, size in enumerate(sizes) if i not in (minor, second))
+            tiled = _filled(sizes[second], rows) * _filled(sizes[minor], COLUMNS)
+            counts.append(tiled * math.prod(rest))
+    return itemsize * min(counts)
+
+
+def _filled(size: int, whole: int) -> int:
+    """Returns the least multiple of `whole` that is no less than a size."""
+    return -(-size // whole) * whole
 
 
 def _closed(results: str) -> str:

@@ -71,13 +71,7 @@ def product_s(
     >>> [round(product_s(Product(1, 128 * rows, 128, 100), gpu, 80, 80e9, 1e15), 6) for rows in (80, 81, 160)]
     [0.003277, 0.003834, 0.006554]
     """
-    direct_s = _waves_s(
-        product,
-        tiling,
-        cores,
-        flops_per_s,
-        result_bytes_per_s,
-    )
+    direct_s = _waves_s(product, tiling, cores, flops_per_s, result_bytes_per_s)
     minimal = product.minimal
     if minimal is None or not tiling.winograd:
         return direct_s
@@ -97,7 +91,8 @@ def _waves_s(
     sums_bytes = 4 * product.b * product.m * product.n
     least = math.inf
     for rows, columns, share in TILES:
-        tiles = product.b * -(-product.m // rows) * -(-product.n // columns)
+        tiles_down, tiles_across = -(-product.m // rows), -(-product.n // columns)
+        tiles = product.b * tiles_down * tiles_across
         for parts in _PARTS:
             terms = -(-product.k // parts) + tiling.start
             waves = -(-tiles * parts // cores)

@@ -10,7 +10,7 @@ several.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -71,13 +71,7 @@ class Format:
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
-        lost = list(
-            losses(
-                plan,
-                self.read(text, outline),
-                self.silent,
-            )
-        )
+        lost = list(losses(plan, self.read(text, outline), self.silent))
         if lost and not lossy:
             raise ValueError(
                 f"{self.name} cannot say all of this plan; lost would be {'; '.join(lost)}. "
@@ -156,13 +150,13 @@ def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
     return [rule for rule in rules if rule.chunks == chunks]
 
 
-def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
-    """Sorts task lists by device, as other systems expect; a plan has them in order of stages."""
+def lists_by_device(plan: Plan, microbatches: int) -> TaskLists:
+    """Returns the lists of `lists_for` by device, as other systems expect, and not by stage."""
 
     def devices_of(tasks: Sequence[Task]) -> tuple[int, ...]:
         return plan.stages[tasks[0].stage].devices
 
-    return tuple(sorted(lists, key=devices_of))
+    return tuple(sorted(lists_for(plan, microbatches), key=devices_of))
 
 
 def ranks_of(lists: TaskLists) -> dict[int, int]:
@@ -309,3 +303,25 @@ def with_lists(
     )
     lists_for(with_own_lists, count)  # raises ValueError unless the lists make a complete step
     return with_own_lists
+
+
+def whole_number(
+    fields: Mapping[str, str],
+    name: str,
+    default: int,
+    *,
+    signed: bool = True,
+) -> int:
+    """Returns a field that is a whole number; raises ValueError if it is something else.
+
+    Args:
+        fields: the texts of fields, by name.
+        name: the name of the field.
+        default: the number if there is no such field.
+        signed: whether the number may be negative.
+    """
+    value = fields.get(name, str(default))
+    digits = value.lstrip("-") if signed else value
+    if not digits.isdecimal():
+        raise ValueError(f"{name} must be a whole number, not '{value}'")
+    return int(value)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jvpipe.exports.format import Format, by_device, lists_for, ranks_of, with_lists
+from jvpipe.exports.format import Format, lists_by_device, ranks_of, with_lists
 from jvpipe.exports.torch_csv import RULES, with_sends
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.outline import Outline
@@ -64,7 +64,7 @@ def _write(plan: Plan, outline: Outline) -> str:
     """Writes the tables, followed by the code that passes them to JaxPP."""
     names = [layer.name for layer in outline.layers]
     marks = [names[end - 1] for end in accumulate(plan.cuts)]
-    lists = by_device(plan, lists_for(plan, outline.microbatches))
+    lists = lists_by_device(plan, outline.microbatches)
     kinds = {task.kind for tasks in lists for task in tasks}
     if kinds & {Kind.I, Kind.W}:
         lists = tuple(_in_halves(tasks) for tasks in lists)

@@ -12,11 +12,12 @@ MaxText recomputes blocks from their inputs in two cases:
 
 import re
 
-from jvpipe.exports.format import Format
+from jvpipe.exports.format import Format, whole_number
 from jvpipe.exports.stack import Layout, layout_of, plan_of, stack_of
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 
+_STAGES = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
 _LINE = re.compile(r"(\w+)\s*[:=]\s*['\"]?(-?\w*)['\"]?\s*(?:#.*)?")
 
 
@@ -46,21 +47,18 @@ def _read(text: str, outline: Outline) -> Plan:
     Raises:
         ValueError: the fields do not fit the model, or say what a plan cannot express.
     """
-    fields = dict[str, str]()
-    for line in text.splitlines():
-        if match := _LINE.fullmatch(line.strip()):
-            fields[match[1]] = match[2]
+    matches = (_LINE.fullmatch(line.strip()) for line in text.splitlines())
+    fields = {match[1]: match[2] for match in matches if match}
     # A slice is a set of devices that fast links join. A pipeline may run within a slice (ici),
     # across several slices (dcn), or both.
-    within = _number(fields, "ici_pipeline_parallelism", 1)
-    across = _number(fields, "dcn_pipeline_parallelism", 1)
+    within, across = (whole_number(fields, name, 1) for name in _STAGES)
     stages = within * across
     blocks = stack_of(outline, strict=False).blocks
-    if stages < 1 or not {"ici_pipeline_parallelism", "dcn_pipeline_parallelism"} & set(fields):
+    if stages < 1 or fields.keys().isdisjoint(_STAGES):
         raise ValueError(f"ici_pipeline_parallelism must say how many stages, it gives {stages}")
-    total = _number(fields, "base_num_decoder_layers", blocks)
-    per_stage = _number(fields, "num_layers_per_pipeline_stage", 1)
-    repeats = _number(fields, "num_pipeline_repeats", -1)
+    total = whole_number(fields, "base_num_decoder_layers", blocks)
+    per_stage = whole_number(fields, "num_layers_per_pipeline_stage", 1)
+    repeats = whole_number(fields, "num_pipeline_repeats", -1)
     if total != blocks:
         raise ValueError(f"base_num_decoder_layers is {total}, the model has {blocks} blocks")
     if repeats == -1 and per_stage > 0:  # MaxText's default: as often as the blocks require
@@ -74,31 +72,11 @@ def _read(text: str, outline: Outline) -> Plan:
     policy = fields.get("remat_policy", "full")
     if policy not in ("none", "full"):
         raise ValueError(f"remat_policy '{policy}' cannot be read: none and full can")
-    iterations = _flag(
-        fields,
-        "set_remat_policy_on_pipeline_iterations",
-        True,
-    )
-    layers = _flag(
-        fields,
-        "set_remat_policy_on_layers_per_stage",
-        False,
-    )
+    iterations = _flag(fields, "set_remat_policy_on_pipeline_iterations", True)
+    layers = _flag(fields, "set_remat_policy_on_layers_per_stage", False)
     recomputes = iterations or (layers and policy == "full")
     again = per_stage if recomputes else 0
-    return plan_of(
-        Layout((per_stage,) * stages, again, "gpipe", stages),
-        outline,
-        strict=False,
-    )
-
-
-def _number(fields: dict[str, str], name: str, default: int) -> int:
-    """Returns a field that is a whole number; raises ValueError if it is something else."""
-    value = fields.get(name, str(default))
-    if not value.lstrip("-").isdecimal():
-        raise ValueError(f"{name} must be a whole number, not '{value}'")
-    return int(value)
+    return plan_of(Layout((per_stage,) * stages, again, "gpipe", stages), outline)
 
 
 def _flag(fields: dict[str, str], name: str, default: bool) -> bool:

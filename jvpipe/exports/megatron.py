@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from jvpipe.exports.format import Format
+from jvpipe.exports.format import Format, whole_number
 from jvpipe.exports.stack import Layout, layout_of, plan_of
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import MOST_LAYERS, Plan
@@ -49,25 +49,17 @@ def _read(text: str, outline: Outline) -> Plan:
     joined = "".join(stages)
     if not re.fullmatch("Et*L", joined):
         raise ValueError(f"the layout must be one E, blocks t and one L, it is {brief(joined)}")
-    blocks = _number(options, "--num-layers", len(joined) - 2)
+    blocks = whole_number(options, "--num-layers", len(joined) - 2, signed=False)
     if blocks != len(joined) - 2:
         raise ValueError(f"--num-layers is {blocks}, the layout has {len(joined) - 2} blocks t")
-    devices = _number(
-        options,
-        "--pipeline-model-parallel-size",
-        len(stages),
-    )
+    devices = whole_number(options, "--pipeline-model-parallel-size", len(stages), signed=False)
     chunks, rest = divmod(len(stages), devices) if devices else (0, 1)
     if rest:
         raise ValueError(f"{len(stages)} stages cannot be shared by {devices} ranks")
     rule = "1f1b" if chunks == 1 else Interleaved(chunks=chunks).name
     counts = tuple(stage.count("t") for stage in stages)
     again = _again(options, max(counts))
-    return plan_of(
-        Layout(counts, again, rule, devices),
-        outline,
-        strict=False,
-    )
+    return plan_of(Layout(counts, again, rule, devices), outline)
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
@@ -101,7 +93,7 @@ def _again(options: dict[str, str], largest: int) -> int:
     if granularity is None:
         return 0
     method = options.get("--recompute-method")
-    count = _number(options, "--recompute-num-layers", 1)
+    count = whole_number(options, "--recompute-num-layers", 1, signed=False)
     # "uniform" recomputes all blocks, in units of `count` blocks. Plans have units of one block.
     if granularity == "full" and method == "uniform" and count == 1:
         return largest
@@ -110,14 +102,6 @@ def _again(options: dict[str, str], largest: int) -> int:
             f"recomputation '{granularity}' by '{method}' in units of {count} cannot be read: full by block can"
         )
     return min(count, largest)
-
-
-def _number(options: dict[str, str], name: str, default: int) -> int:
-    """Returns an option that is a whole number; raises ValueError if it is something else."""
-    value = options.get(name, str(default))
-    if not value.isdecimal():
-        raise ValueError(f"{name} must be a whole number, not '{value}'")
-    return int(value)
 
 
 def _unrolled(layout: str) -> str:

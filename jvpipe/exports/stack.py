@@ -66,9 +66,8 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
         ValueError: the model is not a stack; the message says what the model has instead.
     """
     block_of = [layer.block for layer in outline.layers]
-    names = list(dict.fromkeys(block for block in block_of if block))
+    names = list(dict.fromkeys(filter(None, block_of)))
     families = list(dict.fromkeys(name for name, _ in names))
-    starts = [block_of.index(name) for name in names]
     if len(names) < 2 or (strict and len(families) > 1):
         has = ", ".join(families) or "no numbered modules"
         raise ValueError(
@@ -78,7 +77,7 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
     end = 1 + max(i for i, block in enumerate(block_of) if block)
     # Layers before the first block are the embedding, layers after the last block the head.
-    stack = BlockStack((*starts, end), len(block_of))
+    stack = BlockStack((*map(block_of.index, names), end), len(block_of))
     if strict:
         _check_alike(outline, stack)
     return stack
@@ -93,13 +92,11 @@ def _check_alike(outline: Outline, stack: BlockStack) -> None:
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
     values = [[len(layer.values) for layer in block] for block in blocks]
     sizes = [sum(layer.parameter_bytes for layer in block) for block in blocks]
-    for k in range(1, len(blocks)):
-        is_last = k == len(blocks) - 1 and len(values[k]) == len(values[0])
-        # All layers of the last block except its last one are compared.
-        alike_but_last = is_last and values[k][:-1] == values[0][:-1]
-        alike = values[k] == values[0] or alike_but_last
-        difference = abs(sizes[k] - sizes[0])
-        if not alike or difference > _NORM * sizes[0]:
+    # The last layer of the last block is not compared.
+    if len(values[-1]) == len(values[0]):
+        values[-1][-1] = values[0][-1]
+    for k, size in enumerate(sizes):
+        if values[k] != values[0] or abs(size - sizes[0]) > _NORM * sizes[0]:
             raise ValueError(f"the blocks of the model are not alike: block {k} is not as block 0")
 
 
@@ -128,13 +125,11 @@ def layout_of(
     stack = stack_of(outline)
     stages = len(plan.stages)
     rule = rule_of(plan, outline.microbatches, names)
-    cuts = list[int]()
-    layer = 0  # the first layer of the next stage
-    for stage in plan.stages[:-1]:
-        layer += len(stage.layers)
+    cuts = [0]
+    for layer in accumulate(plan.cuts[:-1]):  # the first layer of the next stage
         distances = [abs(start - layer) for start in stack.starts]
         cuts.append(distances.index(min(distances)))
-    counts = [b - a for a, b in pairwise([0, *cuts, stack.blocks])]
+    counts = [b - a for a, b in pairwise([*cuts, stack.blocks])]
     if equal:
         share, rest = divmod(stack.blocks, stages)
         if rest:
@@ -145,35 +140,28 @@ def layout_of(
     dropped: set[str] = set()
     for stage in plan.stages:
         dropped.update(name for name, fate in stage.fates.items() if fate != "keep")
-    again, first = 0, 0
-    for count in counts:
-        blocks = range(first, first + count)
-        recomputed = [k for k in blocks if not dropped.isdisjoint(_values(outline, stack, k))]
-        again = max(again, len(recomputed))
-        first += count
+    again = 0
+    for first, end in pairwise(accumulate(counts, initial=0)):
+        blocks = (_values(outline, stack, k) for k in range(first, end))
+        again = max(again, sum(not dropped.isdisjoint(names) for names in blocks))
     # A format of equal stages recomputes either all blocks of all stages or none.
     if equal and again:
         again = max(counts)
     return Layout(tuple(counts), again, rule, plan.device_count)
 
 
-def plan_of(
-    layout: Layout,
-    outline: Outline,
-    strict: bool = True,
-) -> Plan:
-    """Returns the plan of a layout.
+def plan_of(layout: Layout, outline: Outline) -> Plan:
+    """Returns the plan of a layout, for a model whose blocks need not be alike.
 
     Args:
         layout: the stages, in numbers of blocks.
         outline: the outline of the model.
-        strict: whether the blocks must be alike, as for `stack_of`.
 
     Raises:
         ValueError: the layout has more or fewer blocks than the model, or jvpipe would run its
             tasks in another order than the other system.
     """
-    stack = stack_of(outline, strict)
+    stack = stack_of(outline, strict=False)
     stages = len(layout.counts)
     if (total := sum(layout.counts)) != stack.blocks:
         raise ValueError(f"the layout covers {total} blocks, the model has {stack.blocks}")

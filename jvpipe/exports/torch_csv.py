@@ -19,13 +19,14 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 from jvpipe.exports.format import (
     Format,
     PlanPart,
-    by_device,
-    lists_for,
+    lists_by_device,
     ranks_of,
     with_lists,
 )
@@ -34,6 +35,7 @@ from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 
+T = TypeVar("T")
 _ADDS = (Kind.B, Kind.W)
 """The kinds of tasks that add to the gradients of weights: whole backwards, and their half W."""
 RULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half")
@@ -45,7 +47,7 @@ _SENDS = re.compile("SEND|RECV")
 
 def _write(plan: Plan, outline: Outline) -> str:
     """Writes the task lists of a plan, with their sends and receives, rank by rank."""
-    lists = by_device(plan, lists_for(plan, outline.microbatches))
+    lists = lists_by_device(plan, outline.microbatches)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(with_sends(lists))
     return out.getvalue()
@@ -53,8 +55,6 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 def with_sends(lists: TaskLists) -> list[list[str]]:
     """Adds SEND, RECV and REDUCE_GRAD to task lists.
-
-    This function plays the lists: in each round, each rank runs its next task if the task is ready.
 
     Args:
         lists: the tasks of each rank, without sends and receives.
@@ -65,40 +65,58 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     Raises:
         ValueError: tasks wait for each other.
     """
-    rank: dict[int, int] = {}
-    for r, tasks in enumerate(lists):
-        rank.update((task.stage, r) for task in tasks)
+    rank = ranks_of(lists)
     last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
-    done = set[Task]()
-    at = [0] * len(lists)  # the position of each rank's next task
     # `backwards` counts, for each stage, the tasks that have not yet added to its gradients.
     adding = (task for tasks in lists for task in tasks if task.kind in _ADDS)
     backwards = Counter(task.stage for task in adding)
-    # The loop ends, because each round runs a task or raises.
-    while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
-        before = sum(at)
-        for r, tasks in enumerate(lists):
-            if at[r] == len(tasks) or not _ready(tasks[at[r]], done, last):
-                continue
-            task = tasks[at[r]]
-            done.add(task)
-            at[r] += 1
-            rows[r].append(str(task))
-            to = _next_stage(task, last)
-            # Between two stages on one rank no send is needed.
-            if to is not None and rank[to] != r:
-                letter = "F" if task.kind == Kind.F else "B"
-                rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
-                rows[rank[to]].append(f"{to}RECV_{letter}{task.microbatch}")
-            backwards[task.stage] -= task.kind in _ADDS
-            # The gradients of a stage are complete after its last B or W.
-            if task.kind in _ADDS and not backwards[task.stage]:
-                rows[r].append(f"{task.stage}REDUCE_GRAD")
-        if sum(at) == before:  # nothing ran, so nothing will run in the next round either
-            stuck = [tasks[at[r]] for r, tasks in enumerate(lists) if at[r] < len(tasks)]
-            raise cannot_progress({task: _needs(task, last) for task in stuck})
+
+    def stuck(tasks: Iterable[Task]) -> ValueError:
+        return cannot_progress({task: _needs(task, last) for task in tasks})
+
+    for r, task in _played(lists, partial(_ready, last=last), stuck):
+        rows[r].append(str(task))
+        to = _next_stage(task, last)
+        # Between two stages on one rank no send is needed.
+        if to is not None and rank[to] != r:
+            letter = "F" if task.kind == Kind.F else "B"
+            rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
+            rows[rank[to]].append(f"{to}RECV_{letter}{task.microbatch}")
+        backwards[task.stage] -= task.kind in _ADDS
+        # The gradients of a stage are complete after its last B or W.
+        if task.kind in _ADDS and not backwards[task.stage]:
+            rows[r].append(f"{task.stage}REDUCE_GRAD")
     return rows
+
+
+def _played(
+    lists: Sequence[Sequence[T]],
+    is_ready: Callable[[T, set[T]], bool],
+    stuck: Callable[[list[T]], ValueError],
+) -> Iterator[tuple[int, T]]:
+    """Yields the actions of all ranks in an order in which they can run, each with its rank's number.
+
+    In each round, each rank runs its next action if the action is ready.
+
+    Args:
+        lists: the actions of each rank.
+        is_ready: tells whether an action can run after the actions of a set.
+        stuck: makes the error that is raised if all actions that are next wait for each other.
+    """
+    done = set[T]()
+    at = [0] * len(lists)  # the position of each rank's next action
+    # The loop ends, because each round runs an action or raises.
+    while waiting := [r for r, actions in enumerate(lists) if at[r] < len(actions)]:
+        before = sum(at)
+        for r in waiting:
+            action = lists[r][at[r]]
+            if is_ready(action, done):
+                done.add(action)
+                at[r] += 1
+                yield r, action
+        if sum(at) == before:  # nothing ran, so nothing will run in the next round either
+            raise stuck([lists[r][at[r]] for r in waiting])
 
 
 def _next_stage(task: Task, last: int) -> int | None:
@@ -194,17 +212,12 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
     # The order of sends in the file may differ from the order in `sent`, and may let ranks wait for
     # each other. So the file's rows are played, too, with their sends and receives.
     last = max(int(re.split(r"\D", cell)[0]) for row in rows for cell in row)
-    done = set[str]()
-    at = [0] * len(rows)
-    while any(at[r] < len(row) for r, row in enumerate(rows)):
-        before = sum(at)
-        for r, row in enumerate(rows):
-            while at[r] < len(row) and _may_run(row[at[r]], done, last):
-                done.add(row[at[r]])
-                at[r] += 1
-        if sum(at) == before:
-            stuck = [row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)]
-            raise ValueError(f"the CSV deadlocks: {', '.join(stuck)} wait for ever")
+
+    def stuck(cells: Iterable[str]) -> ValueError:
+        return ValueError(f"the CSV deadlocks: {', '.join(cells)} wait for ever")
+
+    for _ in _played(rows, partial(_may_run, last=last), stuck):
+        pass
 
 
 def _may_run(cell: str, done: set[str], last: int) -> bool:
@@ -216,10 +229,9 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
         last: the number of the last stage.
     """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
-    assert match is not None
-    s = int(match[1])
-    word = match[2]
-    m = match[3]
+    assert match
+    stage, word, m = match.groups()
+    s = int(stage)
     # One of the actions in `waits_for` must have run. The result of a neighboring stage comes by a
     # RECV, or directly from its task if both stages are on one rank.
     match word:

@@ -22,12 +22,7 @@ FIRST, LAST = ["tok_embeddings"], ["norm", "lm_head"]
 
 def _write(plan: Plan, outline: Outline) -> str:
     """Writes the tables of the layout (see `exports/stack.py`) that is nearest to a plan."""
-    layout = layout_of(
-        plan,
-        outline,
-        tuple(SCHEDULES.values()),
-        equal=False,
-    )
+    layout = layout_of(plan, outline, tuple(SCHEDULES.values()))
     rule = rule_named(layout.schedule)
     family = "interleaved" if rule.chunks > 1 else rule.name
     schedule = next(name for name, ours in SCHEDULES.items() if ours == family)
@@ -78,11 +73,7 @@ def _read(text: str, outline: Outline) -> Plan:
         raise ValueError(f"{len(counts)} parts under {schedule} cannot be on {brief(degree)} ranks")
     rule = Interleaved(chunks=chunks).name if looped else SCHEDULES[schedule]
     again = max(counts) if mode == "full" else 0
-    return plan_of(
-        Layout(counts, again, rule, degree),
-        outline,
-        strict=False,
-    )
+    return plan_of(Layout(counts, again, rule, degree), outline)
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:

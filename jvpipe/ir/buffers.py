@@ -4,10 +4,11 @@ A place is the number of a device, or of a mesh of devices. The peak of a memory
 rows and this table, before anything runs.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,24 +36,12 @@ class Copy(StrEnum):
     @property
     def is_read(self) -> bool:
         """Whether programs that read the value read this copy, unless a pass redirects them."""
-        match self:
-            case Copy.OWN | Copy.RECOMPUTED | Copy.AWAY:
-                return True
-            case Copy.UNUSED | Copy.HOST | Copy.FETCHED | Copy.STALE:
-                return False
-            case _:
-                assert_never(self)
+        return self in (Copy.OWN, Copy.RECOMPUTED, Copy.AWAY)
 
     @property
     def is_swap(self) -> bool:
         """Whether a swap made this copy."""
-        match self:
-            case Copy.HOST | Copy.FETCHED:
-                return True
-            case Copy.OWN | Copy.UNUSED | Copy.RECOMPUTED | Copy.STALE | Copy.AWAY:
-                return False
-            case _:
-                assert_never(self)
+        return self in (Copy.HOST, Copy.FETCHED)
 
     @property
     def on_host(self) -> bool:
@@ -218,17 +207,14 @@ def _holders(
             alive.difference_update(dead)
     here = [lowered.buffers[b] for b in alive if lowered.buffers[b].memory == memory]
     newest: dict[int, int] = {}  # by parameter: its newest version here
-    for buffer in here:
-        kind, p, _, _, version, _ = buffer.value
-        if kind is ValueKind.PARAMETER:
-            newest[p] = max(newest.get(p, version), version)
-    total: dict[Owner, int] = {}
+    for value in (buffer.value for buffer in here):
+        if value.kind is ValueKind.PARAMETER:
+            newest[value.index] = max(newest.get(value.index, value.version), value.version)
+    total = Counter[Owner]()
     if temporary_bytes and lowered.rows[until].place == memory:
         total[Owner.TEMPORARY] = temporary_bytes
     for buffer in here:
-        kind, p, _, _, version, _ = buffer.value
-        is_older = kind is ValueKind.PARAMETER and version < newest[p]
-        owner = Owner.VERSION if is_older else buffer.owner
-        total[owner] = total.get(owner, 0) + buffer.bytes
-    largest_first = sorted(total.items(), key=lambda item: -item[1])
-    return tuple((str(owner), size) for owner, size in largest_first)
+        value = buffer.value
+        is_older = value.kind is ValueKind.PARAMETER and value.version < newest[value.index]
+        total[Owner.VERSION if is_older else buffer.owner] += buffer.bytes
+    return tuple((str(owner), size) for owner, size in total.most_common())

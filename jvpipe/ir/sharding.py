@@ -6,7 +6,7 @@ array, along which of these axes it is cut. Rules give specs by the paths of par
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jvpipe.ir.layers import Array, Spec
@@ -41,24 +41,19 @@ class Sharding:
             ValueError: a rule matches no parameter, two rules differ about a parameter, or a
                 parameter cannot be cut as its rule says.
         """
-        ruled: dict[str, tuple[str, Spec]] = {}
+        specs: dict[str, Spec] = dict.fromkeys(shapes, ())
+        rule_of: dict[str, str] = {}
         for rule, spec in self.rules.items():
-            matched = [path for path in shapes if re.fullmatch(rule, path)]
-            if not matched:
-                some = ", ".join(f"'{path}'" for path in list(shapes)[:4])
-                raise ValueError(
-                    f"sharding rule '{rule}' matches no parameter: it has to match a whole path, and there are {some}"
-                    + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
-                )
-            for path in matched:
-                other, before = ruled.setdefault(path, (rule, spec))
-                if before != spec:
+            for path in _matched(rule, list(shapes)):
+                other = rule_of.setdefault(path, rule)
+                if self.rules[other] != spec:
                     raise ValueError(
-                        f"sharding rules '{other}' and '{rule}' both match parameter '{path}', and say {words(before)} "
-                        f"and {words(spec)}: let one of them match less"
+                        f"sharding rules '{other}' and '{rule}' both match parameter '{path}', and say "
+                        f"{words(self.rules[other])} and {words(spec)}: let one of them match less"
                     )
                 self._check(path, shapes[path], spec)
-        return {path: ruled[path][1] if path in ruled else () for path in shapes}
+                specs[path] = spec
+        return specs
 
     def laid(self, array: Array, spec: Spec) -> Array:
         """Returns an array as a spec cuts it, with the bytes of one device.
@@ -67,7 +62,8 @@ class Sharding:
             array: the whole array.
             spec: the axes along which it is cut.
         """
-        return replace(array, spec=spec, bytes=array.bytes // math.prod(map(self._parts, spec)))
+        parts = math.prod(map(self._parts, spec))
+        return replace(array, spec=spec, bytes=array.bytes // parts)
 
     def divides(self, shape: tuple[int, ...], spec: Spec) -> bool:
         """Tells whether a spec cuts an array into parts of equal shape, as it must.
@@ -76,7 +72,7 @@ class Sharding:
             shape: the shape of the array.
             spec: the axes along which it is to be cut.
         """
-        return all(size % self._parts(axes) == 0 for size, axes in zip(shape, spec, strict=False))
+        return all(size % parts == 0 for size, parts in self._cut(shape, spec))
 
     def batch(self, array: Array) -> Array:
         """Returns a leaf of a micro-batch, cut by examples along `batch_axis` if there is one.
@@ -86,10 +82,11 @@ class Sharding:
         """
         if self.batch_axis is None:
             return array
-        if array.shape[0] % self.axes[self.batch_axis]:
+        parts = self._parts(self.batch_axis)
+        if array.shape[0] % parts:
             raise ValueError(
                 f"batch_axis='{self.batch_axis}' cuts the {array.shape[0]} examples of a micro-batch in "
-                f"{self.axes[self.batch_axis]} parts: use other micro-batches, or a mesh that divides them"
+                f"{parts} parts: use other micro-batches, or a mesh that divides them"
             )
         return self.laid(array, (self.batch_axis,))
 
@@ -103,12 +100,28 @@ class Sharding:
                 f"sharding {words(spec)} has {len(spec)} dimensions, parameter '{path}' has {len(shape)}: its shape is "
                 f"{list(shape)}, write one entry for each at most"
             )
-        for size, axes in zip(shape, spec, strict=False):
-            if size % self._parts(axes):
+        for size, parts in self._cut(shape, spec):
+            if size % parts:
                 raise ValueError(
                     f"sharding {words(spec)} cuts {size} of parameter '{path}', whose shape is {list(shape)}, in "
-                    f"{self._parts(axes)} parts: use another dimension, or a mesh that divides it"
+                    f"{parts} parts: use another dimension, or a mesh that divides it"
                 )
+
+    def _cut(self, shape: tuple[int, ...], spec: Spec) -> Iterator[tuple[int, int]]:
+        """Returns, for each dimension that a spec names, its size and the number of its parts."""
+        return zip(shape, map(self._parts, spec), strict=False)
+
+
+def _matched(rule: str, paths: Sequence[str]) -> list[str]:
+    """Returns the paths that a rule matches; raises ValueError if there are none."""
+    matched = [path for path in paths if re.fullmatch(rule, path)]
+    if not matched:
+        some = ", ".join(f"'{path}'" for path in paths[:4])
+        more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+        raise ValueError(
+            f"sharding rule '{rule}' matches no parameter: it has to match a whole path, and there are {some}{more}"
+        )
+    return matched
 
 
 def _several(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -117,7 +130,9 @@ def _several(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     >>> _several(None), _several("model"), _several(("data", "model"))
     ((), ('model',), ('data', 'model'))
     """
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else axes
 
 
 def named_axes(spec: Spec) -> tuple[str, ...]:

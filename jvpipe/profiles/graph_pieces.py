@@ -45,12 +45,10 @@ def pieces_of(
 
     edges = list(edges)
     place = {node: i for i, node in enumerate(nodes)}
-    both_ways: list[tuple[int, int]] = []
-    for first, *rest in classes:
-        for other in rest:
-            # An edge in each direction puts both nodes into one strongly connected component.
-            both_ways += [(first, other), (other, first)]
-    pairs = [(place[a], place[b]) for a, b in (*edges, *both_ways)]
+    # An edge in each direction puts both nodes into one strongly connected component.
+    apart = [(first, other) for first, *rest in classes for other in rest]
+    joining = [*edges, *apart, *((b, a) for a, b in apart)]
+    pairs = [(place[a], place[b]) for a, b in joining]
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     shape = len(nodes), len(nodes)
     joined = csr_array((np.ones(len(ends)), ends.T), shape=shape)
@@ -59,11 +57,9 @@ def pieces_of(
     members: dict[int, list[int]] = {}
     for node, label in zip(nodes, labels, strict=True):
         members.setdefault(int(label), []).append(node)
-    piece_of: dict[int, int] = {}
-    for node, label in zip(nodes, labels, strict=True):
-        piece_of[node] = min(members[int(label)])
-    ends_of = [(piece_of[a], piece_of[b]) for a, b in edges]
-    between = {(a, b): 0 for a, b in ends_of if a != b}
-    # Each piece is named by its lowest node, as in `piece_of`.
+    # Each piece is named by its lowest node.
     named = {min(piece): tuple(piece) for piece in members.values()}
+    name_of = {node: name for name, piece in named.items() for node in piece}
+    ends_of = [(name_of[a], name_of[b]) for a, b in edges]
+    between = {(a, b): 0 for a, b in ends_of if a != b}
     return [named[piece] for piece in topological_order(named, between, "pieces")]

@@ -82,11 +82,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
         if content[0].isspace():
-            ends = source, target = _read_edge(
-                content.strip(),
-                file,
-                line,
-            )
+            ends = source, target = _read_edge(content.strip(), file, line)
             for end in ends:
                 if end not in nodes:
                     message = f"the edge dangles: node{end} is not described in this file"
@@ -96,13 +92,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
                 _log.warning(warning, file, line, source)
             else:
                 edges.setdefault(ends, line)
-    return GraphFile(
-        _costs(
-            nodes,
-            edges,
-            topological_order(nodes, edges, file),
-        )
-    )
+    return GraphFile(_costs(nodes, edges, topological_order(nodes, edges, file)))
 
 
 def _read_node(
@@ -188,15 +178,7 @@ def _costs(
         if readers[node]:
             to = tuple(sorted(readers[node]))
             size, differentiable = profile.activation_bytes, not profile.is_input
-            values.append(
-                Edge(
-                    place[node],
-                    to,
-                    size,
-                    name,
-                    differentiable,
-                )
-            )
+            values.append(Edge(place[node], to, size, name, differentiable))
     return Costs(tuple(layers), tuple(values), ids=tuple(order))
 
 
@@ -205,28 +187,13 @@ def _layer(name: str, node: _Node) -> LayerCost:
     # The time of an input node is that of the data loader, which runs on no device.
     forward_s = 0.0 if node.is_input else node.forward_s
     backward_s = 0.0 if node.is_input else node.backward_s
-    options = [Option(kept)]
-    if kept:
-        options.append(
-            Option(
-                0,
-                swapped_bytes=kept,
-                fates={name: Fate.SWAP},
-            )
-        )
-        options.append(
-            Option(
-                0,
-                extra_s=forward_s,
-                extra_bytes=kept,
-                fates={name: Fate.RECOMPUTE},
-            )
-        )
+    swaps = Option(0, swapped_bytes=kept, fates={name: Fate.SWAP})
+    recomputes = Option(0, extra_s=forward_s, extra_bytes=kept, fates={name: Fate.RECOMPUTE})
     return LayerCost(
         node.description,
         forward_s,
         backward_s,
-        tuple(options),
+        (Option(kept), swaps, recomputes) if kept else (Option(0),),
         parameter_bytes=node.parameter_bytes,
         gradient_bytes=node.parameter_bytes,
     )

@@ -75,34 +75,26 @@ def operator_costs(
     """
     node = {operator.id: operator for operator in operators}
     layer_of = _layers_of(operators)
+    layers = [operator.id for operator in operators if layer_of[operator.id] == operator.id]
     colors: dict[object, list[int]] = {}
-    backward: dict[int, list[Operator]] = {}
+    for layer in layers:
+        colors.setdefault(node[layer].color, []).append(layer)
+    backward: dict[int, list[Operator]] = {layer: [] for layer in layers}
     for operator in operators:
-        if layer_of[operator.id] == operator.id:
-            colors.setdefault(operator.color, []).append(operator.id)
         if operator.is_backward:
-            backward.setdefault(layer_of[operator.id], []).append(operator)
+            backward[layer_of[operator.id]].append(operator)
     sent = []
     for (source, target), seconds in edges.items():
         # An edge from a forward operator to a backward one needs no transfer of its own if the
         # target's layer has a forward operator: its forward leaves the value on the device.
         needs_transfer = node[target].is_backward == node[layer_of[target]].is_backward
         if node[source].is_backward or needs_transfer:
-            sent.append(
-                _Sent(
-                    node[source],
-                    layer_of[source],
-                    layer_of[target],
-                    seconds,
-                )
-            )
-    layers = [operator.id for operator in operators if layer_of[operator.id] == operator.id]
+            sent.append(_Sent(node[source], layer_of[source], layer_of[target], seconds))
     pieces = pieces_of(layers, _order(sent, node), colors.values())
     # In this order, layers that must share a stage are neighbors.
-    in_order = chain.from_iterable(pieces)
-    place = {layer: i for i, layer in enumerate(in_order)}
+    place = {layer: i for i, layer in enumerate(chain.from_iterable(pieces))}
     together = [tuple(place[x] for x in piece) for piece in pieces if len(piece) > 1]
-    costs = [_layer(node[layer], backward.get(layer, ())) for layer in place]
+    costs = [_layer(node[layer], backward[layer]) for layer in place]
     return Costs(
         tuple(costs),
         _values(sent, node, place, link),
@@ -183,16 +175,6 @@ def _values(
             readers.setdefault(output, {})[place[b]] = not back and ends in returned
     edges = []
     for (producer, seconds, number), to in sorted(readers.items()):
-        size = round(seconds * link.bytes_per_s)
-        name = f"node{number}"
-        differentiable = any(to.values())
-        edges.append(
-            Edge(
-                producer,
-                tuple(sorted(to)),
-                size,
-                name,
-                differentiable,
-            )
-        )
+        size, differentiable = round(seconds * link.bytes_per_s), any(to.values())
+        edges.append(Edge(producer, tuple(sorted(to)), size, f"node{number}", differentiable))
     return tuple(edges)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Option
 from jvpipe.cost.frontier import (
-    Calibration,
     calibrated,
     layer_options,
     named,
@@ -108,7 +107,7 @@ def test_few_options_serve_most_prices(parts: tuple, byte: float, link: float) -
 
 def test_measured_seconds_take_the_place_of_modeled_ones() -> None:
     options = options_of(THREE)
-    found = calibrated(options, Calibration(((5.0, 50.0), (13.0, 60.0))))
+    found = calibrated(options, [(5.0, 50.0), (13.0, 60.0)])
     by_model = {o.extra_s: f for o, f in zip(options, found, strict=True)}
     assert by_model[0.0].extra_s == 0
     assert by_model[5.0].extra_s == 50
@@ -119,7 +118,7 @@ def test_measured_seconds_take_the_place_of_modeled_ones() -> None:
 
 
 def test_noise_does_not_make_more_recomputation_cheaper() -> None:
-    found = calibrated(options_of(THREE), Calibration(((5.0, 9.0), (13.0, 2.0))))
+    found = calibrated(options_of(THREE), [(5.0, 9.0), (13.0, 2.0)])
     assert found[-1].extra_s == 9
 
 

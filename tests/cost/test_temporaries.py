@@ -222,3 +222,11 @@ def test_logits_that_lie_along_the_tokens_are_copied_by_the_loss_of_a_tpu(
     found = temporary_bytes(flatten(backward, logits, x), presets.TPU_V5E)
     assert found == pytest.approx(copied + for_product, rel=0.01)
     assert not copies or found == pytest.approx(870 / 578 * along_tokens, rel=0.01)
+
+
+def test_a_number_summed_from_a_table_turned_is_a_product_without_rows() -> None:
+    def number(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = jnp.tensordot(x.T, y, 2)
+        return total, jnp.tanh(total)
+
+    assert counted(number, 2, presets.TPU_V5E) >= 0

@@ -1,0 +1,89 @@
+"""A program as steps, which the rules about temporary bytes change (`temporaries.py`).
+
+A step is a kernel, or several kernels that a compiler joins into one. It has the values that it
+reads from memory and writes to memory. A program's steps are in the order in which they run.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
+from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernel, Kernels
+from jvpipe.trace import jaxprs
+from jvpipe.trace.primitives import is_heavy
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel, or several kernels that a compiler joins into one.
+
+    Attributes:
+        reads: the values that it reads from memory.
+        writes: the values that it writes to memory.
+        loop: the shape that it loops over; None for a product or another heavy equation.
+        own_bytes: the bytes that it needs while it runs, beside what it reads and writes.
+    """
+
+    reads: frozenset[Var]
+    writes: frozenset[Var]
+    loop: Shape | None
+    own_bytes: int = 0
+
+
+class Program:
+    """The equations of a program with their kernels.
+
+    Args:
+        jaxpr: the program, whose calls have been replaced by the equations that they run.
+        platform: `cuda`, `tpu` or `cpu`, which decides what is fused into one kernel.
+
+    Attributes:
+        eqns: the equations.
+        kernels: the kernels.
+        inputs: the variables of its inputs.
+        results: the first names of its results, before any alias such as a reshape.
+        readers: by value in memory, the number of kernels that read it.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, platform: str) -> None:
+        self.eqns = jaxpr.eqns
+        self.kernels = Kernels(jaxpr.eqns, jaxpr.outvars, platform)
+        self.inputs = {*jaxpr.invars}
+        self.results = self.roots(jaxpr.outvars)
+        self.readers = Counter(v for kernel in self.kernels.of.values() for v in kernel.reads)
+
+    def roots(self, atoms: Iterable[Atom]) -> set[Var]:
+        """Returns the first names of values: the variables before any alias, such as a reshape."""
+        return {self.kernels.root.get(v, v) for v in jaxprs.variables(atoms)}
+
+    def named(self, *primitives: str) -> Iterator[JaxprEqn]:
+        """Yields the equations with one of the given primitives."""
+        return (eqn for eqn in self.eqns if eqn.primitive.name in primitives)
+
+    def with_kernels(self) -> Iterator[tuple[JaxprEqn, Kernel]]:
+        """Yields each equation that has a kernel, and its kernel."""
+        return ((self.eqns[i], kernel) for i, kernel in self.kernels.of.items())
+
+
+def shape_of(v: Atom) -> Shape:
+    """Returns the shape of a value."""
+    return _jax.aval(v).shape
+
+
+def loop_of(eqn: JaxprEqn) -> Shape | None:
+    """Returns the shape that an elementwise kernel or a reduction loops over; None for others."""
+    if is_heavy(eqn) or eqn.primitive.name in SCATTERS:
+        return None
+    return shape_of(eqn.invars[0] if eqn.primitive.name in REDUCTIONS else eqn.outvars[0])
+
+
+def is_batched(eqn: JaxprEqn) -> bool:
+    """Tells whether an equation is a batch of matrix products."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return bool(batch)

@@ -1,0 +1,106 @@
+"""Joins siblings: steps that loop over one shape and read the same array are one kernel on a GPU."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from jvpipe import _jax
+from jvpipe._jax import Var
+from jvpipe.cost.kernel_steps import Shape, Step
+
+
+def with_siblings(steps: Sequence[Step]) -> list[Step]:
+    """Returns steps in which siblings are one step, as late as their last member where possible.
+
+    A step joins the first group that loops over the same shape and reads the same large array. It
+    does not join if the step waits for the group or the group for the step, because the joined step
+    would wait for itself. So groups form no cycles. Each of n steps is compared with all groups over
+    its shape, which takes n^2 comparisons of sets at most.
+    """
+    behind = _waits(steps)
+    groups_over: dict[Shape | None, list[list[int]]] = {}
+    for i, step in enumerate(steps):
+        groups = groups_over.setdefault(step.loop, [])
+        siblings = (group for group in groups if _may_join(steps, behind, i, group))
+        if (group := next(siblings, None)) is None:
+            groups.append([i])
+        else:
+            group.append(i)
+            _join(behind, group)
+    every = [group for groups in groups_over.values() for group in groups]
+    return [_joined([steps[j] for j in group]) for group in _in_order(every, behind)]
+
+
+def _waits(steps: Sequence[Step]) -> list[int]:
+    """Returns for each step the set of all steps that it waits for; binary digit j is step j."""
+    maker = {v: i for i, step in enumerate(steps) for v in step.writes}
+    behind = [0] * len(steps)
+    for i, step in enumerate(steps):
+        for j in {maker[v] for v in step.reads if v in maker}:
+            behind[i] |= behind[j] | 1 << j
+    return behind
+
+
+def _may_join(steps: Sequence[Step], behind: Sequence[int], i: int, group: Sequence[int]) -> bool:
+    """Tells whether step i can become one with a group of steps that loop over the same shape.
+
+    Args:
+        steps: all steps.
+        behind: for each step the steps that it waits for, as binary digits.
+        i: the number of the step.
+        group: the numbers of the steps in the group, which all wait for the same steps.
+    """
+    step = steps[i]
+    if step.loop is None:
+        return False
+    step_waits = behind[i] & _digits(group)
+    group_waits = behind[group[0]] >> i & 1
+    if step_waits or group_waits:
+        return False
+    # A large array has at least as many elements as the loop has rounds.
+    least = math.prod(step.loop)
+    shared = (v for j in group for v in step.reads & steps[j].reads)
+    return any(_jax.aval(v).size >= least for v in shared)
+
+
+def _digits(steps: Sequence[int]) -> int:
+    """Returns a set of steps as binary digits."""
+    return sum(1 << j for j in steps)
+
+
+def _join(behind: list[int], group: Sequence[int]) -> None:
+    """Joins steps into one, which waits for every step that one of them waits for.
+
+    A step that waits for one of them waits for all of them from now on.
+
+    Args:
+        behind: for each step the steps that it waits for, as binary digits; changed in place.
+        group: the steps that become one.
+    """
+    members = _digits(group)
+    needs = 0
+    for j in group:
+        needs |= behind[j]
+    # No member waits for a member, so this changes only steps outside of the group.
+    for k, waits in enumerate(behind):
+        if waits & members:
+            behind[k] |= needs | members
+    for j in group:
+        behind[j] = needs
+
+
+def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
+    """Yields groups of steps by their last members, each after the groups that it needs."""
+    todo, done = sorted(groups, key=max), 0
+    while todo:
+        # One is always ready, because the groups form no cycle.
+        ready = next(group for group in todo if not behind[group[0]] & ~done)
+        todo.remove(ready)
+        done |= _digits(ready)
+        yield ready
+
+
+def _joined(several: Sequence[Step]) -> Step:
+    """Makes one step of several."""
+    reads = frozenset[Var]().union(*(step.reads for step in several))
+    writes = frozenset[Var]().union(*(step.writes for step in several))
+    return Step(reads, writes, several[0].loop, sum(step.own_bytes for step in several))

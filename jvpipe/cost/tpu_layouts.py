@@ -1,0 +1,129 @@
+"""The layouts that a TPU's compiler gives to values, and the copies that these layouts take.
+
+The first page of `temporaries.py` states the rules: `halves`, `relaid`, `twice` and `images`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jvpipe import _jax
+from jvpipe._jax import Var
+from jvpipe.cost.kernel_steps import Program, Shape, Step, is_batched, loop_of, shape_of
+from jvpipe.cost.roofline import REDUCTIONS
+from jvpipe.cost.tiles import COLUMNS, tiled_bytes
+from jvpipe.trace import jaxprs
+from jvpipe.trace.primitives import is_heavy
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+class TpuLayouts:
+    """The layouts of a program's values.
+
+    Attributes:
+        images: the values with the layout of convolutions, which takes more bytes.
+        halves: the float32 values that are bfloat16.
+        relaid: the inputs that are copied for the kernels that read them.
+        apart: the values that need a buffer even as results.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.images = {*_images(program)}
+        self.halves = _halves(program, self.images)
+        self.relaid = {*_relaid(program)} | (self.images & program.inputs)
+        self.apart = {*_laid_twice(program)} | self.images
+
+    def nbytes(self, v: Var) -> int:
+        """Counts the bytes of a value in tiles."""
+        aval = _jax.aval(v)
+        lanes = aval.ndim - 1 if v in self.images else None
+        itemsize = aval.dtype.itemsize
+        return tiled_bytes(aval.shape, itemsize // 2 if v in self.halves else itemsize, lanes)
+
+    def with_copies(self, steps: Sequence[Step]) -> list[Step]:
+        """Returns steps with their copies.
+
+        A convolution also holds a copy of its result, with examples as rows. The first reader of a
+        relaid input also writes the input's copy.
+        """
+        copying, without_copy = [], self.relaid
+        for step in steps:
+            turned = step.writes & self.images if step.loop is None else ()
+            copies_bytes = sum(map(self.nbytes, turned))
+            writes = step.writes | (step.reads & without_copy)
+            without_copy = without_copy - step.reads
+            copying.append(replace(step, writes=writes, own_bytes=step.own_bytes + copies_bytes))
+        return copying
+
+
+def _images(program: Program) -> Iterator[Var]:
+    """Yields the images: what convolutions read and make except filters, and values of that shape.
+
+    A value whose layout takes no more bytes as an image is left out.
+    """
+    shapes: set[Shape] = set()
+    for eqn in program.named("conv_general_dilated"):
+        left, right, result = map(shape_of, (*eqn.invars, *eqn.outvars))
+        # Both operands of a filter's gradient are images, and its result is a filter. In other
+        # convolutions the right operand is the filter.
+        is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
+        shapes |= {left, right if is_gradient else result}
+    for v in program.inputs | jaxprs.defined(program.eqns):
+        if shape_of(v) in shapes and _is_wider(_jax.aval(v)):
+            yield v
+
+
+def _is_wider(aval: Any) -> bool:
+    """Tells whether an array takes more than its least bytes with its last dimension as columns."""
+    itemsize = aval.dtype.itemsize
+    along_columns = tiled_bytes(aval.shape, itemsize, aval.ndim - 1)
+    return along_columns > tiled_bytes(aval.shape, itemsize)
+
+
+def _halves(program: Program, images: set[Var]) -> set[Var]:
+    """Finds the float32 values that elementwise kernels make and only unbatched products read.
+
+    Reductions may read such a value, too, because they run in the kernel that makes it. Input
+    images count as made by elementwise kernels, because they are copied.
+    """
+    made_in_loops = images & program.inputs
+    read_by_others: set[Var] = set()
+    for eqn, kernel in program.with_kernels():
+        if loop_of(eqn) is not None:
+            made_in_loops.update(eqn.outvars)
+        if eqn.primitive.name not in (*_PRODUCTS, *REDUCTIONS) or is_batched(eqn):
+            read_by_others.update(kernel.reads)
+    for_products = made_in_loops - read_by_others
+    return {v for v in for_products if _jax.aval(v).dtype == "float32"}
+
+
+def _relaid(program: Program) -> Iterator[Var]:
+    """Yields the inputs that are copied for the kernels that loop over them.
+
+    An input is copied in two cases. It has the shape of a batched product's result, whose layout it
+    gets. Or it consists of rows longer than a tile, and lies along another dimension between
+    programs, because that takes fewer bytes. An input that a heavy equation reads, such as a
+    product, is not copied.
+    """
+    batched = {shape_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
+    loops = {loop_of(eqn) for eqn in program.eqns}
+    heavy = (eqn for eqn in program.eqns if is_heavy(eqn))
+    operands = {v for eqn in heavy for v in jaxprs.variables(eqn.invars)}
+    for v in program.inputs - operands:
+        aval = _jax.aval(v)
+        is_looped_row = aval.shape[-1:] > (COLUMNS,) and aval.shape in loops
+        if aval.shape in batched or (is_looped_row and _is_wider(aval)):
+            yield v
+
+
+def _laid_twice(program: Program) -> Iterator[Var]:
+    """Yields products that need a buffer even as results: kernels read them in another layout."""
+    transposed = jaxprs.defined(program.named("transpose"))
+    for eqn in program.named("dot_general"):
+        product = eqn.outvars[0]
+        has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
+        # Fewer rows do not fill the columns of tiles, so such a product is not laid out that way.
+        has_rows = shape_of(product)[-2:][:1] >= (COLUMNS,)
+        if program.readers[product] and has_table and has_rows and not is_batched(eqn):
+            yield product
