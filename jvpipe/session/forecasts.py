@@ -24,7 +24,7 @@ from jvpipe.cost.targets import Target, target_of
 from jvpipe.ir.buffers import Peak, peaks
 from jvpipe.ir.compiled_stage import CompiledStage
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.plan import FATES, Plan
 from jvpipe.ir.values import Owner
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.answer import Answer, smallest_limit_bytes
@@ -424,6 +424,13 @@ class Signer:
         return replace(problem, costs=costs)
 
     def _compiled(self, question: Question, plan: Plan, store: TargetStore) -> CompiledPlan:
+        target = store.compiler.target
+        away = [name for stage in plan.stages for name, f in stage.fates.items() if FATES[f].away]
+        if away and not target.host_memory:
+            raise ValueError(
+                f"the plan swaps {away[0]} to the host, and {target.name} has no memory there: "
+                "give host_memory_bytes = 0 in the cluster's file"
+            )
         run = question.compiled(plan, store)
         try:
             run.bounds  # noqa: B018 - reading the property compiles the programs
