@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
@@ -231,11 +230,9 @@ class CompiledPlans:
                 self.planned, self.shape = before.planned, before.shape
                 self.model_id = before.model_id
         if settings.hosts is not None and not self._by_shapes:
-            functions = {
-                "the loss": jaxpr_lines(traced.loss.jaxpr, traced.loss.constants),
-                "the optimizer": cutter.lines(traced.graph, settings.schedule),
-            }
-            parts = [(name, "\n".join(lines)) for name, lines in functions.items()]
+            loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
+            optimizer = cutter.lines(traced.graph, settings.schedule)
+            parts = [("the loss", "\n".join(loss)), ("the optimizer", "\n".join(optimizer))]
             settings.hosts.agree("what the processes train", parts)
         if base:
             compiled = self._compiled(traced, base.plan, base)
@@ -382,7 +379,7 @@ class KnownModels:
 
     def __init__(self, store: ProgramStore) -> None:
         self._store = store
-        self._known: OrderedDict[Hashable, CompiledPlans] = OrderedDict()
+        self._known: dict[Hashable, CompiledPlans] = {}
         self._lock = RLock()  # a model may be prepared in the background
         self.parked: Parked = {}
 
@@ -411,12 +408,11 @@ class KnownModels:
             self._known[
                 self._key(present, present.settings.loss_fn, trees.params, trees.model_state)
             ] = present
-            if key not in self._known:
-                self._known[key] = self._traced(present, loss_fn, params, model_state)
+            found = self._known.pop(key, None)
             # The order is that of requests: the model that was asked for longest ago is first.
-            self._known.move_to_end(key)
+            self._known[key] = found or self._traced(present, loss_fn, params, model_state)
             while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+                del self._known[next(iter(self._known))]
             return self._known[key]
 
     def _traced(

@@ -158,20 +158,17 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
             f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
             "processes"
         )
-    left = {process: [d for d in devices if d.process_index == process] for process in processes}
-    order = []
-    for s in range(stages):
-        # With such blocks, few tensors cross between processes.
-        process = processes[s * len(processes) // stages]
-        if not left[process]:
-            block = sum(
-                i * len(processes) // stages == processes.index(process) for i in range(stages)
-            )
+    # With such blocks, few tensors cross between processes.
+    process_of = [processes[s * len(processes) // stages] for s in range(stages)]
+    order = list[Device]()
+    for process in processes:
+        own = [device for device in devices if device.process_index == process]
+        if len(own) < (block := process_of.count(process)):
             raise ValueError(
                 f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
                 "use fewer stages, or more processes"
             )
-        order.append(left[process].pop(0))
+        order += own[:block]
     return tuple(order)
 
 
@@ -263,9 +260,9 @@ def inner_axes(
     """
     listed = list(devices) if isinstance(devices, Sequence) else []
     meshes = [one for one in listed if isinstance(one, Mesh)]
-    if not meshes and sharding is None and batch_axis is None:
-        return devices, None
     if not meshes:
+        if sharding is None and batch_axis is None:
+            return devices, None
         raise ValueError(
             "sharding and batch_axis name axes of meshes, and devices has none: give a jax.sharding.Mesh for each "
             "stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
@@ -291,9 +288,14 @@ def inner_axes(
     # New meshes have axes of the default type, which the compiler handles.
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
-    if not sharding and batch_axis is not None:
-        return groups, Sharding({}, common, batch_axis)
-    return groups, Sharding(_checked_rules(sharding, common), common, batch_axis)
+    if sharding is None and batch_axis is None:
+        raise ValueError(
+            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
+            "None; or give batch_axis, the axis along which examples are cut"
+        )
+    rules = sharding or {}
+    specs = {_checked_rule(rule): _checked_spec(rule, spec, common) for rule, spec in rules.items()}
+    return groups, Sharding(specs, common, batch_axis)
 
 
 def _listed(axes: Mapping[str, int]) -> str:
@@ -302,14 +304,15 @@ def _listed(axes: Mapping[str, int]) -> str:
 
 def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
     """Returns the axes that all meshes have, with their sizes."""
-    axes = [dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)) for mesh in meshes]
-    if other := next(
-        (i for i, one in enumerate(axes) if list(one.items()) != list(axes[0].items())), None
-    ):
-        raise ValueError(
-            f"the mesh of stage 0 has axes {axes[0]}, that of stage {other} {axes[other]}: give all the same axes"
-        )
-    return axes[0]
+    first = dict(meshes[0].shape)
+    for stage, mesh in enumerate(meshes):
+        # Shapes are ordered dicts, so meshes whose axes have another order differ.
+        if mesh.shape != meshes[0].shape:
+            raise ValueError(
+                f"the mesh of stage 0 has axes {first}, that of stage {stage} {dict(mesh.shape)}: "
+                "give all the same axes"
+            )
+    return first
 
 
 def _check_apart(groups: Sequence[DeviceGroup]) -> None:
@@ -337,16 +340,6 @@ def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
             f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
         )
     return sharding
-
-
-def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
-    """Checks each rule against the axes of the meshes, and returns the entries of its spec."""
-    if not isinstance(sharding, Mapping) or not sharding:
-        raise ValueError(
-            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
-            f"{brief(sharding)}; or give batch_axis, the axis along which examples are cut"
-        )
-    return {_checked_rule(rule): _checked_spec(rule, spec, axes) for rule, spec in sharding.items()}
 
 
 def _checked_rule(rule: Any) -> str:

@@ -157,11 +157,11 @@ class Forecast:
         )
         found = self.simulation
         limits = {
-            name: self.problem.limit_of(d)
-            for d, name in enumerate(found.resources[: found.devices])
+            name: limit
+            for place, name in enumerate(found.resources[: found.devices])
+            if (limit := self.problem.limit_of(place)) is not None
         }
-        limited = {name: limit for name, limit in limits.items() if limit is not None}
-        timeline_figure(found.picture(), Path(path), limited, title)
+        timeline_figure(found.picture(), Path(path), limits, title)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulated step as a trace file for Perfetto."""
@@ -426,8 +426,7 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     model = question.trace()
 
     def plan(traced: Traced) -> CutCandidate:
-        optimizer = question.cut(model, traced)
-        finer = question.problem_of(cluster, whole.problem.limits, traced, optimizer)
+        finer = question.problem_of(cluster, whole.problem.limits, replace(model, traced=traced))
         return CutCandidate(traced, ask(first.planner, finer))
 
     begin = CutCandidate(model.traced, planned)

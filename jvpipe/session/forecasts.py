@@ -33,6 +33,7 @@ from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_bytes import layers_bytes
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import backward_program, forward_program, input_program, weight_program
 from jvpipe.programs.store import Program, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -54,10 +55,9 @@ from jvpipe.session.model_planner import (
 )
 from jvpipe.session.options import PLAN_FOR, checked
 from jvpipe.session.planning import ASKING, Planned, ask_shapes
-from jvpipe.session.question import Question, check_shape_planner, given_pins
+from jvpipe.session.question import Question, check_shape_planner, given_pins, limits_on
 from jvpipe.util.brief import brief
 from jvpipe.util.given import several
-from jvpipe.util.sizes import limits_of_each
 
 Tree = Any
 _log = logging.getLogger("jvpipe")
@@ -155,12 +155,9 @@ def _planned(
         title: the title of the figure.
     """
     pins = {name: options.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
-    count, limit, target = (
-        options.pop("devices"),
-        options.pop("memory_limit"),
-        options.pop("compile"),
-    )
-    cluster = options.pop("hardware") or find_cluster(USUAL_HARDWARE)
+    named = ("devices", "memory_limit", "compile", "hardware")
+    count, limit, target, hardware = map(options.pop, named)
+    cluster = hardware or find_cluster(USUAL_HARDWARE)
     options["state_fates"] = options["state_fates"] or {}
     pinned = None
     # Stages of one device each, unless an option asks for several.
@@ -173,7 +170,10 @@ def _planned(
         check_shape_planner(names, question.schedule)
         count, pinned = given_pins(question, cluster, count, **pins)
     asking = _Asking(question, cluster, names, count, pinned, title)
-    return asking({}, limit) if target is False else asking.signed(limit, target)
+    found = asking({}, limit) if target is False else asking.signed(limit, target)
+    assert found.question is not None
+    # Traces hold arrays, such as the constants of the loss. The answer does not keep them alive.
+    return replace(found, question=replace(found.question, remembered={}))
 
 
 @dataclass(frozen=True)
@@ -210,42 +210,61 @@ class _Asking:
         """Returns the answers, with layers cut at `splits`; empty: wherever a cut saves time."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
-            shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
+            shapes = question.shapes(cluster, self.devices, self.pins, limits)
             (planner, *_) = self.names
             problem, best = timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
-            return _with_state(Forecast(problem, (best,), self.title, question, shapes))
+            return self._with_state(Forecast(problem, (best,), self.title, question, shapes))
         problem = question.problem(cluster, limits, splits)
         forecast = asked(problem, self.names, self.title, question, splits)
         of_paper = any(find_planner(name).as_paper for name in self.names)
         cuts_layers = not splits and not of_paper
-        return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
+        return self._with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
         """Returns the answer with the optimizer's state on the host, except the part that fits.
 
         Layers are cut at `splits`, which were found with all state on the devices.
         """
-        question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
-        model = question.trace()
-        sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
+        sizes, cluster = self._state_bytes(), self.cluster
         if cluster.host_memory_bytes is not None:
             # Host memory that the state takes is not available for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
             cluster = replace(cluster, host_memory_bytes=rest)
+        question = replace(self.question, state_fates=ALL_AWAY)
         away = replace(self, question=question, cluster=cluster)._answer(limits, splits)
         if not away.fits:
             return away
         best = away.answers[0]
         assert best.plan is not None
         assert best.evaluation is not None
-        problem = away.problem
-        held = [best.evaluation.device_bytes[place] for place in problem.places]
-        each = zip(problem.places, best.plan.stages, strict=True)
-        limits_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
+        held = [best.evaluation.device_bytes[place] for place in away.problem.places]
         # Room is what the limit leaves while all state is away, so state that fits may return.
-        room = room_left(best.plan, held, limits_of)
+        room = room_left(best.plan, held, away.problem.limits)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
-        return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
+        return self._with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
+
+    def _with_state(self, forecast: Forecast) -> Forecast:
+        """Adds the fates of the optimizer's state to the plans, and the seconds of its copies."""
+        fates, best = self.question.state_fates, forecast.answers[0]
+        if not fates or best.plan is None:
+            return forecast
+        # All answers are to one problem, so they cut layers at the same places.
+        graph = self.question.trace_as(best.splits).traced.graph
+        answers = (
+            replace(answer, plan=answer.plan and with_state_fates(graph, answer.plan, fates))
+            for answer in forecast.answers
+        )
+        return self._with_seconds(replace(forecast, answers=tuple(answers)))
+
+    def _with_seconds(self, forecast: Forecast) -> Forecast:
+        """Adds the seconds in which the best plan copies optimizer state to the host and back."""
+        best = forecast.answers[0].plan
+        assert best is not None
+        return replace(forecast, state_s=away_s(best, self._state_bytes(), forecast.problem))
+
+    def _state_bytes(self) -> dict[str, int]:
+        model = self.question.trace()
+        return state_bytes(model.traced.graph, self.question.cut(model))
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
         """Returns a plan that keeps the limits as the hardware's compiler compiles it.
@@ -258,12 +277,9 @@ class _Asking:
             names = ", ".join(self.names)
             raise ValueError(f"compile is for one planner, not for {names}: name one")
         signer = Signer.of(self.cluster, None if isinstance(target, bool) else target)
-        used = self.cluster.accelerators[: self.devices]
-        limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in used)
-        # The model is the same each time, so its traces and their costs are kept.
-        again = replace(self, question=replace(self.question, remembered={}))
+        limits = limits_on(self.cluster, limit, self.devices)
         return signed(
-            lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
+            lambda said, more: self(said, tuple(max(1, x + more) for x in limits)), signer
         )
 
 
@@ -273,32 +289,6 @@ def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
     if not forecast.fits or best.plan is None or best.decision is None:
         return None
     return Planned(best.plan, forecast.problem, best.decision), forecast.step_s
-
-
-def _with_state(forecast: Forecast) -> Forecast:
-    """Adds the fates of the optimizer's state to the plans, and the seconds of its copies."""
-    question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
-    if question is None or not question.state_fates or best is None or cluster is None:
-        return forecast
-
-    # All answers are to one problem, so they cut layers at the same places.
-    traced = question.trace_as(forecast.answers[0].splits).traced
-
-    def placed(answer: Answer) -> Answer:
-        plan = answer.plan and question.with_state_fates(traced, answer.plan)
-        return replace(answer, plan=plan)
-
-    return _with_seconds(replace(forecast, answers=tuple(map(placed, forecast.answers))))
-
-
-def _with_seconds(forecast: Forecast) -> Forecast:
-    """Adds the seconds in which the best plan copies optimizer state to the host and back."""
-    question, best = forecast.question, forecast.answers[0].plan
-    assert question is not None
-    assert best is not None
-    model = question.trace()
-    sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
-    return replace(forecast, state_s=away_s(best, sizes, forecast.problem))
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
@@ -379,14 +369,12 @@ class Signer:
         assert plan is not None
         assert decision is not None
         plan = replace(plan, splits=answer.splits)
-        runs = {
-            store: self._compiled(question, plan, store) for store in dict.fromkeys(self.stores)
+        by_store = {
+            store: _laid_peaks(self._compiled(question, plan, store))
+            for store in dict.fromkeys(self.stores)
         }
-        by_store = {store: _laid_peaks(run) for store, run in runs.items()}
-        evaluation, stages = (
-            evaluate_decision(self._unsaid(question, problem, answer), decision),
-            [],
-        )
+        evaluation = evaluate_decision(self._unsaid(question, problem, answer), decision)
+        stages = list[CompiledStage]()
         for s, stage in enumerate(plan.stages):
             first, last = decision.bounds[s : s + 2]
             # Replicas hold the same values, but each may have its own compiler and so other bytes.
@@ -419,8 +407,7 @@ class Signer:
         if not question.said or problem.replicated:
             return problem
         model, guessing = question.trace_as(answer.splits), replace(question, said={})
-        optimizer = question.cut(model, model.traced)
-        costs = guessing.costs(self.cluster, model.traced, optimizer)
+        costs = guessing.costs(self.cluster, model.traced, question.cut(model))
         return replace(problem, costs=costs)
 
     def _compiled(self, question: Question, plan: Plan, store: TargetStore) -> CompiledPlan:

@@ -103,13 +103,13 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     return replace(plan, stages=tuple(stages))
 
 
-def room_left(plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int]) -> dict[int, int]:
+def room_left(plan: Plan, held_bytes: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
     """Counts the bytes that each device of a plan has left under its limit.
 
     Args:
         plan: says which devices each stage has.
         held_bytes: for each stage, the bytes that its fullest device holds.
-        limits: the limit of each device.
+        limits: the limit of each device, by its number in the plan.
     """
     room: dict[int, int] = {}
     for stage, size in zip(plan.stages, held_bytes, strict=True):
@@ -218,7 +218,7 @@ class ModelPlanner:
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
         chosen = replace(self, settings=settings)._planned(traced, finer=finer)
-        compiled, limits = chosen.compiled, dict(enumerate(settings.limits))
+        compiled, limits = chosen.compiled, settings.limits
         traced, plan = compiled.traced, compiled.plan
         room = room_left(plan, self._held_bytes(traced, plan), limits)
         plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
@@ -304,8 +304,8 @@ class ModelPlanner:
         model = (traced.graph, list(kinds), of_layers)
         # `remeasure` says only whether old measurements are used, so it is not part of the key.
         options = option_parts(replace(settings, remeasure=False))
-        update = self.cutter.text(traced.graph, settings.schedule)
-        texts = map(without_addresses, (*map(repr, (options, *model)), update))
+        update = self.cutter.lines(traced.graph, settings.schedule)
+        texts = map(without_addresses, map(repr, (options, *model, update)))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
@@ -365,7 +365,10 @@ class ModelPlanner:
         return compiled
 
     def _compiled(self, traced: Traced, plan: Plan) -> CompiledPlan:
-        cuts = self.cut(traced), warmup_cut(self.settings, self.cutter, traced)
+        warmup = None
+        if self.settings.schedule.warmup_updates:  # an asynchronous run begins synchronously
+            warmup = self.cutter.cut(traced.graph, ONE_F_ONE_B)
+        cuts = self.cut(traced), warmup
         return compile_plan(self.settings, self.bench.store, traced, plan, *cuts)
 
     def _splitter(self) -> Splitter:
@@ -419,7 +422,8 @@ def compile_plan(
         traced: the model.
         plan: says which layers run where.
         optimizer: the optimizer, cut for these layers.
-        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous run.
+        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous run;
+            None if there are no such steps.
 
     Raises:
         ValueError: the plan does not fit the layers or the devices.
@@ -445,13 +449,6 @@ def compile_plan(
     if settings.schedule.synchronous:
         _check_carried(compiled)
     return compiled
-
-
-def warmup_cut(settings: Settings, cutter: OptimizerCutter, traced: Traced) -> OptimizerCut | None:
-    """Cuts the optimizer for the synchronous steps that begin an asynchronous run, if any do."""
-    if not settings.schedule.warmup_updates:
-        return None
-    return cutter.cut(traced.graph, ONE_F_ONE_B)
 
 
 def _check_carried(compiled: CompiledPlan) -> None:

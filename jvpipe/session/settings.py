@@ -23,17 +23,13 @@ from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.schedules import Schedule
-from jvpipe.trace.digests import (
-    closed_lines,
-    without_addresses,
-)
+from jvpipe.trace.digests import closed_lines, without_addresses
 from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import abstract, canonical
 from jvpipe.trace.model import Model
 from jvpipe.trace.modules import warn_of_statistics
 from jvpipe.trace.stacks import Stacks
-from jvpipe.trace.structure import structure
 from jvpipe.util.paths import path_name
 
 Tree = Any
@@ -307,15 +303,6 @@ class OptimizerCutter:
             [graph.parameters[p].array.name for p in graph.trained(range(len(graph.parameters)))]
         )
         return left
-
-    def text(self, graph: LayerGraph, schedule: Schedule) -> str:
-        """Returns a text of the update of a graph's parameters, to recognize it in other processes.
-
-        The text may contain addresses of functions, which differ between processes.
-        """
-        # Names of variables differ between processes too. A jaxpr has them, a structure has none.
-        update = self._trace(*self._sums(graph, schedule)).update.jaxpr
-        return repr(structure(update.eqns, update.invars, update.outvars))
 
     def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
         """Returns lines that are equal if two optimizers make equal states and equal updates."""
