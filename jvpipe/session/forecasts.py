@@ -203,7 +203,7 @@ class _Asking:
         chooses = [find_planner(name).chooses_fates for name in self.names]
         if self.question.state_fates or chooses != [True]:
             return kept
-        away = partial(asking._state_away, limits, kept.answers[0].splits)
+        away = partial(asking._state_away, limits, kept.best.splits)
         return place_state(kept, away, _judged)
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
@@ -234,7 +234,7 @@ class _Asking:
         away = replace(self, question=question, cluster=cluster)._answer(limits, splits)
         if not away.fits:
             return away
-        best = away.answers[0]
+        best = away.best
         assert best.plan is not None
         assert best.evaluation is not None
         held = [best.evaluation.device_bytes[place] for place in away.problem.places]
@@ -245,7 +245,7 @@ class _Asking:
 
     def _with_state(self, forecast: Forecast) -> Forecast:
         """Adds the fates of the optimizer's state to the plans, and the seconds of its copies."""
-        fates, best = self.question.state_fates, forecast.answers[0]
+        fates, best = self.question.state_fates, forecast.best
         if not fates or best.plan is None:
             return forecast
         # All answers are to one problem, so they cut layers at the same places.
@@ -258,7 +258,7 @@ class _Asking:
 
     def _with_seconds(self, forecast: Forecast) -> Forecast:
         """Adds the seconds in which the best plan copies optimizer state to the host and back."""
-        best = forecast.answers[0].plan
+        best = forecast.best.plan
         assert best is not None
         return replace(forecast, state_s=away_s(best, self._state_bytes(), forecast.problem))
 
@@ -267,7 +267,9 @@ class _Asking:
         return state_bytes(model.traced.graph, self.question.cut(model))
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
-        """Returns a plan that keeps the limits as the hardware's compiler compiles it.
+        """Returns the first plan that keeps the limits as the hardware's compiler compiles it.
+
+        If no plan keeps the limits, the answer says which limit a plan would keep.
 
         Args:
             limit: the memory limit as the user gave it.
@@ -278,14 +280,62 @@ class _Asking:
             raise ValueError(f"compile is for one planner, not for {names}: name one")
         signer = Signer.of(self.cluster, None if isinstance(target, bool) else target)
         limits = limits_on(self.cluster, limit, self.devices)
-        return signed(
-            lambda said, more: self(said, tuple(max(1, x + more) for x in limits)), signer
+        forecast, more = self._search(signer, limits, 0)
+        if forecast is not None:
+            return forecast
+        # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
+        while (would_do := self._search(signer, limits, more)[0]) is None:
+            more += max(1, more // 16)
+        (answer,), raised = would_do.answers, would_do.problem
+        assert raised.memory_limit_bytes is not None
+        smallest, compiler = raised.memory_limit_bytes, signer.stores[0].compiler.target.name
+        reason = (
+            f"no plan of {answer.planner} keeps the limit of {smallest - more:,} bytes per device as the compiler "
+            f"for {compiler} makes it: {smallest:,} bytes would do. So may more stages or more micro-batches"
         )
+        infeasible = Infeasible(reason, 0, more, smallest)
+        refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
+        problem = replace(raised, memory_limit_bytes=smallest - more)
+        return replace(would_do, problem=problem, answers=(refused,))
+
+    def _search(
+        self, signer: "Signer", limits: tuple[int, ...], more: int
+    ) -> tuple[Forecast | None, int]:
+        """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
+
+        Returns:
+            The plan and `more`; or None, and the smallest raise under which a plan is expected to
+            fit.
+        """
+        less, nearest, before = 0, math.inf, None
+        for _ in range(ASKING.signings):
+            forecast = self(signer.said, tuple(max(1, size + more - less) for size in limits))
+            limit = forecast.problem.memory_limit_bytes
+            assert limit is not None
+            if not forecast.fits:
+                needed = more + smallest_limit_bytes(forecast.answers) - limit
+                return None, int(min(nearest, needed))
+            problem = replace(forecast.problem, memory_limit_bytes=limit + less)
+            question = replace(
+                forecast.question or self.question, microbatches=forecast.microbatches
+            )
+            stages = signer.stages(question, forecast.problem, forecast.best)
+            allowed = [problem.limit_of(place) or 0 for place in problem.places]
+            over = max(x.compiled_bytes - size for x, size in zip(stages, allowed, strict=True))
+            if over <= 0:
+                compiled = replace(forecast.best, compiled=tuple(stages))
+                return replace(forecast, problem=problem, answers=(compiled,)), more
+            _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
+            nearest = min(nearest, more + over)
+            # If the same plan comes again, the reported bytes of programs do not explain its
+            # excess, so only lower limits lead to another plan.
+            less, before = less + (over if forecast.plan == before else 0), forecast.plan
+        return None, int(nearest)
 
 
 def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
     """Returns the best plan and the seconds of its step; None if it does not fit."""
-    best = forecast.answers[0]
+    best = forecast.best
     if not forecast.fits or best.plan is None or best.decision is None:
         return None
     return Planned(best.plan, forecast.problem, best.decision), forecast.step_s
@@ -312,10 +362,6 @@ def planner_names(option: str, planner: Any) -> list[str]:
 
 
 # Plans that keep the limits as the compiler of the hardware compiles them.
-
-Ask = Callable[[Said, int], Forecast]
-"""A function that plans, given the bytes that compilers have reported and a number of bytes that is
-added to each limit (and may be negative)."""
 
 
 @dataclass(frozen=True)
@@ -424,68 +470,6 @@ class Signer:
         except RefusedProgram as refused:
             raise ValueError(f"{_name_of(run, refused.program)}: {refused}") from None
         return run
-
-
-def signed(ask: Ask, signer: Signer) -> Forecast:
-    """Returns the first plan that keeps the limits as compiled, with its stages' compiled bytes.
-
-    If no plan keeps the limits, the answer says which limit a plan would keep.
-
-    Args:
-        ask: asks a planner.
-        signer: asks the compilers.
-    """
-    forecast, more = _search(ask, signer, 0)
-    if forecast is not None:
-        return forecast
-    # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
-    while (would_do := _search(ask, signer, more)[0]) is None:
-        more += max(1, more // 16)
-    (answer,), raised = would_do.answers, would_do.problem
-    assert raised.memory_limit_bytes is not None
-    smallest, target = raised.memory_limit_bytes, signer.stores[0].compiler.target.name
-    reason = (
-        f"no plan of {answer.planner} keeps the limit of {smallest - more:,} bytes per device as the compiler "
-        f"for {target} makes it: {smallest:,} bytes would do. So may more stages or more micro-batches"
-    )
-    infeasible = Infeasible(reason, 0, more, smallest)
-    refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
-    problem = replace(raised, memory_limit_bytes=smallest - more)
-    return replace(would_do, problem=problem, answers=(refused,))
-
-
-def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
-    """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
-
-    Returns:
-        The plan and `more`; or None, and the smallest raise under which a plan is expected to fit.
-    """
-    less, nearest, before = 0, math.inf, None
-    for _ in range(ASKING.signings):
-        forecast = ask(signer.said, more - less)
-        limit, question = forecast.problem.memory_limit_bytes, forecast.question
-        assert limit is not None
-        assert question is not None
-        if not forecast.fits:
-            needed = more + smallest_limit_bytes(forecast.answers) - limit
-            return None, int(min(nearest, needed))
-        (answer,), raised = (
-            forecast.answers,
-            replace(forecast.problem, memory_limit_bytes=limit + less),
-        )
-        question = replace(question, microbatches=forecast.microbatches)
-        stages = signer.stages(question, forecast.problem, answer)
-        limits = [raised.limit_of(place) or 0 for place in raised.places]
-        over = max(x.compiled_bytes - size for x, size in zip(stages, limits, strict=True))
-        if over <= 0:
-            compiled = replace(answer, compiled=tuple(stages))
-            return replace(forecast, problem=raised, answers=(compiled,)), more
-        _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
-        nearest = min(nearest, more + over)
-        # If the same plan comes again, the reported bytes of programs do not explain its excess, so
-        # only lower limits lead to another plan.
-        less, before = less + (over if forecast.plan == before else 0), forecast.plan
-    return None, int(nearest)
 
 
 def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:

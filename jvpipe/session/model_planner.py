@@ -204,8 +204,7 @@ class ModelPlanner:
         """Counts the bytes of each parameter's state; empty if the planner must not move it."""
         settings = self.settings
         by_user = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
-        chooses = find_planner(settings.planner).chooses_fates
-        if by_user or not chooses or not settings.limits or settings.checkpoint is not None:
+        if by_user or not settings.chooses_fates or settings.checkpoint is not None:
             return {}
         sizes = state_bytes(traced.graph, self.cut(traced))
         host = settings.host_limit_bytes

@@ -25,7 +25,12 @@ from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import micro_batch_shapes
-from jvpipe.session.measuring import costs_with_state, slowness_by_kind, times_longer
+from jvpipe.session.measuring import (
+    costs_with_state,
+    given_slowness,
+    slowness_by_kind,
+    times_longer,
+)
 from jvpipe.session.planning import Slowness, work_s
 from jvpipe.session.settings import OptimizerCutter, Training
 from jvpipe.trace.graph import Traced
@@ -298,11 +303,11 @@ def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list
         devices: how many devices are used.
         layers: how many layers the profile has.
     """
-    if cluster is None:
-        return [()] * devices
-    check_devices(devices, cluster)
-    rates = [device.products_per_s("float32") for device in cluster.accelerators[:devices]]
-    return [() if rate == rates[0] else (rates[0] / rate,) * layers for rate in rates]
+    rates = list[float]()
+    if cluster is not None:
+        check_devices(devices, cluster)
+        rates += [device.products_per_s("float32") for device in cluster.accelerators[:devices]]
+    return [given_slowness(rates, 0, device, layers) for device in range(devices)]
 
 
 def given_pins(

@@ -21,8 +21,8 @@ enough over the home plan. The thresholds are in `Rule` and may be changed.
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,8 +89,7 @@ class Rule:
     skip_steps: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """A step's seconds per micro-batch: of each layer, and of each stage's waits for copies."""
 
     layer_s: Sequence[float]
@@ -103,9 +102,7 @@ def all_of(parts: Sequence[Seen]) -> Seen:
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
     """
-    layer_s = [sum(seconds) for seconds in zip(*(part.layer_s for part in parts), strict=True)]
-    exposed_s = [sum(seconds) for seconds in zip(*(part.exposed_s for part in parts), strict=True)]
-    return Seen(layer_s, exposed_s)
+    return Seen(*(list(map(sum, zip(*kind, strict=True))) for kind in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +192,8 @@ class Trigger:
         if len(self._window) < self.rule.steps:
             return None
         # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
-        layer_s = np.mean([step.layer_s for step in self._window], axis=0)
-        exposed_s = np.mean([step.exposed_s for step in self._window], axis=0)
-        replan = self._better(plan, Seen(layer_s.tolist(), exposed_s.tolist()))
+        means = (np.mean(kind, axis=0).tolist() for kind in zip(*self._window, strict=True))
+        replan = self._better(plan, Seen(*means))
         self._window.clear()
         self._asked = replan.cuts if replan else None
         return replan
@@ -350,7 +346,7 @@ class Told:
         >>> Told.from_json(told.to_json()) == told
         True
         """
-        seconds = [[step, asdict(seen)] for step, seen in self.seconds.items()]
+        seconds = list(self.seconds.items())
         to_come = self.proposal
         proposal = to_come and [to_come.old.to_json(), to_come.new.to_json(), to_come.why]
         return json.dumps([seconds, proposal, self.how, self.refusal])
@@ -360,4 +356,4 @@ class Told:
         """Reads the news from a text of `to_json`."""
         seconds, words, how, refusal = json.loads(text)
         proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
-        return Told({step: Seen(**seen) for step, seen in seconds}, proposal, how, refusal)
+        return Told({step: Seen(*seen) for step, seen in seconds}, proposal, how, refusal)
