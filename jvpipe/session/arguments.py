@@ -29,6 +29,9 @@ from jvpipe.util.names import did_you_mean
 from jvpipe.util.paths import path_name
 
 Tree = Any
+Limits = int | tuple[int, ...] | None
+"""The bytes that devices may hold: one limit for all devices, or one for each. None stands for the
+limits that devices report in a run, and for all their memory in a plan for absent hardware."""
 PER_LAYER = "per_layer"
 """The optimizer sees parameters of stacked layers (those of a scan) as one array per layer."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,6 +23,7 @@ from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
+    Limits,
     check_chooser,
     check_deferred,
     check_functions,
@@ -34,23 +34,12 @@ from jvpipe.util.brief import brief
 from jvpipe.util.given import several
 from jvpipe.util.sizes import GIB, limits_of_each
 
-
-@dataclass(frozen=True)
-class ReportedMemory:
-    """How the memory that devices report becomes the limits that plans keep.
-
-    Attributes:
-        alike: devices whose limits differ by little count as equal: each gets the smallest reported
-            limit that is at least this share of its own.
-        whole: the share of a GPU's reported memory that a plan may fill. The rest is for the gaps
-            that the allocator leaves between arrays.
-    """
-
-    alike: float = 0.98
-    whole: float = 0.92
-
-
-REPORTED = ReportedMemory()
+_ALIKE = 0.98
+"""Devices whose reported limits differ by little count as equal: each gets the smallest reported
+limit that is at least this share of its own."""
+_WHOLE = 0.92
+"""The share of a GPU's reported memory that a plan may fill. The rest is for the gaps that the
+allocator leaves between arrays."""
 
 
 def checked_devices(devices: Any) -> list[Device]:
@@ -108,7 +97,7 @@ def place(
     if shares:
         return distinct, ()
     used = distinct if devices is not None else tuple(dict.fromkeys(offered[: sum(counts)]))
-    firsts = [first for first, *_ in replicas_at(counts)]
+    firsts = [0, *accumulate(counts)]
     places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
     return used, tuple(used.index(offered[firsts[place]]) for place in places)
 
@@ -173,7 +162,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def device_limits(
-    limits: int | tuple[int, ...] | None,
+    limits: Limits,
     devices: Sequence[Device],
     planned: int,
     hosts: Hosts | None,
@@ -204,8 +193,11 @@ def device_limits(
 
 def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
     """Returns the limits in bytes that devices report, with nearly equal limits made equal."""
-    reported = {device.id: _reported(device) for device in devices if is_own(device)}
-    limits = {at: limit for at, limit in reported.items() if limit is not None}
+    limits = {
+        device.id: limit
+        for device in devices
+        if is_own(device) and (limit := _reported(device)) is not None
+    }
     if hosts is not None:
         words = hosts.exchange("devices' memory", json.dumps(list(limits.items())).encode())
         limits = {at: limit for word in words for at, limit in json.loads(word)}
@@ -213,13 +205,12 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         return ()
     # A device that reports nothing gets the smallest limit that another one reports.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
-    least = REPORTED.alike
-    return tuple(min(x for x in by_device if x >= least * limit) for limit in by_device)
+    return tuple(min(x for x in by_device if x >= _ALIKE * limit) for limit in by_device)
 
 
 def _reported(device: Device) -> int | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return int(REPORTED.whole * limit) if limit and device.platform == "gpu" else limit
+    return int(_WHOLE * limit) if limit and device.platform == "gpu" else limit
 
 
 def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:

@@ -41,6 +41,7 @@ from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
+    Limits,
     check_functions,
     checked_name,
 )
@@ -62,8 +63,6 @@ from jvpipe.util.given import several
 Tree = Any
 _log = logging.getLogger("jvpipe")
 USUAL_HARDWARE = "a100-40gb"
-Limits = int | tuple[int, ...] | None
-"""Bytes: one limit for all devices, or one for each; None: all the memory of each device."""
 
 
 def plan_for(
@@ -395,8 +394,7 @@ class Signer:
         largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
-                if key not in largest or sizes.temporary > largest[key].temporary:
-                    largest[key] = sizes
+                largest[key] = max(largest.get(key, sizes), sizes, key=lambda x: x.temporary)
         return largest
 
     def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:

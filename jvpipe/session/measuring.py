@@ -347,8 +347,7 @@ class Measurement:
         """Returns the costs on a micro-batch, and on slices with these numbers of examples."""
         costs = {self.traced.graph.examples: self.costs}
         for b in sizes:
-            apart = taken_apart(self.traced, [b])
-            costs[b] = self.costs_of(sliced(self.traced, Examples(0, b), apart))
+            costs[b] = self.costs_of(self._slice(b))
         return LocalCosts.of(costs.__getitem__, sorted(costs))
 
     def _least_slice(self, examples: int) -> int:
@@ -356,13 +355,16 @@ class Measurement:
         if examples < 2:
             raise CoupledError("a micro-batch has one example, use fewer micro-batches")
         try:
-            sliced(self.traced, Examples(0, 1), taken_apart(self.traced, [1]))
+            self._slice(1)
         except CoupledError:
             if examples < 4:
                 raise
-            sliced(self.traced, Examples(0, 2), taken_apart(self.traced, [2]))
+            self._slice(2)
             return 2
         return 1
+
+    def _slice(self, examples: int) -> Traced:
+        return sliced(self.traced, Examples(0, examples), taken_apart(self.traced, [examples]))
 
 
 def per_machine(processes: Sequence[int]) -> int:

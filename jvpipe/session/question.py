@@ -24,7 +24,7 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import micro_batch_shapes
+from jvpipe.session.arguments import Limits, micro_batch_shapes
 from jvpipe.session.measuring import (
     costs_with_state,
     given_slowness,
@@ -109,7 +109,7 @@ class Question(Training):
     def _cutter(self, model: Model) -> OptimizerCutter:
         # The cutter keeps the parameters' shapes, so no other object gets the same id.
         key = "cutter", self.microbatches, id(model.params)
-        return self._once(key, partial(OptimizerCutter.of, self, model))
+        return self._once(key, lambda: OptimizerCutter(self, model.params, model.stacks))
 
     def cut(self, model: Model) -> OptimizerCut:
         """Cuts the optimizer of a model into pieces for the model's layers."""
@@ -187,7 +187,7 @@ class Question(Training):
     def problem(
         self,
         cluster: Cluster,
-        memory_limit: int | tuple[int, ...] | None = None,
+        memory_limit: Limits = None,
         splits: tuple[int, ...] = (),
     ) -> Problem:
         """Makes the problem that a planner is asked.
@@ -221,7 +221,7 @@ class Question(Training):
         cluster: Cluster,
         devices: int,
         pins: Pins,
-        memory_limit: int | tuple[int, ...] | None = None,
+        memory_limit: Limits = None,
     ) -> Shapes:
         """Returns the shapes that a planner may choose from.
 
@@ -262,9 +262,7 @@ class Question(Training):
         return shapes.told_apart(slowness, limits, names)
 
 
-def limits_on(
-    cluster: Cluster, limits: int | tuple[int, ...] | None, devices: int
-) -> tuple[int, ...]:
+def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]:
     """Returns the bytes that each of the first devices of a cluster may hold.
 
     Args:
@@ -313,12 +311,12 @@ def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list
 def given_pins(
     question: Question,
     cluster: Cluster,
-    devices: int | None = None,
+    devices: int | None,
     *,
-    stages: int | None = None,
-    replicas: tuple[int, ...] | str | None = None,
-    cuts: tuple[int, ...] | None = None,
-    microbatches: int | None = None,
+    stages: int | None,
+    replicas: tuple[int, ...] | str | None,
+    cuts: tuple[int, ...] | None,
+    microbatches: int | None,
 ) -> tuple[int, Pins]:
     """Checks the parts of a shape that the user gives.
 
