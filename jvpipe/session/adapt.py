@@ -387,6 +387,10 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
 
     In an asynchronous schedule the devices of a stage take turns: each of n devices has every n-th
     micro-batch and n times as long for it, so its seconds are divided by n.
+
+    Args:
+        measured: what the monitor has measured.
+        compiled: the plan under which the step ran.
     """
     places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
     exposed_s = [

@@ -393,7 +393,15 @@ def check_deferred(options: Mapping[str, Any]) -> None:
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of a micro-batch; ValueError if the batch cannot be split evenly."""
+    """Returns the shapes of a micro-batch.
+
+    Args:
+        batch: a whole batch, as arrays or shapes.
+        microbatches: how many it is split into.
+
+    Raises:
+        ValueError: the batch cannot be split evenly along the first axis of its leaves.
+    """
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)

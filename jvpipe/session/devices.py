@@ -136,6 +136,12 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     """Returns devices in the order of stages: each process has a block of consecutive stages.
 
+    With one process, all devices are returned as they are.
+
+    Args:
+        stages: how many stages there are, each on one device.
+        devices: the devices of all processes.
+
     Raises:
         ValueError: there are fewer stages than processes, or a process has too few devices.
     """
@@ -192,7 +198,16 @@ def device_limits(
 
 
 def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
-    """Returns the limits in bytes that devices report, with nearly equal limits made equal."""
+    """Returns the limits in bytes that devices report, with nearly equal limits made equal.
+
+    Args:
+        devices: all devices of the run.
+        hosts: the processes of the run, if there are several. Each tells the others the limits of
+            its own devices.
+
+    Returns:
+        A limit for each device; none if no device reports one.
+    """
     limits = {
         device.id: limit
         for device in devices

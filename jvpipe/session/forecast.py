@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why_not
@@ -21,6 +22,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import Evaluation
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
+from jvpipe.programs.store import shared_store
 from jvpipe.report import timeline
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
@@ -112,7 +114,8 @@ class Forecast:
             raise ValueError(
                 "what a run holds is known of a model, and this is a profile of one: plan the model itself"
             )
-        return replace(self.question, microbatches=self.microbatches).held_bytes(self.plan)
+        question = replace(self.question, microbatches=self.microbatches)
+        return [peak.bytes for peak in question.compiled(self.plan, shared_store()).peaks[:HOST]]
 
     @cached_property
     def simulation(self) -> Timeline:

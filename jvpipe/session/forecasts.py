@@ -50,7 +50,7 @@ from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
     brought_back,
-    place_state,
+    pays_for_room,
     room_left,
     state_bytes,
 )
@@ -202,8 +202,13 @@ class _Asking:
         chooses = [find_planner(name).chooses_fates for name in self.names]
         if self.question.state_fates or chooses != [True]:
             return kept
-        away = partial(asking._state_away, limits, kept.best.splits)
-        return place_state(kept, away, _judged)
+        if kept.fits:
+            assert kept.best.plan is not None
+            assert kept.best.decision is not None
+            if not pays_for_room(Planned(kept.best.plan, kept.problem, kept.best.decision)):
+                return kept
+        away = asking._state_away(limits, kept.best.splits)
+        return away if not kept.fits or (away.fits and away.step_s < kept.step_s) else kept
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
         """Returns the answers, with layers cut at `splits`; empty: wherever a cut saves time."""
@@ -330,14 +335,6 @@ class _Asking:
             # excess, so only lower limits lead to another plan.
             less, before = less + (over if forecast.plan == before else 0), forecast.plan
         return None, int(nearest)
-
-
-def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
-    """Returns the best plan and the seconds of its step; None if it does not fit."""
-    best = forecast.best
-    if not forecast.fits or best.plan is None or best.decision is None:
-        return None
-    return Planned(best.plan, forecast.problem, best.decision), forecast.step_s
 
 
 def planner_names(option: str, planner: Any) -> list[str]:

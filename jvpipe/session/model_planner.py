@@ -2,13 +2,13 @@
 
 A planner's plan is accepted only after it was compiled and its exact bytes were counted, see
 planning.py. Two variants are tried as well: some layers cut in two (splitting.py), and the
-optimizer's state on the host (`place_state`).
+optimizer's state on the host (`ModelPlanner.plan`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from jvpipe._jax import first_of, is_own
 from jvpipe.cost.archive import surroundings
@@ -37,7 +37,6 @@ from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 
-A = TypeVar("A")
 ALL_AWAY = {"*": Fate.SWAP.value}
 
 
@@ -119,25 +118,17 @@ def room_left(plan: Plan, held_bytes: Sequence[int], limits: Sequence[int]) -> d
     return room
 
 
-def place_state(
-    kept: A, away: Callable[[], A], judged: Callable[[A], tuple[Planned, float] | None]
-) -> A:
-    """Decides whether the optimizer's state lies on the devices or on the host between updates.
+def pays_for_room(planned: Planned) -> bool:
+    """Tells whether the plan's step is noticeably longer than if all values could be kept.
 
-    It lies on the host if no plan fits with all of it on the devices. It also lies there if values
-    would have to be recomputed or swapped to make room for it, and copying it makes a step faster.
-
-    Args:
-        kept: the answer with all state on the devices.
-        away: finds the answer with state on the host.
-        judged: returns the plan of an answer and the seconds of a step; None if no plan fits.
+    Only then is it worth asking for a plan with the optimizer's state on the host: this state would
+    make room for the values that are now recomputed or swapped.
     """
-    here = judged(kept)
-    if here is not None and not pays_for_room(here[0]):
-        return kept
-    other = away()
-    there = judged(other)
-    return other if here is None or (there is not None and there[1] < here[1]) else kept
+    if not any(planned.decision.choices):
+        return False
+    # A plan with the same cuts that keeps every value shows how many seconds the limit costs.
+    kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
+    return planned.step_s > (1 + ASKING.noticed) * kept.step_s
 
 
 # The first plan of a model is made by a planner or given by the user, and then compiled.
@@ -171,8 +162,9 @@ class ModelPlanner:
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
         """Makes a plan, unless the user gives one, and compiles it.
 
-        Under a limit, plans may be made both with the optimizer's state on the devices and with it
-        on the host; see `place_state`.
+        Under a limit, a plan with the optimizer's state on the devices is made first. A plan with
+        it on the host is made if the first one does not fit, or if values are recomputed or swapped
+        to make room for the state. The faster of the two is taken.
 
         Args:
             traced: the model, with whole layers.
@@ -187,18 +179,20 @@ class ModelPlanner:
         if not sizes:
             return self._planned(traced, finer=finer)
 
-        def judged(answer: Chosen | MemoryLimitExceeded) -> tuple[Planned, float] | None:
-            if isinstance(answer, MemoryLimitExceeded):
-                return None
-            assert answer.planned is not None
-            return answer.planned, self._step_s(answer.compiled, answer.planned)
-
-        kept = _attempted(lambda: self._planned(traced, finer=finer))
-        away = partial(_attempted, lambda: self._state_away(traced, sizes, finer=finer))
-        chosen = place_state(kept, away, judged)
-        if isinstance(chosen, MemoryLimitExceeded):
-            raise chosen
-        return chosen
+        try:
+            kept = self._planned(traced, finer=finer)
+        except MemoryLimitExceeded:
+            kept = None
+        if kept is None:
+            return self._state_away(traced, sizes, finer=finer)
+        assert kept.planned is not None
+        if not pays_for_room(kept.planned):
+            return kept
+        try:
+            away = self._state_away(traced, sizes, finer=finer)
+        except MemoryLimitExceeded:
+            return kept
+        return away if _step_s(away) < _step_s(kept) else kept
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
         """Counts the bytes of each parameter's state; empty if the planner must not move it."""
@@ -226,11 +220,6 @@ class ModelPlanner:
         if min(still_left.values()) < 0:
             return chosen
         return chosen._replace(compiled=self._to_run(traced, plan))
-
-    def _step_s(self, compiled: CompiledPlan, planned: Planned) -> float:
-        """Returns a step's seconds, on the assumption that no work hides copies of state."""
-        sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
-        return planned.step_s + away_s(compiled.plan, sizes, planned.problem)
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
         """Plans with the optimizer's state where the settings have it."""
@@ -388,21 +377,12 @@ class ModelPlanner:
         return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
-def _attempted(plan: Callable[[], Chosen]) -> Chosen | MemoryLimitExceeded:
-    """Calls a function that plans; returns the error if no plan keeps the limit."""
-    try:
-        return plan()
-    except MemoryLimitExceeded as error:
-        return error
-
-
-def pays_for_room(planned: Planned) -> bool:
-    """Tells whether the plan's step is noticeably longer than if all values could be kept."""
-    if not any(planned.decision.choices):
-        return False
-    # A plan with the same cuts that keeps every value shows how many seconds the limit costs.
-    kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
-    return planned.step_s > (1 + ASKING.noticed) * kept.step_s
+def _step_s(chosen: Chosen) -> float:
+    """Returns a step's seconds, on the assumption that no work hides copies of state."""
+    compiled, planned = chosen.compiled, chosen.planned
+    assert planned is not None
+    sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
+    return planned.step_s + away_s(compiled.plan, sizes, planned.problem)
 
 
 def compile_plan(

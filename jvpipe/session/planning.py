@@ -404,7 +404,12 @@ class _Asker:
         raise self._refusal(min(floors, key=lambda x: x.floor.bytes), limit)
 
     def floor(self, problem: Problem, limit: int) -> Floor:
-        """Finds the plan that holds the fewest bytes, or the first plan that keeps a limit."""
+        """Finds the plan that holds the fewest bytes, or the first plan that keeps a limit.
+
+        Args:
+            problem: has the devices in the order in which the plan is to use them.
+            limit: the limit of the device with the most memory.
+        """
 
         def needed_bytes(decision: Decision) -> Sequence[int]:
             plan = answered(self.planner, problem, decision, self.places).plan

@@ -19,7 +19,7 @@ from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.store import ProgramStore, shared_store
+from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
@@ -157,10 +157,6 @@ class Question(Training):
         used = cluster.accelerators[:devices]
         return slowness_by_kind(used, str, longer)
 
-    def held_bytes(self, plan: Plan) -> list[int]:
-        """Compiles a plan for the device at hand; returns each device's peak bytes in its run."""
-        return [peak.bytes for peak in self.compiled(plan, shared_store()).peaks[:-1]]
-
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
         """Compiles a plan as a run would; the first device at hand stands for every device.
 
@@ -275,7 +271,15 @@ def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
-    """Returns a problem with a cluster's links: the network if stages lie on several machines."""
+    """Returns a problem with a cluster's links: the network if stages lie on several machines.
+
+    Args:
+        problem: the model, with any links.
+        cluster: the hardware; its first devices are used.
+
+    Raises:
+        ValueError: the cluster has too few devices.
+    """
     check_devices(problem.devices, cluster)
     # Stages take all devices of the first machine before any of the next one.
     within = problem.devices <= cluster.devices_per_machine

@@ -95,7 +95,14 @@ class Splitter:
     keeps_bits: BitCheck
 
     def finest(self, traced: Traced, stages: int) -> Traced:
-        """Cuts a model into at least as many layers as stages, or as finely as it can be cut."""
+        """Cuts a model into at least as many layers as stages, or as finely as it can be cut.
+
+        The loop ends, because each round adds layers, and there are only so many equations.
+
+        Args:
+            traced: the model.
+            stages: how many stages the plan is to have.
+        """
         while len(traced.graph.layers) < stages:
             finer = self.finer(traced)
             if finer is None:
