@@ -114,7 +114,7 @@ class Forecast:
             raise ValueError(
                 "what a run holds is known of a model, and this is a profile of one: plan the model itself"
             )
-        question = replace(self.question, microbatches=self.microbatches)
+        question = replace(self.question, microbatches=self.microbatches, remembered={})
         return [peak.bytes for peak in question.compiled(self.plan, shared_store()).peaks[:HOST]]
 
     @cached_property

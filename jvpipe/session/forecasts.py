@@ -170,9 +170,9 @@ def _planned(
         count, pinned = given_pins(question, cluster, count, **pins)
     asking = _Asking(question, cluster, names, count, pinned, title)
     found = asking({}, limit) if target is False else asking.signed(limit, target)
-    assert found.question is not None
     # Traces hold arrays, such as the constants of the loss. The answer does not keep them alive.
-    return replace(found, question=replace(found.question, remembered={}))
+    question.remembered.clear()
+    return found
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,13 @@ class _Asking:
         best = away.best
         assert best.plan is not None
         assert best.evaluation is not None
-        held = [best.evaluation.device_bytes[place] for place in away.problem.places]
+        problem = away.problem
+        held = [best.evaluation.device_bytes[place] for place in problem.places]
+        # A plan may leave devices out, so limits are found by number.
+        each = zip(problem.places, best.plan.stages, strict=True)
+        limit_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
         # Room is what the limit leaves while all state is away, so state that fits may return.
-        room = room_left(best.plan, held, away.problem.limits)
+        room = room_left(best.plan, held, limit_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return self._with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
 

@@ -102,7 +102,9 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     return replace(plan, stages=tuple(stages))
 
 
-def room_left(plan: Plan, held_bytes: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
+def room_left(
+    plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int] | Sequence[int]
+) -> dict[int, int]:
     """Counts the bytes that each device of a plan has left under its limit.
 
     Args:
