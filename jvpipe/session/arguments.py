@@ -71,7 +71,7 @@ def positive(name: str, value: Any, largest: float = math.inf) -> float:
 
 def _is_positive(value: Any) -> bool:
     is_number = is_whole(value) or isinstance(value, float | np.floating)
-    return is_number and 0 < value < math.inf
+    return is_number and bool(0 < value < math.inf)
 
 
 def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:

@@ -55,7 +55,8 @@ class Question(Training):
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
         remembered: the traces, optimizer cutters and costs so far. Copies of the question share
-            them: the key of each entry has whatever may differ between copies.
+            them. So copies may differ only in stages, schedule, `microbatches`, `state_fates` and
+            `said`: the key of each entry has those of these on which the entry depends.
     """
 
     params: Tree
@@ -124,15 +125,15 @@ class Question(Training):
             optimizer: the optimizer, cut for the model's layers.
         """
         said, device = self.said, cluster.device
+        split = may_split(self.schedule, self.stages, self.microbatches)
 
         def make() -> tuple[Costs, Any]:
-            split = may_split(self.schedule, self.stages, self.microbatches)
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
             # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
         # Empty reports say the same, whichever mapping holds them.
-        key = "costs", id(traced), id(said) if said else None, id(device)
+        key = "costs", id(traced), id(said) if said else None, id(device), split
         costs, _ = self._once(key, make)
         return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
 
