@@ -499,9 +499,8 @@ class Pipeline:
                 `jvpipe.checkpoint_extra` reads them.
         """
         self.session.check_state(state)
-        checkpoints.save_state(
-            self.session, checked_path(path), state, {} if extra is None else extra
-        )
+        folder = checked_path(path)
+        checkpoints.snapshot(self.session, state, {} if extra is None else extra).write(folder)
 
     @telling()
     def restore(self, path: str | Path) -> State:

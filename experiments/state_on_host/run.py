@@ -88,7 +88,7 @@ def simulated(question: Question, cluster: Cluster, fates: Mapping[str, str]) ->
         fates: of the optimizer's state, by patterns.
     """
     model, M = question.trace(), question.microbatches
-    graph, optimizer = model.traced.graph, question.cut(model, model.traced)
+    graph, optimizer = model.traced.graph, question.cut(model)
     costs = question.costs(cluster, model.traced, optimizer)
     each, more = divmod(len(graph.layers), question.stages)
     plan = Plan.from_cuts([each + (s < more) for s in range(question.stages)], schedule="1f1b")

@@ -115,17 +115,17 @@ def _draw_rows(
 ) -> None:
     """Draws the boxes of spans, with the first row at the top."""
     bottoms = dict(zip(rows, -np.cumsum(list(rows.values())), strict=True))
+    pt_per_s = _WIDTH * 72 * 0.9 / total_s  # rows take about 0.9 of the width
     by_look: dict[tuple[str, str], list[tuple[_Corners, float]]] = {}
     for span in spans:
         low, high = bottoms[span.device] + _GAP, bottoms[span.device] + rows[span.device] - _GAP
         corners = [(span.start_s, low), (span.start_s, high), (span.end_s, high), (span.end_s, low)]
-        width_pt = (span.end_s - span.start_s) / total_s * _WIDTH * 72 * 0.9
+        width_pt = (span.end_s - span.start_s) * pt_per_s
         by_look.setdefault(KINDS[span.kind].look, []).append((corners, width_pt))
     for device, label, start_s, end_s in _labels(spans):
         size = 7.5 if rows[device] > 0.3 else 5.5
-        width_pt = (end_s - start_s) / total_s * _WIDTH * 72 * 0.9
         # A digit is about 0.6 times as wide as the font's size.
-        if width_pt > size * (0.6 * len(label) + 0.3):
+        if (end_s - start_s) * pt_per_s > size * (0.6 * len(label) + 0.3):
             middle = (start_s + end_s) / 2, bottoms[device] + rows[device] / 2
             axes.text(*middle, label, ha="center", va="center_baseline", size=size)
     for (_, color), boxes in by_look.items():

@@ -98,16 +98,15 @@ class WeightsAndBiases(_Sent):
         # If the file exists, the run is resumed and goes on under its old id.
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
-        options = {
-            "project": "jvpipe",
-            "name": run.folder.name,
-            "dir": str(run.folder),
-            "config": dict(run.config),
-        }
-        settings = wandb.Settings(silent=True, console="off")
         try:
             self._run = wandb.init(
-                **options, id=named.read_text(), resume="allow", settings=settings
+                project=_PROJECT,
+                name=run.folder.name,
+                dir=str(run.folder),
+                config=dict(run.config),
+                id=named.read_text(),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as problem:
             reason = str(problem).splitlines()[0].rstrip(".")

@@ -293,8 +293,7 @@ class _Judge:
     def refuse(self, plan: Plan) -> None:
         """Tells the trigger not to ask again for a plan to which no migration is possible."""
         if self._trigger is not None:
-            self._trigger.refuse(plan.cuts)
-            self._trigger.refuse(self._asked)
+            self._trigger.refused |= {plan.cuts, self._asked}
         self._replaced = None
 
     def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
@@ -318,17 +317,17 @@ class _Judge:
             return
         new = self._plan_for(replan, trigger.home, compiled)
         if new is None:
-            trigger.refuse(replan.cuts)
+            trigger.refused.add(replan.cuts)
             return
         moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
         if replan.repays(moved_bytes, self.link, self.rule):
-            trigger.expect(new.cuts)
+            trigger.asked = new.cuts
             self._asked = replan.cuts
             self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
             return
         too_dear = "%s, but cuts %s do not repay the %d bytes that would move"
         _log.info(too_dear, replan.why, new.cuts, moved_bytes)
-        trigger.refuse(replan.cuts)
+        trigger.refused.add(replan.cuts)
 
     def _plan_for(self, replan: Replan, home: Plan, compiled: CompiledPlan) -> Plan | None:
         """Finds the plan to move to.
@@ -388,6 +387,10 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
 
     In an asynchronous schedule the devices of a stage take turns: each of n devices has every n-th
     micro-batch and n times as long for it, so its seconds are divided by n.
+
+    Args:
+        measured: what the monitor has measured.
+        compiled: the plan under which the step ran.
     """
     places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
     exposed_s = [

@@ -29,6 +29,9 @@ from jvpipe.util.names import did_you_mean
 from jvpipe.util.paths import path_name
 
 Tree = Any
+Limits = int | tuple[int, ...] | None
+"""The bytes that devices may hold: one limit for all devices, or one for each. None stands for the
+limits that devices report in a run, and for all their memory in a plan for absent hardware."""
 PER_LAYER = "per_layer"
 """The optimizer sees parameters of stacked layers (those of a scan) as one array per layer."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
@@ -60,11 +63,15 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
 
 def positive(name: str, value: Any, largest: float = math.inf) -> float:
     """Checks a number above 0, and not above a limit if there is one."""
-    number = is_whole(value) or isinstance(value, float | np.floating)
-    if not number or not 0 < value < math.inf or value > largest:
+    if not _is_positive(value) or value > largest:
         limit = "" if largest == math.inf else f", and at most {largest:.3g}"
         raise ValueError(f"{name} must be a number above 0{limit}, not {brief(value)}")
     return float(value)
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = is_whole(value) or isinstance(value, float | np.floating)
+    return is_number and bool(0 < value < math.inf)
 
 
 def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
@@ -304,11 +311,8 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
     """
     if isinstance(replicas, str) and replicas == "auto":
         return replicas
-    if isinstance(replicas, str):
-        has_numbers = any(letter.isdigit() for letter in replicas)
-    else:
-        has_numbers = several(replicas) is not None
-    if not has_numbers:
+    is_text = isinstance(replicas, str)
+    if not any(map(str.isdigit, replicas)) if is_text else several(replicas) is None:
         raise ValueError(
             f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )
@@ -330,12 +334,9 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     listed: list[Any] = (
         [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
     )
-    are_numbers = all(
-        (is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in listed
-    )
-    if not are_numbers:
+    if not all(map(_is_positive, listed)):
         raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
-    return tuple(float(x) for x in listed)
+    return tuple(map(float, listed))
 
 
 def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
@@ -392,7 +393,15 @@ def check_deferred(options: Mapping[str, Any]) -> None:
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of a micro-batch; ValueError if the batch cannot be split evenly."""
+    """Returns the shapes of a micro-batch.
+
+    Args:
+        batch: a whole batch, as arrays or shapes.
+        microbatches: how many it is split into.
+
+    Raises:
+        ValueError: the batch cannot be split evenly along the first axis of its leaves.
+    """
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)
@@ -425,8 +434,6 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
 
 
 def _nearest_divisors(size: int, target: int) -> str:
-    # If n divides size, size / n does as well, so n needs to go no further than the square root.
-    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    divisors = sorted({*small, *(size // n for n in small)})
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
     below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]
     return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"

@@ -97,22 +97,8 @@ def check_json(extra: Any) -> None:
         raise ValueError(f"{usual}: {error}") from error
 
 
-def save_state(session: Engine, path: str | Path, state: State, extra: dict[str, Any]) -> None:
-    """Writes a checkpoint of a state; all processes of the run must call it.
-
-    Each process writes the arrays that it holds.
-
-    Args:
-        session: the session to which the state belongs.
-        path: the folder of the checkpoint.
-        state: a state at rest or in flight.
-        extra: values for the user's own use, such as the epoch, in types that JSON can hold.
-    """
-    snapshot(session, state, extra).write(path)
-
-
 def restore(session: Engine, path: str | Path) -> State:
-    """Begins a run with the state that `save_state` wrote, under the plan in use.
+    """Begins a run with the state of a snapshot that was written, under the plan in use.
 
     Each process reads the arrays that it will hold.
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
@@ -214,8 +213,7 @@ class CompiledPlans:
                 reductions=settings.reductions,
                 deferred_over=settings.microbatches if settings.deferred_batch_norm else 1,
             )
-        sharding, grad_norm = settings.sharding, settings.grad_norm
-        cutter = OptimizerCutter.of(settings, model, grad_norm=grad_norm, sharding=sharding)
+        cutter, sharding = OptimizerCutter(settings, model.params, model.stacks), settings.sharding
         traced = cutter.freeze(model.traced)
         check_shard_maps(traced.loss.eqns, sharding.axes if sharding else {})
         if leaves_of:
@@ -231,14 +229,12 @@ class CompiledPlans:
                 self.planned, self.shape = before.planned, before.shape
                 self.model_id = before.model_id
         if settings.hosts is not None and not self._by_shapes:
-            functions = {
-                "the loss": jaxpr_lines(traced.loss.jaxpr, traced.loss.constants),
-                "the optimizer": cutter.lines(traced.graph, settings.schedule),
-            }
-            parts = [(name, "\n".join(lines)) for name, lines in functions.items()]
+            loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
+            optimizer = cutter.lines(traced.graph, settings.schedule)
+            parts = [("the loss", "\n".join(loss)), ("the optimizer", "\n".join(optimizer))]
             settings.hosts.agree("what the processes train", parts)
         if base:
-            compiled = self._compiled(traced, base.plan, base)
+            compiled = self.with_plan(base.plan, base, traced)
         else:
             bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
@@ -279,10 +275,6 @@ class CompiledPlans:
         split = split_as_planned(traced, present.splits)
         return split if split.graph == present.graph else None
 
-    def _compiled(self, traced: Traced, plan: Plan, base: CompiledPlan) -> CompiledPlan:
-        cuts = base.optimizer, base.warmup_optimizer
-        return compile_plan(self.settings, self._store, traced, plan, *cuts)
-
     def in_groups(self, compiled: CompiledPlan) -> CompiledPlan:
         """Returns the plan with layers in groups that run as one program each.
 
@@ -297,11 +289,19 @@ class CompiledPlans:
             return compiled
         return grouped
 
-    def with_plan(self, plan: Plan, base: CompiledPlan | None = None) -> CompiledPlan:
-        """Compiles the model under another plan, for the batch shape of `base` or the first one."""
-        base = base or self.current
-        plan = plan.under(self.settings.schedule.name)
-        return self._compiled(base.traced, plan, base)
+    def with_plan(
+        self, plan: Plan, base: CompiledPlan | None = None, traced: Traced | None = None
+    ) -> CompiledPlan:
+        """Compiles the model under another plan.
+
+        Args:
+            plan: the plan.
+            base: a compiled plan of this model; unless given, that of the first batch shape.
+            traced: the model at another batch shape than that of `base`.
+        """
+        base, plan = base or self.current, plan.under(self.settings.schedule.name)
+        traced, cuts = traced or base.traced, (base.optimizer, base.warmup_optimizer)
+        return compile_plan(self.settings, self._store, traced, plan, *cuts)
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
         """Compiles a stream (a run without flushes) whose plan has changed, as its checkpoint says.
@@ -382,7 +382,7 @@ class KnownModels:
 
     def __init__(self, store: ProgramStore) -> None:
         self._store = store
-        self._known: OrderedDict[Hashable, CompiledPlans] = OrderedDict()
+        self._known: dict[Hashable, CompiledPlans] = {}
         self._lock = RLock()  # a model may be prepared in the background
         self.parked: Parked = {}
 
@@ -402,21 +402,18 @@ class KnownModels:
                 refuse the model.
         """
         trees = present.trees
-        params, model_state = (
-            abstract(params),
-            trees.model_state if model_state is None else abstract(model_state),
-        )
+        params = abstract(params)
+        model_state = trees.model_state if model_state is None else abstract(model_state)
         key = self._key(present, loss_fn, params, model_state)
         with self._lock:
             self._known[
                 self._key(present, present.settings.loss_fn, trees.params, trees.model_state)
             ] = present
-            if key not in self._known:
-                self._known[key] = self._traced(present, loss_fn, params, model_state)
+            found = self._known.pop(key, None)
             # The order is that of requests: the model that was asked for longest ago is first.
-            self._known.move_to_end(key)
+            self._known[key] = found or self._traced(present, loss_fn, params, model_state)
             while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+                del self._known[next(iter(self._known))]
             return self._known[key]
 
     def _traced(
@@ -450,17 +447,13 @@ class KnownModels:
         return id(loss_fn), *map(shapes_of, (params, present.trees.batch, model_state))
 
 
-class _MissingError(Exception):
-    pass
-
-
 class _Watched(dict[Any, Any]):
     """A dict of the parameters' tree that raises an error with the path of a missing key."""
 
     path: tuple[Any, ...] = ()
 
     def __missing__(self, key: Any) -> Any:
-        raise _MissingError("/".join(map(str, (*self.path, key))))
+        raise KeyError("/".join(map(str, (*self.path, key))))
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
@@ -475,8 +468,8 @@ def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
 
     try:
         jax.eval_shape(lambda params, *rest: loss_fn(watched(params, ()), *rest), params, *rest)
-    except _MissingError as missing:
-        return str(missing)
+    except KeyError as missing:
+        return missing.args[0]
     except Exception:
         return None
     return None

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,6 +23,7 @@ from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
+    Limits,
     check_chooser,
     check_deferred,
     check_functions,
@@ -34,23 +34,12 @@ from jvpipe.util.brief import brief
 from jvpipe.util.given import several
 from jvpipe.util.sizes import GIB, limits_of_each
 
-
-@dataclass(frozen=True)
-class ReportedMemory:
-    """How the memory that devices report becomes the limits that plans keep.
-
-    Attributes:
-        alike: devices whose limits differ by little count as equal: each gets the smallest reported
-            limit that is at least this share of its own.
-        whole: the share of a GPU's reported memory that a plan may fill. The rest is for the gaps
-            that the allocator leaves between arrays.
-    """
-
-    alike: float = 0.98
-    whole: float = 0.92
-
-
-REPORTED = ReportedMemory()
+_ALIKE = 0.98
+"""Devices whose reported limits differ by little count as equal: each gets the smallest reported
+limit that is at least this share of its own."""
+_WHOLE = 0.92
+"""The share of a GPU's reported memory that a plan may fill. The rest is for the gaps that the
+allocator leaves between arrays."""
 
 
 def checked_devices(devices: Any) -> list[Device]:
@@ -108,7 +97,7 @@ def place(
     if shares:
         return distinct, ()
     used = distinct if devices is not None else tuple(dict.fromkeys(offered[: sum(counts)]))
-    firsts = [first for first, *_ in replicas_at(counts)]
+    firsts = [0, *accumulate(counts)]
     places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
     return used, tuple(used.index(offered[firsts[place]]) for place in places)
 
@@ -147,6 +136,12 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     """Returns devices in the order of stages: each process has a block of consecutive stages.
 
+    With one process, all devices are returned as they are.
+
+    Args:
+        stages: how many stages there are, each on one device.
+        devices: the devices of all processes.
+
     Raises:
         ValueError: there are fewer stages than processes, or a process has too few devices.
     """
@@ -158,25 +153,22 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
             f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
             "processes"
         )
-    left = {process: [d for d in devices if d.process_index == process] for process in processes}
-    order = []
-    for s in range(stages):
-        # With such blocks, few tensors cross between processes.
-        process = processes[s * len(processes) // stages]
-        if not left[process]:
-            block = sum(
-                i * len(processes) // stages == processes.index(process) for i in range(stages)
-            )
+    # With such blocks, few tensors cross between processes.
+    process_of = [processes[s * len(processes) // stages] for s in range(stages)]
+    order = list[Device]()
+    for process in processes:
+        own = [device for device in devices if device.process_index == process]
+        if len(own) < (block := process_of.count(process)):
             raise ValueError(
                 f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
                 "use fewer stages, or more processes"
             )
-        order.append(left[process].pop(0))
+        order += own[:block]
     return tuple(order)
 
 
 def device_limits(
-    limits: int | tuple[int, ...] | None,
+    limits: Limits,
     devices: Sequence[Device],
     planned: int,
     hosts: Hosts | None,
@@ -206,9 +198,21 @@ def device_limits(
 
 
 def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
-    """Returns the limits in bytes that devices report, with nearly equal limits made equal."""
-    reported = {device.id: _reported(device) for device in devices if is_own(device)}
-    limits = {at: limit for at, limit in reported.items() if limit is not None}
+    """Returns the limits in bytes that devices report, with nearly equal limits made equal.
+
+    Args:
+        devices: all devices of the run.
+        hosts: the processes of the run, if there are several. Each tells the others the limits of
+            its own devices.
+
+    Returns:
+        A limit for each device; none if no device reports one.
+    """
+    limits = {
+        device.id: limit
+        for device in devices
+        if is_own(device) and (limit := _reported(device)) is not None
+    }
     if hosts is not None:
         words = hosts.exchange("devices' memory", json.dumps(list(limits.items())).encode())
         limits = {at: limit for word in words for at, limit in json.loads(word)}
@@ -216,13 +220,12 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         return ()
     # A device that reports nothing gets the smallest limit that another one reports.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
-    least = REPORTED.alike
-    return tuple(min(x for x in by_device if x >= least * limit) for limit in by_device)
+    return tuple(min(x for x in by_device if x >= _ALIKE * limit) for limit in by_device)
 
 
 def _reported(device: Device) -> int | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return int(REPORTED.whole * limit) if limit and device.platform == "gpu" else limit
+    return int(_WHOLE * limit) if limit and device.platform == "gpu" else limit
 
 
 def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
@@ -263,9 +266,9 @@ def inner_axes(
     """
     listed = list(devices) if isinstance(devices, Sequence) else []
     meshes = [one for one in listed if isinstance(one, Mesh)]
-    if not meshes and sharding is None and batch_axis is None:
-        return devices, None
     if not meshes:
+        if sharding is None and batch_axis is None:
+            return devices, None
         raise ValueError(
             "sharding and batch_axis name axes of meshes, and devices has none: give a jax.sharding.Mesh for each "
             "stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
@@ -291,9 +294,14 @@ def inner_axes(
     # New meshes have axes of the default type, which the compiler handles.
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
-    if not sharding and batch_axis is not None:
-        return groups, Sharding({}, common, batch_axis)
-    return groups, Sharding(_checked_rules(sharding, common), common, batch_axis)
+    if sharding is None and batch_axis is None:
+        raise ValueError(
+            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
+            "None; or give batch_axis, the axis along which examples are cut"
+        )
+    rules = sharding or {}
+    specs = {_checked_rule(rule): _checked_spec(rule, spec, common) for rule, spec in rules.items()}
+    return groups, Sharding(specs, common, batch_axis)
 
 
 def _listed(axes: Mapping[str, int]) -> str:
@@ -302,14 +310,15 @@ def _listed(axes: Mapping[str, int]) -> str:
 
 def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
     """Returns the axes that all meshes have, with their sizes."""
-    axes = [dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)) for mesh in meshes]
-    if other := next(
-        (i for i, one in enumerate(axes) if list(one.items()) != list(axes[0].items())), None
-    ):
-        raise ValueError(
-            f"the mesh of stage 0 has axes {axes[0]}, that of stage {other} {axes[other]}: give all the same axes"
-        )
-    return axes[0]
+    first = dict(meshes[0].shape)
+    for stage, mesh in enumerate(meshes):
+        # Shapes are ordered dicts, so meshes whose axes have another order differ.
+        if mesh.shape != meshes[0].shape:
+            raise ValueError(
+                f"the mesh of stage 0 has axes {first}, that of stage {stage} {dict(mesh.shape)}: "
+                "give all the same axes"
+            )
+    return first
 
 
 def _check_apart(groups: Sequence[DeviceGroup]) -> None:
@@ -337,16 +346,6 @@ def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
             f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
         )
     return sharding
-
-
-def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
-    """Checks each rule against the axes of the meshes, and returns the entries of its spec."""
-    if not isinstance(sharding, Mapping) or not sharding:
-        raise ValueError(
-            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
-            f"{brief(sharding)}; or give batch_axis, the axis along which examples are cut"
-        )
-    return {_checked_rule(rule): _checked_spec(rule, spec, axes) for rule, spec in sharding.items()}
 
 
 def _checked_rule(rule: Any) -> str:

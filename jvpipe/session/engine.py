@@ -127,10 +127,8 @@ class Engine:
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
         """Switches the timing of every task on or off; the last `kept` steps are remembered."""
-        seconds = self.compiled_plans.layer_s if self.compiled_plans else None
-        self.controller.monitor = (
-            Monitor(self.settings.devices, kept, seconds or ()) if on else None
-        )
+        seconds = self.compiled_plans.layer_s or ()
+        self.controller.monitor = Monitor(self.settings.devices, kept, seconds) if on else None
 
     def pictures(self, steps: int = 1) -> list[Picture]:
         """Waits for the end of the last steps, and returns a picture of the tasks in each."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why_not
@@ -19,8 +20,9 @@ from jvpipe.planners.model.forecast import forecast, simulated_bubble_fraction, 
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
+from jvpipe.planners.model.stage_cost import Evaluation
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
+from jvpipe.programs.store import shared_store
 from jvpipe.report import timeline
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
@@ -62,14 +64,19 @@ class Forecast:
     state_s: float = 0.0
 
     @property
+    def best(self) -> Answer:
+        """The best answer."""
+        return self.answers[0]
+
+    @property
     def fits(self) -> bool:
         """Whether there is a plan that keeps the limit."""
-        return self.answers[0].fits(self.problem)
+        return self.best.fits(self.problem)
 
     @property
     def simulated(self) -> bool:
         """Whether there is a plan to simulate; the plan may be over the limit."""
-        return self.answers[0].decision is not None
+        return self.best.decision is not None
 
     @property
     def plan(self) -> Plan:
@@ -81,9 +88,9 @@ class Forecast:
         """
         if not self.fits:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
-        best = self.answers[0]
-        assert best.plan is not None
-        return replace(best.plan, splits=best.splits, outline=self.problem.costs.outline)
+        assert self.best.plan is not None
+        outline = self.problem.costs.outline
+        return replace(self.best.plan, splits=self.best.splits, outline=outline)
 
     @property
     def microbatches(self) -> int:
@@ -107,7 +114,8 @@ class Forecast:
             raise ValueError(
                 "what a run holds is known of a model, and this is a profile of one: plan the model itself"
             )
-        return replace(self.question, microbatches=self.microbatches).held_bytes(self.plan)
+        question = replace(self.question, microbatches=self.microbatches, remembered={})
+        return [peak.bytes for peak in question.compiled(self.plan, shared_store()).peaks[:HOST]]
 
     @cached_property
     def simulation(self) -> Timeline:
@@ -117,7 +125,7 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
-        best = self.answers[0].evaluation
+        best = self.best.evaluation
         # An infinite step is slower than every other one, so comparisons need no special case.
         own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
         return own_s + self.state_s
@@ -127,7 +135,7 @@ class Forecast:
         """How devices differ, and why each cut is where it is."""
         decision, shapes = self._decision, self.shapes
         unlike = [] if shapes and not shapes.apart else device_reasons(self.problem)
-        kinds = self.answers[0].kinds
+        kinds = self.best.kinds
         shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
         state = (
             "the optimizer's state that lies on the host is copied to the devices before its update and back after it, "
@@ -139,7 +147,7 @@ class Forecast:
     @cached_property
     def lower_bound_s(self) -> float:
         """A lower bound on the seconds of a step of any plan that keeps the limit."""
-        if self.answers[0].decision is None:
+        if self.best.decision is None:
             return math.inf
         return least_step_s(self.shapes) if self.shapes else least_bound(self.problem)
 
@@ -152,16 +160,14 @@ class Forecast:
         with extra("figures"):
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
-        title = ", ".join(
-            filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner))
-        )
+        title = ", ".join(filter(None, (self.title, self.problem.schedule.name, self.best.planner)))
         found = self.simulation
         limits = {
-            name: self.problem.limit_of(d)
-            for d, name in enumerate(found.resources[: found.devices])
+            name: limit
+            for place, name in enumerate(found.resources[: found.devices])
+            if (limit := self.problem.limit_of(place)) is not None
         }
-        limited = {name: limit for name, limit in limits.items() if limit is not None}
-        timeline_figure(found.picture(), Path(path), limited, title)
+        timeline_figure(found.picture(), Path(path), limits, title)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulated step as a trace file for Perfetto."""
@@ -176,7 +182,7 @@ class Forecast:
         """Prints to a `rich.console.Console`: one answer in full, or several as rows of a table."""
         with extra("cli"):
             from jvpipe.report.tables import comparison, stage_table
-        problem, best = self.problem, self.answers[0]
+        problem, best = self.problem, self.best
         if len(self.answers) > 1:
             console.print(comparison(map(self._row, self.answers)))
         elif self.simulated:
@@ -194,7 +200,7 @@ class Forecast:
 
     @property
     def _decision(self) -> Decision:
-        decision = self.answers[0].decision
+        decision = self.best.decision
         if decision is None:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
         return decision
@@ -260,7 +266,7 @@ class Forecast:
 
     def _summary(self) -> str:
         """Says how long a step and its slowest stage take, and how idle the devices are."""
-        best, problem, shapes = self.answers[0], self.problem, self.shapes
+        best, problem, shapes = self.best, self.problem, self.shapes
         evaluation, bound_s = best.evaluation, self.lower_bound_s
         assert evaluation is not None
         shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
@@ -393,12 +399,11 @@ def timed(
 
 
 def _told(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...]) -> Answer:
-    evaluation = evaluate_decision(planned.problem, planned.decision)
     return Answer(
         planner,
         planning_s,
         planned.decision,
-        evaluation,
+        planned.evaluation,
         splits=splits,
         plan=planned.plan,
         kinds=planned.shapes,
@@ -415,7 +420,7 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
         question: has the model, which is traced again.
         whole: the answer in which no layer is cut.
     """
-    first = whole.answers[0]
+    first = whole.best
     cluster, decision, plan_of_whole = whole.problem.cluster, first.decision, first.plan
     if cluster is None or decision is None or plan_of_whole is None:
         return whole
@@ -426,8 +431,7 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     model = question.trace()
 
     def plan(traced: Traced) -> CutCandidate:
-        optimizer = question.cut(model, traced)
-        finer = question.problem_of(cluster, whole.problem.limits, traced, optimizer)
+        finer = question.problem_of(cluster, whole.problem.limits, replace(model, traced=traced))
         return CutCandidate(traced, ask(first.planner, finer))
 
     begin = CutCandidate(model.traced, planned)

@@ -33,6 +33,7 @@ from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_bytes import layers_bytes
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import backward_program, forward_program, input_program, weight_program
 from jvpipe.programs.store import Program, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -40,6 +41,7 @@ from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
+    Limits,
     check_functions,
     checked_name,
 )
@@ -48,22 +50,19 @@ from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
     brought_back,
-    place_state,
+    pays_for_room,
     room_left,
     state_bytes,
 )
 from jvpipe.session.options import PLAN_FOR, checked
 from jvpipe.session.planning import ASKING, Planned, ask_shapes
-from jvpipe.session.question import Question, check_shape_planner, given_pins
+from jvpipe.session.question import Question, check_shape_planner, given_pins, limits_on
 from jvpipe.util.brief import brief
 from jvpipe.util.given import several
-from jvpipe.util.sizes import limits_of_each
 
 Tree = Any
 _log = logging.getLogger("jvpipe")
 USUAL_HARDWARE = "a100-40gb"
-Limits = int | tuple[int, ...] | None
-"""Bytes: one limit for all devices, or one for each; None: all the memory of each device."""
 
 
 def plan_for(
@@ -155,12 +154,9 @@ def _planned(
         title: the title of the figure.
     """
     pins = {name: options.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
-    count, limit, target = (
-        options.pop("devices"),
-        options.pop("memory_limit"),
-        options.pop("compile"),
-    )
-    cluster = options.pop("hardware") or find_cluster(USUAL_HARDWARE)
+    named = ("devices", "memory_limit", "compile", "hardware")
+    count, limit, target, hardware = map(options.pop, named)
+    cluster = hardware or find_cluster(USUAL_HARDWARE)
     options["state_fates"] = options["state_fates"] or {}
     pinned = None
     # Stages of one device each, unless an option asks for several.
@@ -173,7 +169,10 @@ def _planned(
         check_shape_planner(names, question.schedule)
         count, pinned = given_pins(question, cluster, count, **pins)
     asking = _Asking(question, cluster, names, count, pinned, title)
-    return asking({}, limit) if target is False else asking.signed(limit, target)
+    found = asking({}, limit) if target is False else asking.signed(limit, target)
+    # Traces hold arrays, such as the constants of the loss. The answer does not keep them alive.
+    question.remembered.clear()
+    return found
 
 
 @dataclass(frozen=True)
@@ -203,52 +202,82 @@ class _Asking:
         chooses = [find_planner(name).chooses_fates for name in self.names]
         if self.question.state_fates or chooses != [True]:
             return kept
-        away = partial(asking._state_away, limits, kept.answers[0].splits)
-        return place_state(kept, away, _judged)
+        if kept.fits:
+            assert kept.best.plan is not None
+            assert kept.best.decision is not None
+            if not pays_for_room(Planned(kept.best.plan, kept.problem, kept.best.decision)):
+                return kept
+        away = asking._state_away(limits, kept.best.splits)
+        return away if not kept.fits or (away.fits and away.step_s < kept.step_s) else kept
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
         """Returns the answers, with layers cut at `splits`; empty: wherever a cut saves time."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
-            shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
+            shapes = question.shapes(cluster, self.devices, self.pins, limits)
             (planner, *_) = self.names
             problem, best = timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
-            return _with_state(Forecast(problem, (best,), self.title, question, shapes))
+            return self._with_state(Forecast(problem, (best,), self.title, question, shapes))
         problem = question.problem(cluster, limits, splits)
         forecast = asked(problem, self.names, self.title, question, splits)
         of_paper = any(find_planner(name).as_paper for name in self.names)
         cuts_layers = not splits and not of_paper
-        return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
+        return self._with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
         """Returns the answer with the optimizer's state on the host, except the part that fits.
 
         Layers are cut at `splits`, which were found with all state on the devices.
         """
-        question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
-        model = question.trace()
-        sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
+        sizes, cluster = self._state_bytes(), self.cluster
         if cluster.host_memory_bytes is not None:
             # Host memory that the state takes is not available for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
             cluster = replace(cluster, host_memory_bytes=rest)
+        question = replace(self.question, state_fates=ALL_AWAY)
         away = replace(self, question=question, cluster=cluster)._answer(limits, splits)
         if not away.fits:
             return away
-        best = away.answers[0]
+        best = away.best
         assert best.plan is not None
         assert best.evaluation is not None
         problem = away.problem
         held = [best.evaluation.device_bytes[place] for place in problem.places]
+        # A plan may leave devices out, so limits are found by number.
         each = zip(problem.places, best.plan.stages, strict=True)
-        limits_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
+        limit_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
         # Room is what the limit leaves while all state is away, so state that fits may return.
-        room = room_left(best.plan, held, limits_of)
+        room = room_left(best.plan, held, limit_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
-        return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
+        return self._with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
+
+    def _with_state(self, forecast: Forecast) -> Forecast:
+        """Adds the fates of the optimizer's state to the plans, and the seconds of its copies."""
+        fates, best = self.question.state_fates, forecast.best
+        if not fates or best.plan is None:
+            return forecast
+        # All answers are to one problem, so they cut layers at the same places.
+        graph = self.question.trace_as(best.splits).traced.graph
+        answers = (
+            replace(answer, plan=answer.plan and with_state_fates(graph, answer.plan, fates))
+            for answer in forecast.answers
+        )
+        return self._with_seconds(replace(forecast, answers=tuple(answers)))
+
+    def _with_seconds(self, forecast: Forecast) -> Forecast:
+        """Adds the seconds in which the best plan copies optimizer state to the host and back."""
+        best = forecast.best.plan
+        assert best is not None
+        return replace(forecast, state_s=away_s(best, self._state_bytes(), forecast.problem))
+
+    def _state_bytes(self) -> dict[str, int]:
+        model = self.question.trace()
+        return state_bytes(model.traced.graph, self.question.cut(model))
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
-        """Returns a plan that keeps the limits as the hardware's compiler compiles it.
+        """Returns the first plan that keeps the limits as the hardware's compiler compiles it.
+
+        If no plan keeps the limits, the answer says which limit a plan would keep.
 
         Args:
             limit: the memory limit as the user gave it.
@@ -258,47 +287,58 @@ class _Asking:
             names = ", ".join(self.names)
             raise ValueError(f"compile is for one planner, not for {names}: name one")
         signer = Signer.of(self.cluster, None if isinstance(target, bool) else target)
-        used = self.cluster.accelerators[: self.devices]
-        limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in used)
-        # The model is the same each time, so its traces and their costs are kept.
-        again = replace(self, question=replace(self.question, remembered={}))
-        return signed(
-            lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
+        limits = limits_on(self.cluster, limit, self.devices)
+        forecast, more = self._search(signer, limits, 0)
+        if forecast is not None:
+            return forecast
+        # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
+        while (would_do := self._search(signer, limits, more)[0]) is None:
+            more += max(1, more // 16)
+        (answer,), raised = would_do.answers, would_do.problem
+        assert raised.memory_limit_bytes is not None
+        smallest, compiler = raised.memory_limit_bytes, signer.stores[0].compiler.target.name
+        reason = (
+            f"no plan of {answer.planner} keeps the limit of {smallest - more:,} bytes per device as the compiler "
+            f"for {compiler} makes it: {smallest:,} bytes would do. So may more stages or more micro-batches"
         )
+        infeasible = Infeasible(reason, 0, more, smallest)
+        refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
+        problem = replace(raised, memory_limit_bytes=smallest - more)
+        return replace(would_do, problem=problem, answers=(refused,))
 
+    def _search(
+        self, signer: "Signer", limits: tuple[int, ...], more: int
+    ) -> tuple[Forecast | None, int]:
+        """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
 
-def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
-    """Returns the best plan and the seconds of its step; None if it does not fit."""
-    best = forecast.answers[0]
-    if not forecast.fits or best.plan is None or best.decision is None:
-        return None
-    return Planned(best.plan, forecast.problem, best.decision), forecast.step_s
-
-
-def _with_state(forecast: Forecast) -> Forecast:
-    """Adds the fates of the optimizer's state to the plans, and the seconds of its copies."""
-    question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
-    if question is None or not question.state_fates or best is None or cluster is None:
-        return forecast
-
-    # All answers are to one problem, so they cut layers at the same places.
-    traced = question.trace_as(forecast.answers[0].splits).traced
-
-    def placed(answer: Answer) -> Answer:
-        plan = answer.plan and question.with_state_fates(traced, answer.plan)
-        return replace(answer, plan=plan)
-
-    return _with_seconds(replace(forecast, answers=tuple(map(placed, forecast.answers))))
-
-
-def _with_seconds(forecast: Forecast) -> Forecast:
-    """Adds the seconds in which the best plan copies optimizer state to the host and back."""
-    question, best = forecast.question, forecast.answers[0].plan
-    assert question is not None
-    assert best is not None
-    model = question.trace()
-    sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
-    return replace(forecast, state_s=away_s(best, sizes, forecast.problem))
+        Returns:
+            The plan and `more`; or None, and the smallest raise under which a plan is expected to
+            fit.
+        """
+        less, nearest, before = 0, math.inf, None
+        for _ in range(ASKING.signings):
+            forecast = self(signer.said, tuple(max(1, size + more - less) for size in limits))
+            limit = forecast.problem.memory_limit_bytes
+            assert limit is not None
+            if not forecast.fits:
+                needed = more + smallest_limit_bytes(forecast.answers) - limit
+                return None, int(min(nearest, needed))
+            problem = replace(forecast.problem, memory_limit_bytes=limit + less)
+            question = replace(
+                forecast.question or self.question, microbatches=forecast.microbatches
+            )
+            stages = signer.stages(question, forecast.problem, forecast.best)
+            allowed = [problem.limit_of(place) or 0 for place in problem.places]
+            over = max(x.compiled_bytes - size for x, size in zip(stages, allowed, strict=True))
+            if over <= 0:
+                compiled = replace(forecast.best, compiled=tuple(stages))
+                return replace(forecast, problem=problem, answers=(compiled,)), more
+            _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
+            nearest = min(nearest, more + over)
+            # If the same plan comes again, the reported bytes of programs do not explain its
+            # excess, so only lower limits lead to another plan.
+            less, before = less + (over if forecast.plan == before else 0), forecast.plan
+        return None, int(nearest)
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
@@ -322,10 +362,6 @@ def planner_names(option: str, planner: Any) -> list[str]:
 
 
 # Plans that keep the limits as the compiler of the hardware compiles them.
-
-Ask = Callable[[Said, int], Forecast]
-"""A function that plans, given the bytes that compilers have reported and a number of bytes that is
-added to each limit (and may be negative)."""
 
 
 @dataclass(frozen=True)
@@ -359,8 +395,7 @@ class Signer:
         largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
-                if key not in largest or sizes.temporary > largest[key].temporary:
-                    largest[key] = sizes
+                largest[key] = max(largest.get(key, sizes), sizes, key=lambda x: x.temporary)
         return largest
 
     def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:
@@ -379,14 +414,12 @@ class Signer:
         assert plan is not None
         assert decision is not None
         plan = replace(plan, splits=answer.splits)
-        runs = {
-            store: self._compiled(question, plan, store) for store in dict.fromkeys(self.stores)
+        by_store = {
+            store: _laid_peaks(self._compiled(question, plan, store))
+            for store in dict.fromkeys(self.stores)
         }
-        by_store = {store: _laid_peaks(run) for store, run in runs.items()}
-        evaluation, stages = (
-            evaluate_decision(self._unsaid(question, problem, answer), decision),
-            [],
-        )
+        evaluation = evaluate_decision(self._unsaid(question, problem, answer), decision)
+        stages = list[CompiledStage]()
         for s, stage in enumerate(plan.stages):
             first, last = decision.bounds[s : s + 2]
             # Replicas hold the same values, but each may have its own compiler and so other bytes.
@@ -419,8 +452,7 @@ class Signer:
         if not question.said or problem.replicated:
             return problem
         model, guessing = question.trace_as(answer.splits), replace(question, said={})
-        optimizer = question.cut(model, model.traced)
-        costs = guessing.costs(self.cluster, model.traced, optimizer)
+        costs = guessing.costs(self.cluster, model.traced, question.cut(model))
         return replace(problem, costs=costs)
 
     def _compiled(self, question: Question, plan: Plan, store: TargetStore) -> CompiledPlan:
@@ -437,68 +469,6 @@ class Signer:
         except RefusedProgram as refused:
             raise ValueError(f"{_name_of(run, refused.program)}: {refused}") from None
         return run
-
-
-def signed(ask: Ask, signer: Signer) -> Forecast:
-    """Returns the first plan that keeps the limits as compiled, with its stages' compiled bytes.
-
-    If no plan keeps the limits, the answer says which limit a plan would keep.
-
-    Args:
-        ask: asks a planner.
-        signer: asks the compilers.
-    """
-    forecast, more = _search(ask, signer, 0)
-    if forecast is not None:
-        return forecast
-    # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
-    while (would_do := _search(ask, signer, more)[0]) is None:
-        more += max(1, more // 16)
-    (answer,), raised = would_do.answers, would_do.problem
-    assert raised.memory_limit_bytes is not None
-    smallest, target = raised.memory_limit_bytes, signer.stores[0].compiler.target.name
-    reason = (
-        f"no plan of {answer.planner} keeps the limit of {smallest - more:,} bytes per device as the compiler "
-        f"for {target} makes it: {smallest:,} bytes would do. So may more stages or more micro-batches"
-    )
-    infeasible = Infeasible(reason, 0, more, smallest)
-    refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
-    problem = replace(raised, memory_limit_bytes=smallest - more)
-    return replace(would_do, problem=problem, answers=(refused,))
-
-
-def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
-    """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
-
-    Returns:
-        The plan and `more`; or None, and the smallest raise under which a plan is expected to fit.
-    """
-    less, nearest, before = 0, math.inf, None
-    for _ in range(ASKING.signings):
-        forecast = ask(signer.said, more - less)
-        limit, question = forecast.problem.memory_limit_bytes, forecast.question
-        assert limit is not None
-        assert question is not None
-        if not forecast.fits:
-            needed = more + smallest_limit_bytes(forecast.answers) - limit
-            return None, int(min(nearest, needed))
-        (answer,), raised = (
-            forecast.answers,
-            replace(forecast.problem, memory_limit_bytes=limit + less),
-        )
-        question = replace(question, microbatches=forecast.microbatches)
-        stages = signer.stages(question, forecast.problem, answer)
-        limits = [raised.limit_of(place) or 0 for place in raised.places]
-        over = max(x.compiled_bytes - size for x, size in zip(stages, limits, strict=True))
-        if over <= 0:
-            compiled = replace(answer, compiled=tuple(stages))
-            return replace(forecast, problem=raised, answers=(compiled,)), more
-        _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
-        nearest = min(nearest, more + over)
-        # If the same plan comes again, the reported bytes of programs do not explain its excess, so
-        # only lower limits lead to another plan.
-        less, before = less + (over if forecast.plan == before else 0), forecast.plan
-    return None, int(nearest)
 
 
 def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:

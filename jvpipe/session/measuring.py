@@ -205,28 +205,26 @@ class Measurement:
         A slice is what one of several replicas works on. The optimizer's state counts where the
         user wants it to lie.
         """
-        costs, fates = self._costs_of(traced), self.settings.state_fates
-        return costs_with_state(costs, traced.graph, self.optimizer, fates)
-
-    def _costs_of(self, traced: Traced) -> Costs:
-        settings, store = self.settings, self.bench.store
+        settings, store, optimizer = self.settings, self.bench.store, self.optimizer
         schedule, microbatches = settings.schedule, settings.microbatches
-        if not self.asks_seconds:
+        if self.asks_seconds:
+            costs = measured_costs(
+                traced,
+                self.first,
+                store,
+                optimizer,
+                microbatches,
+                fates=settings.asks_fates,
+                split=may_split(schedule, self.stages // schedule.chunks, microbatches),
+                earlier=self.bench.runs,
+                **self._timed,
+            )
+        else:
             signatures = [programs.signature for programs in layer_programs(store, traced)]
             # Bytes follow from shapes, so nothing is compiled or run.
             works = [Work(0.0, 0.0)] * len(signatures)
-            return costs_of(traced.graph, signatures, works, None, self.optimizer, microbatches)
-        return measured_costs(
-            traced,
-            self.first,
-            store,
-            self.optimizer,
-            microbatches,
-            fates=settings.asks_fates,
-            split=may_split(schedule, self.stages // schedule.chunks, microbatches),
-            earlier=self.bench.runs,
-            **self._timed,
-        )
+            costs = costs_of(traced.graph, signatures, works, None, optimizer, microbatches)
+        return costs_with_state(costs, traced.graph, optimizer, settings.state_fates)
 
     @property
     def _timed(self) -> dict[str, Any]:
@@ -349,8 +347,7 @@ class Measurement:
         """Returns the costs on a micro-batch, and on slices with these numbers of examples."""
         costs = {self.traced.graph.examples: self.costs}
         for b in sizes:
-            apart = taken_apart(self.traced, [b])
-            costs[b] = self.costs_of(sliced(self.traced, Examples(0, b), apart))
+            costs[b] = self.costs_of(self._slice(b))
         return LocalCosts.of(costs.__getitem__, sorted(costs))
 
     def _least_slice(self, examples: int) -> int:
@@ -358,13 +355,16 @@ class Measurement:
         if examples < 2:
             raise CoupledError("a micro-batch has one example, use fewer micro-batches")
         try:
-            sliced(self.traced, Examples(0, 1), taken_apart(self.traced, [1]))
+            self._slice(1)
         except CoupledError:
             if examples < 4:
                 raise
-            sliced(self.traced, Examples(0, 2), taken_apart(self.traced, [2]))
+            self._slice(2)
             return 2
         return 1
+
+    def _slice(self, examples: int) -> Traced:
+        return sliced(self.traced, Examples(0, examples), taken_apart(self.traced, [examples]))
 
 
 def per_machine(processes: Sequence[int]) -> int:

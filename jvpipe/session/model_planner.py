@@ -2,13 +2,13 @@
 
 A planner's plan is accepted only after it was compiled and its exact bytes were counted, see
 planning.py. Two variants are tried as well: some layers cut in two (splitting.py), and the
-optimizer's state on the host (`place_state`).
+optimizer's state on the host (`ModelPlanner.plan`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from jvpipe._jax import first_of, is_own
 from jvpipe.cost.archive import surroundings
@@ -37,7 +37,6 @@ from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 
-A = TypeVar("A")
 ALL_AWAY = {"*": Fate.SWAP.value}
 
 
@@ -103,13 +102,15 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     return replace(plan, stages=tuple(stages))
 
 
-def room_left(plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int]) -> dict[int, int]:
+def room_left(
+    plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int] | Sequence[int]
+) -> dict[int, int]:
     """Counts the bytes that each device of a plan has left under its limit.
 
     Args:
         plan: says which devices each stage has.
         held_bytes: for each stage, the bytes that its fullest device holds.
-        limits: the limit of each device.
+        limits: the limit of each device, by its number in the plan.
     """
     room: dict[int, int] = {}
     for stage, size in zip(plan.stages, held_bytes, strict=True):
@@ -119,25 +120,17 @@ def room_left(plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int]) 
     return room
 
 
-def place_state(
-    kept: A, away: Callable[[], A], judged: Callable[[A], tuple[Planned, float] | None]
-) -> A:
-    """Decides whether the optimizer's state lies on the devices or on the host between updates.
+def pays_for_room(planned: Planned) -> bool:
+    """Tells whether the plan's step is noticeably longer than if all values could be kept.
 
-    It lies on the host if no plan fits with all of it on the devices. It also lies there if values
-    would have to be recomputed or swapped to make room for it, and copying it makes a step faster.
-
-    Args:
-        kept: the answer with all state on the devices.
-        away: finds the answer with state on the host.
-        judged: returns the plan of an answer and the seconds of a step; None if no plan fits.
+    Only then is it worth asking for a plan with the optimizer's state on the host: this state would
+    make room for the values that are now recomputed or swapped.
     """
-    here = judged(kept)
-    if here is not None and not pays_for_room(here[0]):
-        return kept
-    other = away()
-    there = judged(other)
-    return other if here is None or (there is not None and there[1] < here[1]) else kept
+    if not any(planned.decision.choices):
+        return False
+    # A plan with the same cuts that keeps every value shows how many seconds the limit costs.
+    kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
+    return planned.step_s > (1 + ASKING.noticed) * kept.step_s
 
 
 # The first plan of a model is made by a planner or given by the user, and then compiled.
@@ -171,8 +164,9 @@ class ModelPlanner:
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
         """Makes a plan, unless the user gives one, and compiles it.
 
-        Under a limit, plans may be made both with the optimizer's state on the devices and with it
-        on the host; see `place_state`.
+        Under a limit, a plan with the optimizer's state on the devices is made first. A plan with
+        it on the host is made if the first one does not fit, or if values are recomputed or swapped
+        to make room for the state. The faster of the two is taken.
 
         Args:
             traced: the model, with whole layers.
@@ -187,25 +181,26 @@ class ModelPlanner:
         if not sizes:
             return self._planned(traced, finer=finer)
 
-        def judged(answer: Chosen | MemoryLimitExceeded) -> tuple[Planned, float] | None:
-            if isinstance(answer, MemoryLimitExceeded):
-                return None
-            assert answer.planned is not None
-            return answer.planned, self._step_s(answer.compiled, answer.planned)
-
-        kept = _attempted(lambda: self._planned(traced, finer=finer))
-        away = partial(_attempted, lambda: self._state_away(traced, sizes, finer=finer))
-        chosen = place_state(kept, away, judged)
-        if isinstance(chosen, MemoryLimitExceeded):
-            raise chosen
-        return chosen
+        try:
+            kept = self._planned(traced, finer=finer)
+        except MemoryLimitExceeded:
+            kept = None
+        if kept is None:
+            return self._state_away(traced, sizes, finer=finer)
+        assert kept.planned is not None
+        if not pays_for_room(kept.planned):
+            return kept
+        try:
+            away = self._state_away(traced, sizes, finer=finer)
+        except MemoryLimitExceeded:
+            return kept
+        return away if _step_s(away) < _step_s(kept) else kept
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
         """Counts the bytes of each parameter's state; empty if the planner must not move it."""
         settings = self.settings
         by_user = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
-        chooses = find_planner(settings.planner).chooses_fates
-        if by_user or not chooses or not settings.limits or settings.checkpoint is not None:
+        if by_user or not settings.chooses_fates or settings.checkpoint is not None:
             return {}
         sizes = state_bytes(traced.graph, self.cut(traced))
         host = settings.host_limit_bytes
@@ -218,7 +213,7 @@ class ModelPlanner:
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
         chosen = replace(self, settings=settings)._planned(traced, finer=finer)
-        compiled, limits = chosen.compiled, dict(enumerate(settings.limits))
+        compiled, limits = chosen.compiled, settings.limits
         traced, plan = compiled.traced, compiled.plan
         room = room_left(plan, self._held_bytes(traced, plan), limits)
         plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
@@ -227,11 +222,6 @@ class ModelPlanner:
         if min(still_left.values()) < 0:
             return chosen
         return chosen._replace(compiled=self._to_run(traced, plan))
-
-    def _step_s(self, compiled: CompiledPlan, planned: Planned) -> float:
-        """Returns a step's seconds, on the assumption that no work hides copies of state."""
-        sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
-        return planned.step_s + away_s(compiled.plan, sizes, planned.problem)
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
         """Plans with the optimizer's state where the settings have it."""
@@ -304,8 +294,8 @@ class ModelPlanner:
         model = (traced.graph, list(kinds), of_layers)
         # `remeasure` says only whether old measurements are used, so it is not part of the key.
         options = option_parts(replace(settings, remeasure=False))
-        update = self.cutter.text(traced.graph, settings.schedule)
-        texts = map(without_addresses, (*map(repr, (options, *model)), update))
+        update = self.cutter.lines(traced.graph, settings.schedule)
+        texts = map(without_addresses, map(repr, (options, *model, update)))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
@@ -365,7 +355,10 @@ class ModelPlanner:
         return compiled
 
     def _compiled(self, traced: Traced, plan: Plan) -> CompiledPlan:
-        cuts = self.cut(traced), warmup_cut(self.settings, self.cutter, traced)
+        warmup = None
+        if self.settings.schedule.warmup_updates:  # an asynchronous run begins synchronously
+            warmup = self.cutter.cut(traced.graph, ONE_F_ONE_B)
+        cuts = self.cut(traced), warmup
         return compile_plan(self.settings, self.bench.store, traced, plan, *cuts)
 
     def _splitter(self) -> Splitter:
@@ -386,21 +379,12 @@ class ModelPlanner:
         return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
-def _attempted(plan: Callable[[], Chosen]) -> Chosen | MemoryLimitExceeded:
-    """Calls a function that plans; returns the error if no plan keeps the limit."""
-    try:
-        return plan()
-    except MemoryLimitExceeded as error:
-        return error
-
-
-def pays_for_room(planned: Planned) -> bool:
-    """Tells whether the plan's step is noticeably longer than if all values could be kept."""
-    if not any(planned.decision.choices):
-        return False
-    # A plan with the same cuts that keeps every value shows how many seconds the limit costs.
-    kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
-    return planned.step_s > (1 + ASKING.noticed) * kept.step_s
+def _step_s(chosen: Chosen) -> float:
+    """Returns a step's seconds, on the assumption that no work hides copies of state."""
+    compiled, planned = chosen.compiled, chosen.planned
+    assert planned is not None
+    sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
+    return planned.step_s + away_s(compiled.plan, sizes, planned.problem)
 
 
 def compile_plan(
@@ -419,7 +403,8 @@ def compile_plan(
         traced: the model.
         plan: says which layers run where.
         optimizer: the optimizer, cut for these layers.
-        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous run.
+        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous run;
+            None if there are no such steps.
 
     Raises:
         ValueError: the plan does not fit the layers or the devices.
@@ -445,13 +430,6 @@ def compile_plan(
     if settings.schedule.synchronous:
         _check_carried(compiled)
     return compiled
-
-
-def warmup_cut(settings: Settings, cutter: OptimizerCutter, traced: Traced) -> OptimizerCut | None:
-    """Cuts the optimizer for the synchronous steps that begin an asynchronous run, if any do."""
-    if not settings.schedule.warmup_updates:
-        return None
-    return cutter.cut(traced.graph, ONE_F_ONE_B)
 
 
 def _check_carried(compiled: CompiledPlan) -> None:

@@ -31,7 +31,7 @@ from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
 from jvpipe.planners.order_reasons import order_reasons, search_reasons, update_reasons
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO, GivenLists, given_lists, lines_of
@@ -97,9 +97,14 @@ class Planned:
         return seconds if any(seconds) else None
 
     @property
+    def evaluation(self) -> Evaluation:
+        """The seconds and bytes of the decision."""
+        return evaluate_decision(self.problem, self.decision)
+
+    @property
     def step_s(self) -> float:
         """The seconds of a simulated step."""
-        return simulated_step_s(self.problem, evaluate_decision(self.problem, self.decision).stages)
+        return simulated_step_s(self.problem, self.evaluation.stages)
 
     def reasons(self, cross_layer: Sequence[str]) -> list[str]:
         """Says how devices differ, why each cut is where it is, and what the order of tasks gains.
@@ -202,12 +207,13 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
             planner cannot use so many devices.
     """
     chosen = find_planner(planner)
-    plans = _of_paper(chosen, shapes) if chosen.shape_rule else rough_plans(shapes)
     if chosen.shape_rule:
+        plans = _of_paper(chosen, shapes)
         if not plans:
             raise _nothing_fits(chosen, shapes)
         best = answered(planner, plans[0].problem, plans[0].decision)
     else:
+        plans = rough_plans(shapes)
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
             # Shapes may have equal counts on different devices: only the best is planned exactly.
@@ -335,7 +341,7 @@ class _Asker:
         if not chooses or least_kept_bytes(problem) > counted_limit:
             return None
         planned = self.ask(replace(problem, memory_limit_bytes=None, host_limit_bytes=None))
-        is_near = evaluate_decision(planned.problem, planned.decision).limit_bytes <= counted_limit
+        is_near = planned.evaluation.limit_bytes <= counted_limit
         if not is_near or max(self.needed(problem, planned.plan)) > limit:
             return None
         return replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
@@ -398,7 +404,12 @@ class _Asker:
         raise self._refusal(min(floors, key=lambda x: x.floor.bytes), limit)
 
     def floor(self, problem: Problem, limit: int) -> Floor:
-        """Finds the plan that holds the fewest bytes, or the first plan that keeps a limit."""
+        """Finds the plan that holds the fewest bytes, or the first plan that keeps a limit.
+
+        Args:
+            problem: has the devices in the order in which the plan is to use them.
+            limit: the limit of the device with the most memory.
+        """
 
         def needed_bytes(decision: Decision) -> Sequence[int]:
             plan = answered(self.planner, problem, decision, self.places).plan
@@ -495,12 +506,12 @@ def planned_again(
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:
         return None
+    each = range(problem.devices)
     # If several stages share a device, the first of them gives its number.
-    first = [problem.places.index(place) for place in range(problem.devices)]
+    first = list(map(problem.places.index, each))
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]
-    limits = [problem.limit_of(place) for place in range(problem.devices)]
-    reported = [limit for limit in limits if limit is not None]
+    reported = [limit for place in each if (limit := problem.limit_of(place)) is not None]
     problem = problem.told_apart([slowness[s] for s in first], reported, names, devices)
     places = tuple(devices[place] for place in problem.places)
     if reported and held_bytes_of is not None:

@@ -13,21 +13,24 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.said import Said
-from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.store import ProgramStore, shared_store
+from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import micro_batch_shapes
-from jvpipe.session.measuring import costs_with_state, slowness_by_kind, times_longer
+from jvpipe.session.arguments import Limits, micro_batch_shapes
+from jvpipe.session.measuring import (
+    costs_with_state,
+    given_slowness,
+    slowness_by_kind,
+    times_longer,
+)
 from jvpipe.session.planning import Slowness, work_s
 from jvpipe.session.settings import OptimizerCutter, Training
 from jvpipe.trace.graph import Traced
@@ -51,8 +54,9 @@ class Question(Training):
         stages: how many devices a micro-batch passes; a schedule may run several stages on each.
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
-        remembered: the traces and costs of this question; None if it is asked only once, so
-            that nothing is kept.
+        remembered: the traces, optimizer cutters and costs so far. Copies of the question share
+            them. So copies may differ only in stages, schedule, `microbatches`, `state_fates` and
+            `said`: the key of each entry has those of these on which the entry depends.
     """
 
     params: Tree
@@ -60,19 +64,14 @@ class Question(Training):
     stages: int
     model_state: Tree = None
     said: Said = field(default_factory=dict, repr=False, compare=False)
-    remembered: dict[Hashable, Any] | None = field(default=None, repr=False, compare=False)
-    _cutters: dict[tuple[int, int], OptimizerCutter] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.schedule.check(self.stages, self.microbatches)
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what `make` returns, which is made once for a key and then remembered."""
-        if self.remembered is None:
-            return make()
+        """Returns what `make` returns, which is made once for a key and then kept."""
         if key not in self.remembered:
             self.remembered[key] = make()
         return self.remembered[key]
@@ -85,11 +84,10 @@ class Question(Training):
             present: the model as traced with another number of examples. Its cuts into layers are
                 used; None: the cuts are found again.
         """
-        if present is not None:
-            return self._trace(examples, present)
-        return self._once(("trace", self.microbatches, examples), partial(self._trace, examples))
+        key = "trace", self.microbatches, examples, id(present)
+        return self._once(key, partial(self._trace, examples, present))
 
-    def _trace(self, examples: int | None, present: Traced | None = None) -> Model:
+    def _trace(self, examples: int | None, present: Traced | None) -> Model:
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
             resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
@@ -110,52 +108,34 @@ class Question(Training):
         return replace(model, traced=self._cutter(model).freeze(model.traced))
 
     def _cutter(self, model: Model) -> OptimizerCutter:
-        """Returns the cutter of a model's optimizer, which is made once per model."""
-        key = self.microbatches, id(model.params)
-        if key not in self._cutters:
-            self._cutters[key] = OptimizerCutter.of(self, model)
-        return self._cutters[key]
+        # The cutter keeps the parameters' shapes, so no other object gets the same id.
+        key = "cutter", self.microbatches, id(model.params)
+        return self._once(key, lambda: OptimizerCutter(self, model.params, model.stacks))
 
-    def cut(self, model: Model, traced: Traced) -> OptimizerCut:
-        """Cuts the optimizer of a model into pieces for the layers of a trace."""
-        return self._cutter(model).pieces(traced.graph, self.schedule)
+    def cut(self, model: Model) -> OptimizerCut:
+        """Cuts the optimizer of a model into pieces for the model's layers."""
+        return self._cutter(model).pieces(model.traced.graph, self.schedule)
 
-    def costs(
-        self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None
-    ) -> Costs:
+    def costs(self, cluster: Cluster, traced: Traced, optimizer: OptimizerCut) -> Costs:
         """Estimates the seconds and bytes of layers on the first device of a cluster.
 
         Args:
             cluster: the hardware.
-            traced: the model, if it is traced already.
-            optimizer: the optimizer, cut for `traced`. If `traced` is given without it, costs leave
-                out the optimizer's state.
+            traced: the model.
+            optimizer: the optimizer, cut for the model's layers.
         """
-        if traced is None:
-            model = self.trace()
-            traced, optimizer = model.traced, self.cut(model, model.traced)
-        costs = self._estimate(traced, cluster, optimizer)
-        if optimizer is None:
-            return costs
-        return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
-
-    def _estimate(self, traced: Traced, cluster: Cluster, optimizer: OptimizerCut | None) -> Costs:
-        """Estimates costs with all of the optimizer's state on the devices."""
         said, device = self.said, cluster.device
+        split = may_split(self.schedule, self.stages, self.microbatches)
 
         def make() -> tuple[Costs, Any]:
-            split = may_split(self.schedule, self.stages, self.microbatches)
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
             # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
         # Empty reports say the same, whichever mapping holds them.
-        key = "costs", id(traced), id(said) if said else None, id(device), optimizer is None
-        return self._once(key, make)[0]
-
-    def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
-        """Returns the plan with the fates that the question has for the optimizer's state."""
-        return with_state_fates(traced.graph, plan, self.state_fates)
+        key = "costs", id(traced), id(said) if said else None, id(device), split
+        costs, _ = self._once(key, make)
+        return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
@@ -178,10 +158,6 @@ class Question(Training):
         used = cluster.accelerators[:devices]
         return slowness_by_kind(used, str, longer)
 
-    def held_bytes(self, plan: Plan) -> list[int]:
-        """Compiles a plan for the device at hand; returns each device's peak bytes in its run."""
-        return [peak.bytes for peak in self.compiled(plan, shared_store()).peaks[:-1]]
-
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
         """Compiles a plan as a run would; the first device at hand stands for every device.
 
@@ -191,9 +167,9 @@ class Question(Training):
         """
         model = self.trace_as(plan.splits)
         devices = (jax.devices()[0],) * plan.device_count
-        optimizer = self.cut(model, model.traced)
+        cut = self.cut(model)
         return CompiledPlan(
-            model.traced, plan, self.schedule, optimizer, self.microbatches, devices, store
+            model.traced, plan, self.schedule, cut, self.microbatches, devices, store
         )
 
     def trace_as(self, splits: tuple[int, ...]) -> Model:
@@ -208,7 +184,7 @@ class Question(Training):
     def problem(
         self,
         cluster: Cluster,
-        memory_limit: int | tuple[int, ...] | None = None,
+        memory_limit: Limits = None,
         splits: tuple[int, ...] = (),
     ) -> Problem:
         """Makes the problem that a planner is asked.
@@ -219,23 +195,19 @@ class Question(Training):
             splits: the places at which layers are cut in two, as `Plan.splits` has them.
         """
         check_devices(self.stages, cluster)
-        limits = limits_of_each(memory_limit, self.stages)
-        model = self.trace_as(splits)
-        return self.problem_of(cluster, limits, model.traced, self.cut(model, model.traced))
+        limits = limits_on(cluster, memory_limit, self.stages)
+        return self.problem_of(cluster, limits, self.trace_as(splits))
 
-    def problem_of(
-        self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut
-    ) -> Problem:
+    def problem_of(self, cluster: Cluster, limits: tuple[int, ...], model: Model) -> Problem:
         """Makes the problem for a trace of the model.
 
         Args:
             cluster: the hardware; its first devices are used.
-            limits: the bytes that each device may hold; empty: all that it has.
-            traced: the model.
-            optimizer: the optimizer, cut into pieces for `traced`.
+            limits: the bytes that each device may hold.
+            model: the model.
         """
-        costs, used = self.costs(cluster, traced, optimizer), cluster.accelerators[: self.stages]
-        limits = limits or tuple(device.memory_bytes for device in used)
+        traced, used = model.traced, cluster.accelerators[: self.stages]
+        costs = self.costs(cluster, traced, self.cut(model))
         stages = self.schedule.stages_on(self.stages)
         plain = on_cluster(Problem(costs, stages, self.schedule, self.microbatches), cluster)
         slowness = self.slowness(cluster, traced, costs, self.stages)
@@ -246,9 +218,9 @@ class Question(Training):
         cluster: Cluster,
         devices: int,
         pins: Pins,
-        memory_limit: int | tuple[int, ...] | None = None,
-    ) -> tuple[Shapes, LayerGraph]:
-        """Returns the shapes that a planner may choose from, and the layers of the model.
+        memory_limit: Limits = None,
+    ) -> Shapes:
+        """Returns the shapes that a planner may choose from.
 
         A shape says which devices each stage has, and how many examples a micro-batch has.
 
@@ -258,12 +230,11 @@ class Question(Training):
             pins: the parts of the shape that the user gives.
             memory_limit: bytes, for all devices or for each; unless given, all that devices have.
         """
-        used = cluster.accelerators[:devices]
-        limits = limits_of_each(memory_limit, devices) or tuple(x.memory_bytes for x in used)
+        limits = limits_on(cluster, memory_limit, devices)
         batch = jax.tree.leaves(self.batch)[0].shape[0]
         largest = pins.size or batch
         whole = self.trace(largest)
-        optimizer = self.cut(whole, whole.traced)
+        optimizer = self.cut(whole)
         costs = {largest: self.costs(cluster, whole.traced, optimizer)}
         operations = [eqn.primitive for eqn in whole.traced.loss.eqns]
         for b in smaller(largest, devices):
@@ -284,11 +255,32 @@ class Question(Training):
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
         shapes = Shapes(model, local, cluster, devices, batch, pins)
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
-        return shapes.told_apart(slowness, limits, [x.name for x in used]), whole.traced.graph
+        names = [device.name for device in cluster.accelerators[:devices]]
+        return shapes.told_apart(slowness, limits, names)
+
+
+def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]:
+    """Returns the bytes that each of the first devices of a cluster may hold.
+
+    Args:
+        cluster: the hardware.
+        limits: bytes, for all devices or for each; None: all the memory that devices have.
+        devices: how many devices are used.
+    """
+    used = cluster.accelerators[:devices]
+    return limits_of_each(limits, devices) or tuple(device.memory_bytes for device in used)
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
-    """Returns a problem with a cluster's links: the network if stages lie on several machines."""
+    """Returns a problem with a cluster's links: the network if stages lie on several machines.
+
+    Args:
+        problem: the model, with any links.
+        cluster: the hardware; its first devices are used.
+
+    Raises:
+        ValueError: the cluster has too few devices.
+    """
     check_devices(problem.devices, cluster)
     # Stages take all devices of the first machine before any of the next one.
     within = problem.devices <= cluster.devices_per_machine
@@ -314,22 +306,22 @@ def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list
         devices: how many devices are used.
         layers: how many layers the profile has.
     """
-    if cluster is None:
-        return [()] * devices
-    check_devices(devices, cluster)
-    rates = [device.products_per_s("float32") for device in cluster.accelerators[:devices]]
-    return [() if rate == rates[0] else (rates[0] / rate,) * layers for rate in rates]
+    rates = list[float]()
+    if cluster is not None:
+        check_devices(devices, cluster)
+        rates += [device.products_per_s("float32") for device in cluster.accelerators[:devices]]
+    return [given_slowness(rates, 0, device, layers) for device in range(devices)]
 
 
 def given_pins(
     question: Question,
     cluster: Cluster,
-    devices: int | None = None,
+    devices: int | None,
     *,
-    stages: int | None = None,
-    replicas: tuple[int, ...] | str | None = None,
-    cuts: tuple[int, ...] | None = None,
-    microbatches: int | None = None,
+    stages: int | None,
+    replicas: tuple[int, ...] | str | None,
+    cuts: tuple[int, ...] | None,
+    microbatches: int | None,
 ) -> tuple[int, Pins]:
     """Checks the parts of a shape that the user gives.
 

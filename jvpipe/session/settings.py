@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -23,17 +24,12 @@ from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.schedules import Schedule
-from jvpipe.trace.digests import (
-    closed_lines,
-    without_addresses,
-)
+from jvpipe.trace.digests import closed_lines, without_addresses
 from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import abstract, canonical
-from jvpipe.trace.model import Model
 from jvpipe.trace.modules import warn_of_statistics
 from jvpipe.trace.stacks import Stacks
-from jvpipe.trace.structure import structure
 from jvpipe.util.paths import path_name
 
 Tree = Any
@@ -54,6 +50,8 @@ class Training:
             sees the stacked arrays.
         frozen: patterns of parameters that nothing updates.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters.
+        sharding: how parameters lie over the devices of a place, if places are meshes.
+        grad_norm: also report the global norm of the gradient.
     """
 
     loss_fn: Callable[..., Any]
@@ -65,6 +63,8 @@ class Training:
     stacked: str | None = None
     frozen: tuple[str, ...] = ()
     state_fates: Mapping[str, str] = field(default_factory=dict)
+    sharding: Sharding | None = None
+    grad_norm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,8 @@ class Settings(Training):
             ask for it.
         replicas: all devices of each stage, as indices; empty unless some stage has several.
         shares: the planner decides how many devices each stage has.
-        sharding: how parameters lie over the devices of a place, if places are meshes.
         reductions: the user's reductions for leaves of aux and of the model state.
         deferred_batch_norm: running statistics of batch norms change once per batch.
-        grad_norm: also report the global norm of the gradient.
         remeasure: measure layers again, although an earlier process has measured them.
         group: consecutive layers of a stage run as one program; None: as soon as that pays.
         hosts: the processes of the run, if there are several.
@@ -107,10 +105,8 @@ class Settings(Training):
     splits_unasked: bool
     replicas: tuple[tuple[int, ...], ...]
     shares: bool
-    sharding: Sharding | None
     reductions: Reductions
     deferred_batch_norm: bool
-    grad_norm: bool
     remeasure: bool
     group: bool | None
     hosts: Hosts | None
@@ -183,24 +179,14 @@ class OptimizerCutter:
     The optimizer is traced once, and cut again if the layers change.
 
     Args:
-        optimizer: an optax transformation.
+        settings: has the optimizer, and says how it sees parameters.
         params: the tree of parameters, with stacked ones split into layers.
-        microbatches: how many a step has.
-        grad_norm: also compute the gradient's norm.
-        sharding: how parameters lie over the devices of a place; the optimizer's state of a
-            parameter lies like the parameter.
-        stacks: the parameters that the optimizer sees as stacked arrays; None: it sees the slice of
-            each layer as a parameter.
-        frozen: the parameters that the user freezes; the optimizer does not see them.
+        stacks: says which parameters are stacked.
     """
 
-    optimizer: Optimizer
+    settings: Training
     params: Any
-    microbatches: int
-    grad_norm: bool
-    sharding: Sharding | None = None
-    stacks: Stacks | None = None
-    frozen: frozenset[int] = frozenset()
+    stacks: Stacks
     _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(
         default_factory=dict, repr=False
     )
@@ -208,32 +194,18 @@ class OptimizerCutter:
         default_factory=dict, repr=False
     )
 
-    @staticmethod
-    def of(
-        settings: Training,
-        model: Model,
-        *,
-        grad_norm: bool = False,
-        sharding: Sharding | None = None,
-    ) -> "OptimizerCutter":
-        """Makes the cutter for the optimizer of a model.
+    @cached_property
+    def frozen(self) -> frozenset[int]:
+        """The parameters that the user freezes; the optimizer does not see them."""
+        return self.stacks.slices_named(self.settings.frozen)
 
-        Args:
-            settings: has the optimizer and says how it sees parameters.
-            model: has the parameters.
-            grad_norm: also compute the gradient's norm.
-            sharding: how parameters lie over the devices of a place.
+    @property
+    def _seen(self) -> Stacks | None:
+        """The parameters that the optimizer sees as stacked arrays.
+
+        If None, it sees the slice of each layer as a parameter.
         """
-        stacks = model.stacks
-        return OptimizerCutter(
-            settings.optimizer,
-            model.params,
-            settings.microbatches,
-            grad_norm,
-            sharding,
-            None if settings.stacked else stacks,
-            stacks.slices_named(settings.frozen),
-        )
+        return None if self.settings.stacked else self.stacks
 
     def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
         """Cuts the optimizer for the layers of a graph, into pieces that the schedule can run.
@@ -247,13 +219,13 @@ class OptimizerCutter:
                 layers at different times.
         """
         cut = self.pieces(graph, schedule)
-        if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
+        if not schedule.synchronous and (cut.cross_layer or self.settings.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"
             raise ValueError(
                 f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are "
                 "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
                 "time, such as optax.adaptive_grad_clip or optax.clip"
-                f"{'. ' + PER_LAYER if self.stacks else ''}"
+                f"{'. ' + PER_LAYER if self._seen else ''}"
             )
         return cut
 
@@ -270,23 +242,24 @@ class OptimizerCutter:
         if key not in self._cuts:
             with phase("tracing and cutting the optimizer"):
                 cut = cut_optimizer(
-                    self.optimizer,
+                    self.settings.optimizer,
                     abstract(self.params),
                     owners,
                     readers,
                     microbatches=microbatches,
-                    grad_norm=self.grad_norm,
+                    grad_norm=self.settings.grad_norm,
                     traced=self._trace(readers, microbatches),
                 )
-                if self.sharding is not None:
-                    cut = laid_state(cut, graph.parameters, self.sharding)
+                # The optimizer's state of a parameter lies like the parameter.
+                if (sharding := self.settings.sharding) is not None:
+                    cut = laid_state(cut, graph.parameters, sharding)
                 self._cuts[key] = cut
         return self._cuts[key]
 
     def traced(self, graph: LayerGraph) -> TracedOptimizer:
         """Returns the optimizer, traced for an update of all micro-batches of a step."""
         readers = tuple(len(p.readers) for p in graph.parameters)
-        return self._trace(readers, None if graph.weighted else self.microbatches)
+        return self._trace(readers, None if graph.weighted else self.settings.microbatches)
 
     def freeze(self, traced: Traced) -> Traced:
         """Removes the gradients of parameters that the user or the optimizer freezes.
@@ -294,12 +267,13 @@ class OptimizerCutter:
         Raises:
             ValueError: a trained parameter cannot have a gradient, or no parameter is trained.
         """
+        frozen = self.frozen
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
             # The optimizer may have failed because a parameter has integers. If so, `freeze` raises
             # an error that names the parameter, which the optimizer's error would not.
-            freeze(traced, self.frozen)
+            freeze(traced, frozen)
             raise
         left = freeze(traced, found)
         graph = left.graph
@@ -307,15 +281,6 @@ class OptimizerCutter:
             [graph.parameters[p].array.name for p in graph.trained(range(len(graph.parameters)))]
         )
         return left
-
-    def text(self, graph: LayerGraph, schedule: Schedule) -> str:
-        """Returns a text of the update of a graph's parameters, to recognize it in other processes.
-
-        The text may contain addresses of functions, which differ between processes.
-        """
-        # Names of variables differ between processes too. A jaxpr has them, a structure has none.
-        update = self._trace(*self._sums(graph, schedule)).update.jaxpr
-        return repr(structure(update.eqns, update.invars, update.outvars))
 
     def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
         """Returns lines that are equal if two optimizers make equal states and equal updates."""
@@ -332,18 +297,18 @@ class OptimizerCutter:
         `Weighted`, because the sum of the weights is then the divisor.
         """
         readers = tuple(len(p.readers) for p in graph.parameters)
-        return readers, None if graph.weighted else schedule.period(self.microbatches)
+        return readers, None if graph.weighted else schedule.period(self.settings.microbatches)
 
     def _trace(self, readers: _Readers, microbatches: int | None) -> TracedOptimizer:
         params, key = abstract(self.params), (readers, microbatches)
         if key not in self._traced:
             self._traced[key] = trace_stacked(
-                self.optimizer,
+                self.settings.optimizer,
                 params,
                 readers,
                 microbatches,
-                grad_norm=self.grad_norm,
-                stacks=self.stacks,
+                grad_norm=self.settings.grad_norm,
+                stacks=self._seen,
                 frozen=self.frozen,
             )
         return self._traced[key]

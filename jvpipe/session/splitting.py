@@ -13,7 +13,7 @@ measured seconds. So only two models decide it: the one with whole layers, and t
 layers halved. `SPLITTING` has the thresholds, which may be changed.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,7 +25,6 @@ from jvpipe.cost.costs import bounds_inside
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.session.planning import Planned, work_s
 from jvpipe.trace.graph import Traced
@@ -96,9 +95,16 @@ class Splitter:
     keeps_bits: BitCheck
 
     def finest(self, traced: Traced, stages: int) -> Traced:
-        """Cuts a model into at least as many layers as stages, or as finely as it can be cut."""
+        """Cuts a model into at least as many layers as stages, or as finely as it can be cut.
+
+        The loop ends, because each round adds layers, and there are only so many equations.
+
+        Args:
+            traced: the model.
+            stages: how many stages the plan is to have.
+        """
         while len(traced.graph.layers) < stages:
-            finer = self.finer(traced, range(len(traced.graph.layers)))
+            finer = self.finer(traced)
             if finer is None:
                 break
             traced = finer
@@ -124,7 +130,9 @@ class Splitter:
         try:
             return plan(traced), 1
         except MemoryLimitExceeded as error:
-            halves, refused = self.halved(traced, stages), error
+            refused = error
+        few = len(traced.graph.layers) <= SPLITTING.layers_per_stage * stages
+        halves = self.finer(traced) if few else None
         if halves is None:
             raise refused
         try:
@@ -215,24 +223,15 @@ class Splitter:
             cut, after[layer] = finer, before_end
         return None
 
-    def halved(self, traced: Traced, stages: int) -> Traced | None:
-        """Cuts in two all layers that can be; None if none can, or there are many already."""
-        layers = range(len(traced.graph.layers))
-        return (
-            self.finer(traced, layers)
-            if len(layers) <= SPLITTING.layers_per_stage * stages
-            else None
-        )
-
-    def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
-        """Cuts these layers, and all layers of the same kinds, in two; None if none can be cut."""
+    def finer(self, traced: Traced) -> Traced | None:
+        """Cuts in two all layers that can be; None if none can be cut."""
         # Layers of one kind share a program, so all of them are cut at the same place.
-        kinds = [layer_signature(body) for body in traced.bodies] if layers else []
+        kinds = [layer_signature(body) for body in traced.bodies]
         where: dict[Hashable, int | None] = {}
-        for layer in layers:
-            if kinds[layer] not in where:
-                where[kinds[layer]] = self._place(traced, layer)
-        cuts = {i: place for i, k in enumerate(kinds) if (place := where.get(k)) is not None}
+        for layer, kind in enumerate(kinds):
+            if kind not in where:
+                where[kind] = self._place(traced, layer)
+        cuts = {i: place for i, kind in enumerate(kinds) if (place := where[kind]) is not None}
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
@@ -256,9 +255,7 @@ def uneven(planned: Planned) -> bool:
     >>> uneven(Planned(decision.plan(problem, "given"), problem, decision))
     True
     """
-    seconds = [
-        cost.compute_s for cost in evaluate_decision(planned.problem, planned.decision).stages
-    ]
+    seconds = [cost.compute_s for cost in planned.evaluation.stages]
     return max(seconds) * len(seconds) > SPLITTING.slow_times * sum(seconds)
 
 
@@ -299,7 +296,7 @@ def even_places(
     """
     problem, bounds = planned.problem, planned.decision.bounds
     layer_s = work_s(problem.costs.layers)
-    stages = evaluate_decision(problem, planned.decision).stages
+    stages = planned.evaluation.stages
     # The seconds that each stage takes now, as a multiple of the seconds of its layers.
     times = [
         stage.compute_s / (sum(layer_s[i:j]) or 1.0)
@@ -342,22 +339,23 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go beyond it.
-    crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
-    for edge in costs.edges:
-        last = max(edge.readers, default=edge.producer)
-        for k in range(edge.producer + 1, last + 1):
-            crossing[k] += edge.bytes
-            over[k] += edge.bytes if k < last else 0
+    ends = [(edge.producer, max(edge.readers, default=0), edge.bytes) for edge in costs.edges]
+
+    def sent_bytes(made_before: int, read_from: int) -> int:
+        """Counts the bytes of tensors that layers before one number make and later ones read."""
+        return sum(size for maker, last, size in ends if maker < made_before and last >= read_from)
+
     joined = bounds_inside(planned.problem.together)
     before_s, cuts = 0.0, [_Cut(0.0, 0)]
     for layer, seconds in enumerate(layer_s):
         for place in inside.get(layer, ()):
             at_s = before_s + place.share * seconds
-            cuts.append(_Cut(at_s, over[layer] + place.sent_bytes, layer, place.before_end))
+            # Some tensors pass the layer. `place.sent_bytes` pass from its first half to its second.
+            over = sent_bytes(layer, layer + 1)
+            cuts.append(_Cut(at_s, over + place.sent_bytes, layer, place.before_end))
         before_s += seconds
         if layer + 1 not in joined:
-            cuts.append(_Cut(before_s, crossing[layer + 1]))
+            cuts.append(_Cut(before_s, sent_bytes(layer + 1, layer + 1)))
     return cuts
 
 

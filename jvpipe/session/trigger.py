@@ -21,8 +21,8 @@ enough over the home plan. The thresholds are in `Rule` and may be changed.
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,8 +89,7 @@ class Rule:
     skip_steps: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """A step's seconds per micro-batch: of each layer, and of each stage's waits for copies."""
 
     layer_s: Sequence[float]
@@ -103,9 +102,7 @@ def all_of(parts: Sequence[Seen]) -> Seen:
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
     """
-    layer_s = [sum(seconds) for seconds in zip(*(part.layer_s for part in parts), strict=True)]
-    exposed_s = [sum(seconds) for seconds in zip(*(part.exposed_s for part in parts), strict=True)]
-    return Seen(layer_s, exposed_s)
+    return Seen(*(list(map(sum, zip(*kind, strict=True))) for kind in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,16 @@ class Replan:
 
 
 class Trigger:
-    """An observer of a run's steps that finds better cuts; `home` is the planned or given plan.
+    """An observer of a run's steps that finds better cuts.
+
+    Attributes:
+        rule: how much evidence is enough.
+        home: the planned or given plan. The first plan that is observed becomes the home plan, and
+            so does any later plan that does not have the cuts `asked`.
+        asked: the cuts of the next plan. `observe` sets them to those that it returns. Whoever
+            moves to other cuts in place of these has to set them.
+        refused: cuts that are impossible or do not pay, which `observe` returns no more. When the
+            plan changes, they are forgotten.
 
     >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
     >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
@@ -167,8 +173,8 @@ class Trigger:
         self._window: deque[Seen] = deque(maxlen=rule.steps)
         self._plan: Plan | None = None
         self.home = Plan(())
-        self._asked: tuple[int, ...] | None = None
-        self._refused: set[tuple[int, ...]] = set()
+        self.asked: tuple[int, ...] | None = None
+        self.refused: set[tuple[int, ...]] = set()
 
     def observe(self, plan: Plan, seen: Seen) -> Replan | None:
         """Takes in the seconds of a step; returns other cuts if the evidence for them is enough.
@@ -195,37 +201,21 @@ class Trigger:
         if len(self._window) < self.rule.steps:
             return None
         # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
-        layer_s = np.mean([step.layer_s for step in self._window], axis=0)
-        exposed_s = np.mean([step.exposed_s for step in self._window], axis=0)
-        replan = self._better(plan, Seen(layer_s.tolist(), exposed_s.tolist()))
+        means = (np.mean(kind, axis=0).tolist() for kind in zip(*self._window, strict=True))
+        replan = self._better(plan, Seen(*means))
         self._window.clear()
-        self._asked = replan.cuts if replan else None
+        self.asked = replan.cuts if replan else None
         return replan
-
-    def refuse(self, cuts: tuple[int, ...]) -> None:
-        """Remembers cuts that are impossible or do not pay, and returns them no more.
-
-        When the plan changes, they are forgotten.
-        """
-        self._refused.add(cuts)
-
-    def expect(self, cuts: tuple[int, ...]) -> None:
-        """Announces the cuts of the next plan, which may differ from those that `observe` returned.
-
-        When a plan with these cuts is observed, it does not become the home plan. Any other plan
-        does.
-        """
-        self._asked = cuts
 
     def _follow(self, plan: Plan) -> None:
         """Makes a plan the home plan, unless it is the result of this trigger's request."""
         if plan == self._plan:
             return
-        if plan.cuts != self._asked:
+        if plan.cuts != self.asked:
             self.home = plan
-        self._plan, self._asked = plan, None
+        self._plan, self.asked = plan, None
         self._window.clear()
-        self._refused.clear()
+        self.refused.clear()
 
     def _better(self, plan: Plan, seen: Seen) -> Replan | None:
         """Returns the best cuts for the seconds of a step, if they gain enough."""
@@ -254,7 +244,7 @@ class Trigger:
             cuts = self.home.cuts
         gain_s = now_s - step_s(cuts)
         enough = gain_s > now_s * (rule.gain_home if goes_home else rule.gain)
-        if not enough or cuts == plan.cuts or cuts in self._refused:
+        if not enough or cuts == plan.cuts or cuts in self.refused:
             return None
         times = tuple(tuple((f * ratio).tolist()) for f in slowness)
         return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
@@ -350,7 +340,7 @@ class Told:
         >>> Told.from_json(told.to_json()) == told
         True
         """
-        seconds = [[step, asdict(seen)] for step, seen in self.seconds.items()]
+        seconds = list(self.seconds.items())
         to_come = self.proposal
         proposal = to_come and [to_come.old.to_json(), to_come.new.to_json(), to_come.why]
         return json.dumps([seconds, proposal, self.how, self.refusal])
@@ -360,4 +350,4 @@ class Told:
         """Reads the news from a text of `to_json`."""
         seconds, words, how, refusal = json.loads(text)
         proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
-        return Told({step: Seen(**seen) for step, seen in seconds}, proposal, how, refusal)
+        return Told({step: Seen(*seen) for step, seen in seconds}, proposal, how, refusal)

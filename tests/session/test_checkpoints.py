@@ -13,7 +13,7 @@ from tests.session.tiny import BATCH, PARAMS, THERE, begun, pipeline
 def test_a_session_without_a_model_takes_that_of_the_checkpoint(tmp_path: Path) -> None:
     pipe, state = begun()
     state, _ = pipe.step(state, BATCH)
-    checkpoints.save_state(pipe.session, tmp_path, state, {})
+    checkpoints.snapshot(pipe.session, state, {}).write(tmp_path)
     other = pipeline(THERE)
     restored = checkpoints.restore(other.session, tmp_path)
     assert (restored.step, restored.updates, restored.stream_steps) == (1, 1, 0)
@@ -24,7 +24,7 @@ def test_a_stream_goes_on_from_where_it_was_with_its_ledger(tmp_path: Path) -> N
     pipe, state = begun(schedule="pipedream")
     for now, _ in pipe.run(state, [BATCH] * 2):
         state = now
-    checkpoints.save_state(pipe.session, tmp_path, state, {})
+    checkpoints.snapshot(pipe.session, state, {}).write(tmp_path)
     other = pipeline(schedule="pipedream")
     restored = checkpoints.restore(other.session, tmp_path)
     assert restored.stream_steps == state.stream_steps == 2
@@ -50,7 +50,7 @@ def test_a_migration_that_was_under_way_in_a_stream_is_forgotten_by_a_state_at_r
     tmp_path: Path,
 ) -> None:
     pipe, state = begun(schedule="pipedream")
-    checkpoints.save_state(pipe.session, tmp_path, state, {})
+    checkpoints.snapshot(pipe.session, state, {}).write(tmp_path)
     for now, _ in pipe.run(state, [BATCH]):
         state = now
     state = pipe.migrate(state, THERE, at=(1, 1))

@@ -196,7 +196,7 @@ def test_what_was_refused_is_not_asked_for_again() -> None:
     seen = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
     found = [trigger.observe(plan, seen) for _ in range(3)][-1]
     assert found
-    trigger.refuse(found.cuts)
+    trigger.refused.add(found.cuts)
     assert [trigger.observe(plan, seen) for _ in range(10)] == [None] * 10
 
 
