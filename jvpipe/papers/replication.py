@@ -125,7 +125,12 @@ class _Program:
         self._pipelines = cache(self._search)
 
     def cost(self, k: int, behind: Fraction) -> Grid:
-        """Returns A^k(., ., m_k)."""
+        """Returns A^k(., ., m_k).
+
+        Args:
+            k: the level; 0 is a single device.
+            behind: see the legend.
+        """
         if k:
             return self.pipelines(k, behind)[-1].cost
         # Stage s of a pipeline without replicas has ceil(1 + behind) micro-batches in flight.
@@ -133,7 +138,12 @@ class _Program:
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
     def pipelines(self, k: int, behind: Fraction) -> list[_Pipelines]:
-        """Returns the best pipelines of level k; item m - 1 is for m parts."""
+        """Returns the best pipelines of level k; item m - 1 is for m parts.
+
+        Args:
+            k: the level.
+            behind: see the legend.
+        """
         if self.kept.problem.memory_limit_bytes is None:
             behind = Fraction(0)  # without a limit nothing depends on the micro-batches in flight
         return self._pipelines(k, behind)
