@@ -22,7 +22,6 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.models import load
-from jvpipe.papers.dapple import in_flight
 from jvpipe.papers.pipedream_replicas import one_each
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.shape_bound import least_step_s
@@ -266,7 +265,9 @@ def policies(
         shapes = replace(limited, model=replace(limited.model, memory_limit_bytes=None))
         straight = one_each(shapes, size, DEVICES, LocalSegments(shapes).coarse)
         for policy in ("A", "B"):
-            warm = in_flight(DEVICES, straight.microbatches, eager=policy == "B")
+            remaining = range(DEVICES, 0, -1)
+            wished = (2 * count - 1 if policy == "B" else count for count in remaining)
+            warm = tuple(min(count, straight.microbatches) for count in wished)
             asked = replace(straight, schedule=OneFOneB(most=warm))
             planned = evaluate_decision(asked, find_planner("dapple").decide(asked))
             step_s, held = simulated_step_s(asked, planned.stages), planned.peak_bytes / 1e9

@@ -23,7 +23,8 @@ phase. T_0 is the seconds of a whole step of 1F1B. A schedule without a flush ha
 phase, so for it M_s is minimized in place of T_s.
 """
 
-from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,8 +52,7 @@ def adapipe(problem: Problem) -> Decision:
     return plan_or_raise(problem, "adapipe", try_adapipe)
 
 
-@dataclass(frozen=True)
-class Suffix:
+class Suffix(NamedTuple):
     """The best stages from s on, if stage s begins at layer i: entry i of each array.
 
     W_s and E_s are infinite if no stages fit.
@@ -80,11 +80,7 @@ class Suffix:
         """Returns the suffix without stages, which begins after the last layer."""
         nothing = np.full(layers + 1, np.inf)
         nothing[layers] = 0.0
-        return Suffix(
-            nothing,
-            nothing,
-            *[np.zeros(layers + 1)] * 5,
-        )
+        return Suffix(nothing, nothing, *[np.zeros(layers + 1)] * 5)
 
 
 def try_adapipe(problem: Problem) -> Decision | None:
@@ -98,15 +94,11 @@ def try_adapipe(problem: Problem) -> Decision | None:
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
-    bounds, choices = [0], []
-    for s in range(problem.stages):
-        bounds.append(int(suffixes[s].end[bounds[-1]]))
-        choices += recomputation.choices(
-            s,
-            bounds[-2],
-            bounds[-1],
-        )
-    return Decision(tuple(bounds), tuple(choices))
+    bounds = [0]
+    for suffix in suffixes[:-1]:
+        bounds.append(int(suffix.end[bounds[-1]]))
+    stages = (recomputation.choices(s, i, j) for s, (i, j) in enumerate(pairwise(bounds)))
+    return Decision(tuple(bounds), tuple(chain.from_iterable(stages)))
 
 
 def _before(
@@ -119,8 +111,7 @@ def _before(
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1
     steady_steps = max(0, problem.microbatches - problem.stages)
-    shapes = (column.shape for column in vars(after).values())
-    suffix = Suffix(*(np.full(shape, np.inf) for shape in shapes))
+    suffix = Suffix(*(np.full_like(column, np.inf) for column in after))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
         # All ends with which a stage that begins at i fits are evaluated at once.
@@ -143,6 +134,6 @@ def _before(
         T = W + E + steady_steps * M if problem.schedule.synchronous else M
         best = np.lexsort((W + E, T))[0]  # the least T; if several are equal, the least W + E
         found = (W, E, M, f, b, c, ends)
-        for column, values in zip(vars(suffix).values(), found, strict=True):
+        for column, values in zip(suffix, found, strict=True):
             column[i] = values[best]
     return suffix

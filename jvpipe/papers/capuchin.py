@@ -24,6 +24,10 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 
     The seconds between a layer's forward and backward are counted as in the drawing above. For 1F1B
     they are exact in the steady state; for GPipe they are the mean over a step.
+
+    Args:
+        stage: the stage of the change.
+        change: a change that swaps more.
     """
     between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
     one_way_s = stage.problem.host.seconds(change.swapped_bytes)
@@ -34,6 +38,10 @@ def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
     """Returns the MSPS of a change, whose overhead is its recomputation and all of its copies.
 
     No copy counts as hidden: `optimize` has already taken the swaps that can be hidden.
+
+    Args:
+        stage: the stage of the change.
+        change: the change whose MSPS is wanted.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s

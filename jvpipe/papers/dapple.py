@@ -41,7 +41,6 @@ from jaxtyping import Float
 
 from jvpipe.papers.kept_stages import KeptStages
 from jvpipe.papers.limits import no_cuts_fit
-from jvpipe.papers.pipedream import least_peaks
 from jvpipe.planners.model.problem import Decision, Problem
 
 Seconds = float | Float[np.ndarray, "..."]
@@ -94,7 +93,7 @@ def dapple(problem: Problem) -> Decision:
         exists = fits[begin, places]
         begins.append(begin)
     if not exists[-1]:
-        raise no_cuts_fit("dapple", problem.memory_limit_bytes, least_peaks(kept))
+        raise no_cuts_fit("dapple", kept)
     ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
         # The stages are traced back: the last stage of a plan begins where the plan that it extends
@@ -151,27 +150,6 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
         between_s = np.where(moves, 0.0, between_s + work_s)
         behind_s = np.maximum(behind_s, stage.reduce_s - upto_s)
     return latency if np.ndim(latency) else float(latency)
-
-
-def in_flight(
-    stages: int,
-    largest: int,
-    eager: bool = False,
-) -> tuple[int, ...]:
-    """Returns K_s of each stage by the paper's policies (section V-C), which `OneFOneB` runs.
-
-    Args:
-        stages: S.
-        largest: D.
-        eager: whether to follow policy B, which is for transfers that take as long as the work; if
-            not, policy A.
-
-    >>> in_flight(4, 8), in_flight(4, 5, eager=True)
-    ((4, 3, 2, 1), (5, 5, 3, 1))
-    """
-    remaining = range(stages, 0, -1)  # S - s
-    wished = [2 * count - 1 if eager else count for count in remaining]
-    return tuple(min(count, largest) for count in wished)
 
 
 def _finite(grid: np.ndarray) -> np.ndarray:

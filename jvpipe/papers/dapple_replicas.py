@@ -22,7 +22,7 @@ So extensions are left out if this bound is not below the best plan's L.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -70,10 +70,11 @@ def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
     return _Search(segments, size).plan()
 
 
-def fresh_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes devices of unused machines, one machine after another, then of used ones.
+def in_turn(used: bool, free: Free, whole: Free, m: int) -> Free:
+    """Takes devices machine by machine: those of used machines first, or those of unused ones.
 
     Args:
+        used: whether used machines come first; if not, unused ones do.
         free: the number of free devices of each machine.
         whole: the number of all devices of each machine.
         m: how many devices are taken.
@@ -81,29 +82,17 @@ def fresh_first(free: Free, whole: Free, m: int) -> Free:
     Returns:
         The number of devices that are taken from each machine.
 
-    >>> fresh_first((2, 4, 4), (4, 4, 4), 6)
-    (0, 4, 2)
+    >>> in_turn(True, (2, 4, 4), (4, 4, 4), 6), in_turn(False, (2, 4, 4), (4, 4, 4), 6)
+    ((2, 4, 0), (0, 4, 2))
     """
-    machines = sorted(range(len(free)), key=lambda k: free[k] < whole[k])
-    return _in_turn(free, machines, m)
+    taken = [0] * len(free)
+    for k in sorted(range(len(free)), key=lambda k: (free[k] < whole[k]) != used):
+        taken[k] = min(free[k], m - sum(taken))
+    return tuple(taken)
 
 
-def append_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes devices of used machines, one machine after another, then of unused ones.
-
-    Args:
-        free: the number of free devices of each machine.
-        whole: the number of all devices of each machine.
-        m: how many devices are taken.
-
-    Returns:
-        The number of devices that are taken from each machine.
-
-    >>> append_first((2, 4, 4), (4, 4, 4), 6)
-    (2, 4, 0)
-    """
-    machines = sorted(range(len(free)), key=lambda k: free[k] == whole[k])
-    return _in_turn(free, machines, m)
+fresh_first = partial(in_turn, False)
+append_first = partial(in_turn, True)
 
 
 def scatter_first(free: Free, whole: Free, m: int) -> Free:
@@ -153,12 +142,7 @@ class _Plans:
 
     @staticmethod
     def none(n: int) -> "_Plans":
-        return _Plans(
-            np.full(n, np.inf),
-            [None] * n,
-            [()] * n,
-            [()] * n,
-        )
+        return _Plans(np.full(n, np.inf), [None] * n, [()] * n, [()] * n)
 
     @cached_property
     def stacked(self) -> list[Phases]:
@@ -210,7 +194,7 @@ class _Search:
         self.best: Path | None = None
         self.best_s = np.inf
         self.left_s = self._left_s()
-        self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
+        self.work = cache(self._work)
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
         """Returns for each cut a lower bound on all devices' seconds for the layers after it."""
@@ -275,11 +259,7 @@ class _Search:
         rows = np.flatnonzero(possible.any(1))
         if not len(rows):
             return
-        stage = Phases(
-            forward_s[rows],
-            backward_s[rows],
-            self.reduce_s(places)[rows],
-        )
+        stage = _at(Phases(forward_s, backward_s, self.reduce_s(places)), rows)
         into = self.transfer(before, places, rows)
         way = [*(_at(phases, rows) for phases in before.stacked), into, stage]
         if rest:
@@ -312,6 +292,10 @@ class _Search:
         """Evaluates the plan of T_PL(j, g) with its real number of micro-batches in flight.
 
         The plan becomes the best one if it keeps the limits and its L is less than the best one's.
+
+        Args:
+            free: the number of devices of each machine that the plan leaves free.
+            j: the index of the cut at which the plan ends.
         """
         last = len(self.cuts) - 1
         stages = self.known[free].stages(j)
@@ -320,11 +304,7 @@ class _Search:
         bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
         devices = tuple(places for _, places in stages)
         shape = Shape(devices, self.size)
-        asked = self.shapes.pins.allow(
-            bounds,
-            shape.replicas,
-            self.size,
-        )
+        asked = self.shapes.pins.allow(bounds, shape.replicas, self.size)
         if self.known[free].latency_s[j] < self.best_s and asked:
             problem = self.shapes.problem(shape)
             evaluation = evaluate_decision(problem, kept_or_again(problem, bounds))
@@ -334,45 +314,33 @@ class _Search:
                 self.best_s = least_s
 
     def places(self, free: Free, taken: Free) -> Places:
-        """Returns the numbers of the devices that are taken; a machine's are taken in order."""
+        """Returns the numbers of the devices that are taken; a machine's are taken in order.
+
+        Args:
+            free: the number of free devices of each machine.
+            taken: how many of them are taken.
+        """
         numbers: list[int] = []
         for start, whole, left, count in zip(self.starts, self.whole, free, taken, strict=True):
             first = start + whole - left
             numbers += range(first, first + count)
         return tuple(numbers)
 
-    def work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
+    def _work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
         """Returns F and B of each segment on some replicas, and whether the segment is possible.
 
         It is assumed that the last stage has one micro-batch in flight, and any other stage two. If
         a segment does not fit with everything kept, all its forwards are counted as run again.
         `judge` finds out whether a plan fits with the real numbers in flight.
         """
-        if replicas not in self._work:
-            b = self.segments.share(self.size, replicas)
-            fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
-            alone_s = self.segments.fitting_s(
-                self.size,
-                replicas,
-                1,
-            )
-            fitting_s[:, -1] = alone_s[:, -1]
-            forwards_s = sums(self.segments.layer_s(b)[0])
-            fits = np.isfinite(fitting_s) & self.inside
-            both_s = np.where(
-                fits,
-                fitting_s,
-                self.segments.again_s(b),
-            )
-            both_s = np.where(self.inside, both_s, 0.0)
-            forward_s = between(
-                forwards_s,
-                self.cuts,
-                self.cuts,
-            )
-            forward_s = np.where(self.inside, forward_s, 0.0)
-            self._work[replicas] = forward_s, both_s - forward_s, fits
-        return self._work[replicas]
+        b = self.segments.share(self.size, replicas)
+        fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
+        fitting_s[:, -1] = self.segments.fitting_s(self.size, replicas, 1)[:, -1]
+        fits = np.isfinite(fitting_s) & self.inside
+        both_s = np.where(fits, fitting_s, self.segments.again_s(b))
+        forward_s = between(sums(self.segments.layer_s(b)[0]), self.cuts, self.cuts)
+        both_s, forward_s = (np.where(self.inside, x, 0.0) for x in (both_s, forward_s))
+        return forward_s, both_s - forward_s, fits
 
     def reduce_s(self, places: Places) -> Grid:
         """Returns AR of each segment on some devices."""
@@ -383,7 +351,12 @@ class _Search:
         return self.segments.reduce_s(share, link)
 
     def way(self, senders: Places, readers: Places) -> tuple[float, float]:
-        """Returns the latency of a transfer between stages, and its seconds per byte."""
+        """Returns the latency of a transfer between stages, and its seconds per byte.
+
+        Args:
+            senders: the devices of the stage that sends.
+            readers: the devices of the next stage.
+        """
         link = self.shapes.cluster.way(senders, readers)
         return link.latency_s, 1 / link.bytes_per_s
 
@@ -416,41 +389,24 @@ def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) ->
     latency_s, byte_s = rate
     filled_s = latency_s + sizes / 2 * byte_s
     one_way_s = np.where(sizes > 0, filled_s, 0.0)
-    return Phases(
-        one_way_s,
-        one_way_s,
-        np.zeros_like(one_way_s),
-    )
+    return Phases(one_way_s, one_way_s, np.zeros_like(one_way_s))
 
 
 def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
-    """Returns L of a plan, from the evaluated costs of its stages."""
+    """Returns L of a plan, from the evaluated costs of its stages.
+
+    Args:
+        stages: the evaluated stages, in order.
+        microbatches: M.
+    """
     phases = []
     for s, stage in enumerate(stages):
         phases += [Phases(stage.comm_s / 2, stage.comm_s / 2)] if s else []
         backward_s = stage.backward_s + stage.recompute_s
-        phases.append(
-            Phases(
-                stage.forward_s,
-                backward_s,
-                stage.reduce_s,
-            )
-        )
+        phases.append(Phases(stage.forward_s, backward_s, stage.reduce_s))
     return float(latency_s(phases, microbatches))
 
 
 def _at(phases: Phases, which: Any) -> Phases:
     """Returns the phases of some of the plans that the arrays of `phases` hold."""
     return Phases(*(np.asarray(x)[which] for x in phases))
-
-
-def _in_turn(
-    free: Free,
-    machines: Sequence[int],
-    m: int,
-) -> Free:
-    """Takes all free devices of some machines, one machine after another, until there are m."""
-    taken = [0] * len(free)
-    for k in machines:
-        taken[k] = min(free[k], m - sum(taken))
-    return tuple(taken)

@@ -21,7 +21,9 @@ plan for each segment and group of stages is stored, so that it is made only onc
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,11 +59,43 @@ class StageGroup:
     ends: tuple[int, ...]
 
 
+class Halving(NamedTuple):
+    """A segment and its stages, which are to be divided into two groups.
+
+    A segment is the layers between two bounds. A bound is given by its index in
+    `BinaryPartition.bounds`.
+
+    Attributes:
+        p: the bound at which the segment begins.
+        q: the bound at which it ends.
+        first: the first stage.
+        middle: the first stage of the second group.
+        last: one more than the last stage.
+    """
+
+    p: int
+    q: int
+    first: int
+    middle: int
+    last: int
+
+    @property
+    def left(self) -> int:
+        """The number of stages in the first group."""
+        return self.middle - self.first
+
+    @property
+    def right(self) -> int:
+        """The number of stages in the second group."""
+        return self.last - self.middle
+
+    def clip(self, b: int) -> int:
+        """Moves a bound inward until each stage on either side of the bound can have a layer."""
+        return max(self.p + self.left, min(self.q - self.right, b))
+
+
 class BinaryPartition:
     """The search for the best stages of each segment.
-
-    A segment is the layers between two bounds. Arguments p, q and b are indices of bounds in the
-    list `bounds`: p begins the segment, q ends it, and b is between them.
 
     Args:
         segments: the costs of the problem's segments.
@@ -76,148 +110,72 @@ class BinaryPartition:
         self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.in_flight)}
         self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
         self.need = [self._need(s, least) for s in range(segments.problem.stages)]
-        self.parts: dict[tuple[int, int, int, int], StageGroup | None] = {}
+        self.best = cache(self._best)
 
     def _need(self, s: int, least: bool) -> list[float]:
         """Returns for each bound the bytes on stage s of all layers before the bound."""
-        every = self.changes[self.segments.in_flight[s]].layers
-        held_bytes = [layer[0].held_bytes for layer in every]
-        if least:
-            held_bytes = [min(t.held_bytes for t in layer) for layer in every]
-        held_before = np.concatenate([[0], np.cumsum(held_bytes)])
-        total = held_before + self.segments.static_bytes(s)
+        changes = self.changes[self.segments.in_flight[s]]
+        kept_bytes = (held_bytes[0] for held_bytes in changes.held_bytes)
+        held_before = changes.least_bytes if least else [0, *accumulate(kept_bytes)]
+        total = np.array(held_before) + self.segments.static_bytes(s)
         return [float(total[b]) for b in self.bounds]
 
-    def compute_balanced(
-        self,
-        p: int,
-        q: int,
-        left: int,
-        right: int,
-    ) -> int:
-        """Finds cb: the bound from p to q whose sides have the most nearly equal seconds per stage.
-
-        Args:
-            p: the index of the segment's first bound.
-            q: the index of its last bound.
-            left: the number of stages before cb.
-            right: the number of stages after cb.
-        """
+    def compute_balanced(self, of: Halving) -> int:
+        """Finds cb: the bound whose sides have the most nearly equal seconds per stage."""
         # The running seconds at which the left side has its share.
-        inside_s = self.seconds[q] - self.seconds[p]
-        share = self.seconds[p] + inside_s * left / (left + right)
-        near = bisect_left(self.seconds, share, p, q)
-        best = min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right))
-        return self._clip(best, p, q, left, right)
+        inside_s = self.seconds[of.q] - self.seconds[of.p]
+        share = self.seconds[of.p] + inside_s * of.left / (of.left + of.right)
+        near = bisect_left(self.seconds, share, of.p, of.q)
+        return of.clip(min((near - 1, near), key=lambda b: self.floor_s(of, b)))
 
-    def floor_s(
-        self,
-        p: int,
-        b: int,
-        q: int,
-        left: int,
-        right: int,
-    ) -> float:
+    def floor_s(self, of: Halving, b: int) -> float:
         """Returns a lower bound on the slowest stage's seconds: the larger mean of the two sides.
 
         Args:
-            p: the index of the segment's first bound.
-            b: the index of the bound between the two sides.
-            q: the index of the segment's last bound.
-            left: the number of stages before b.
-            right: the number of stages after b.
+            of: the segment and its stages.
+            b: the bound between the two sides.
         """
-        before_s = self.seconds[b] - self.seconds[p]
-        behind_s = self.seconds[q] - self.seconds[b]
-        return max(before_s / left, behind_s / right)
+        before_s = self.seconds[b] - self.seconds[of.p]
+        behind_s = self.seconds[of.q] - self.seconds[b]
+        return max(before_s / of.left, behind_s / of.right)
 
-    def memory_balanced(
-        self,
-        p: int,
-        q: int,
-        first: int,
-        middle: int,
-        last: int,
-    ) -> int:
+    def memory_balanced(self, of: Halving) -> int:
         """Finds mb: the bound before stage `middle` if all stages fill to the same level of bytes.
 
         This is algorithm 2, for any number of micro-batches in flight and of versions. A bisection
         finds the smallest level at which the stages hold all layers from p to q.
-
-        Args:
-            p: the index of the segment's first bound.
-            q: the index of its last bound.
-            first: the first stage.
-            middle: the stage that begins at mb.
-            last: one more than the last stage.
         """
+        stages = range(of.first, of.last)
 
         def fill(level: float) -> tuple[int, int]:
             """Fills stages to a level; returns the bound before `middle`, and that at the end."""
-            at = bound = p
-            for s in range(first, last):
-                bound = at if s == middle else bound
+            at = bound = of.p
+            for s in stages:
+                bound = at if s == of.middle else bound
                 need = self.need[s]
-                end = bisect_right(need, need[at] + level, at, q + 1) - 1
+                end = bisect_right(need, need[at] + level, at, of.q + 1) - 1
                 at = max(at, end)
             return bound, at
 
         # At the level `below` the stages do not hold all layers, at `enough` they do. The first
         # `enough` lets any single stage hold all of them.
         below = 0.0
-        enough = max(self.need[s][q] - self.need[s][p] for s in range(first, last))
+        enough = max(self.need[s][of.q] - self.need[s][of.p] for s in stages)
         # The loop ends because each round halves the distance between `below` and `enough`.
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
             _, reached = fill(level)
-            if reached == q:
+            if reached == of.q:
                 enough = level
             else:
                 below = level
         bound, _ = fill(enough)
-        return self._clip(
-            bound,
-            p,
-            q,
-            middle - first,
-            last - middle,
-        )
+        return of.clip(bound)
 
-    @staticmethod
-    def _clip(
-        b: int,
-        p: int,
-        q: int,
-        left: int,
-        right: int,
-    ) -> int:
-        """Moves a bound inward until each stage on either side can have a layer."""
-        return max(p + left, min(q - right, b))
-
-    def between(
-        self,
-        p: int,
-        q: int,
-        first: int,
-        middle: int,
-        last: int,
-    ) -> Sequence[int]:
-        """Lists the bounds that theorem 4.1 leaves, from cb to mb, at most `PAPER.bounds`.
-
-        Args:
-            p: the index of the segment's first bound.
-            q: the index of its last bound.
-            first: the first stage.
-            middle: the stage that begins at the listed bounds.
-            last: one more than the last stage.
-        """
-        cb = self.compute_balanced(
-            p,
-            q,
-            middle - first,
-            last - middle,
-        )
-        mb = self.memory_balanced(p, q, first, middle, last)
+    def between(self, of: Halving) -> Sequence[int]:
+        """Lists the bounds that theorem 4.1 leaves, from cb to mb, at most `PAPER.bounds`."""
+        cb = self.compute_balanced(of)
+        mb = self.memory_balanced(of)
         step = 1 if cb <= mb else -1
         bounds = range(cb, mb + step, step)
         if len(bounds) <= PAPER.bounds:
@@ -226,65 +184,38 @@ class BinaryPartition:
         narrow = by_crossing[: PAPER.bounds - 2]
         return [cb, *sorted(narrow, key=bounds.index), mb]
 
-    def stage(self, s: int, p: int, q: int) -> Selection:
-        """Makes one stage and optimizes its memory.
+    def stage(self, s: int, i: int, j: int) -> Selection:
+        """Makes stage s with layers [i, j), and optimizes its memory.
 
         Args:
             s: the number of the stage.
-            p: the index of the bound at which it begins.
-            q: the index of the bound at which it ends.
+            i: its first layer.
+            j: the layer after its last one.
         """
         changes = self.changes[self.segments.in_flight[s]]
-        begin = self.bounds[p]
-        end = self.bounds[q]
-        chosen = Selection(
-            self.segments,
-            changes,
-            s,
-            begin,
-            end,
-        )
+        chosen = Selection(self.segments, changes, s, i, j)
         if chosen.may_fit:
             optimize(chosen)
         return chosen
 
-    def best(
-        self,
-        p: int,
-        q: int,
-        first: int,
-        last: int,
-    ) -> StageGroup | None:
-        """Plans stages with the layers between bounds p and q; None if nothing fits.
+    def _best(self, p: int, q: int, first: int, last: int) -> StageGroup | None:
+        """Plans stages with the layers between two bounds; None if nothing fits.
 
         Args:
-            p: the index of the segment's first bound.
-            q: the index of its last bound.
+            p: the index of the bound at which the layers begin.
+            q: the index of the bound at which they end.
             first: the first stage.
             last: one more than the last stage.
         """
-        key = p, q, first, last
-        if key not in self.parts:
-            self.parts[key] = self._best(*key)
-        return self.parts[key]
-
-    def _best(
-        self,
-        p: int,
-        q: int,
-        first: int,
-        last: int,
-    ) -> StageGroup | None:
         if last - first == 1:
-            stage = self.stage(first, p, q)
+            stage = self.stage(first, self.bounds[p], self.bounds[q])
             return None if stage.excess_bytes else StageGroup(stage.seconds, (self.bounds[q],))
         middle = first + (last - first + 1) // 2
-        sides = middle - first, last - middle  # numbers of stages
+        of = Halving(p, q, first, middle, last)
         best = None
-        for b in self.between(p, q, first, middle, last):
+        for b in self.between(of):
             # No plan with this bound has a slowest stage below `floor_s`.
-            floor_s = self.floor_s(p, b, q, *sides)
-            if best and floor_s >= best.seconds:
+            if best and self.floor_s(of, b) >= best.seconds:
                 # `floor_s` grows with the distance from cb, so later bounds cannot win either.
                 # Algorithm 1 stops as soon as a plan saves no memory, which does not prove this.
                 break
@@ -294,9 +225,9 @@ class BinaryPartition:
             right = self.best(b, q, middle, last)
             if right is None:
                 continue
-            part = StageGroup(max(left.seconds, right.seconds), left.ends + right.ends)
-            if not best or part.seconds < best.seconds:
-                best = part
+            seconds = max(left.seconds, right.seconds)
+            if not best or seconds < best.seconds:
+                best = StageGroup(seconds, left.ends + right.ends)
         return best
 
 
@@ -305,17 +236,9 @@ def try_dawnpiper(problem: Problem) -> Decision | None:
     segments = Segments(problem)
     for least in (False, True):
         search = BinaryPartition(segments, least)
-        part = search.best(
-            0,
-            len(search.bounds) - 1,
-            0,
-            problem.stages,
-        )
-        if part is not None:
-            bounds = (0, *part.ends)
-            place = {b: at for at, b in enumerate(search.bounds)}
-            choices: list[int] = []
-            for s, (i, j) in enumerate(pairwise(bounds)):
-                choices += search.stage(s, place[i], place[j]).choices
-            return Decision(bounds, tuple(choices))
+        plan = search.best(0, len(search.bounds) - 1, 0, problem.stages)
+        if plan is not None:
+            bounds = (0, *plan.ends)
+            stages = (search.stage(s, i, j) for s, (i, j) in enumerate(pairwise(bounds)))
+            return Decision(bounds, tuple(chain.from_iterable(x.choices for x in stages)))
     return None

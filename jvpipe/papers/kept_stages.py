@@ -53,7 +53,12 @@ class KeptStages(KeepAll):
         return self._inside(self._block.comm_s)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """Returns a grid with infinite entries where stage s would be over the limit."""
+        """Returns a grid with infinite entries where stage s would be over the limit.
+
+        Args:
+            s: the number of the stage.
+            grid: a number for each segment.
+        """
         limit = self.problem.memory_limit_bytes
         if limit is None:
             return grid

@@ -12,7 +12,7 @@ cuts the fewest bytes.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from jvpipe.papers.effort import PAPER
 from jvpipe.planners.model.problem import Problem
@@ -81,17 +81,12 @@ def coarse_bounds(
         heaviest_s: the most seconds of a vertex. Layers between two neighboring fine bounds are
             never divided, even if they take more.
     """
-    layers = len(problem.costs.layers)
     # Entry i: how many edges begin to pass by at layer i, minus how many have ended there.
-    passed_by = [0] * (layers + 1)
+    passed_by = [0] * (len(problem.costs.layers) + 1)
     for edge in problem.costs.edges:
         passed_by[edge.producer + 1] += 1
         passed_by[max(edge.producer + 1, *edge.readers)] -= 1
-    backbone, depth = set(), 0
-    for layer in range(layers):
-        depth += passed_by[layer]
-        if depth == 0:
-            backbone.add(layer)
+    backbone = {layer for layer, depth in enumerate(accumulate(passed_by)) if depth == 0}
     vertices = [0]
     for b, after in pairwise(fine[1:]):
         beside_backbone = b in backbone or b - 1 in backbone

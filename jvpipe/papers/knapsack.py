@@ -35,6 +35,7 @@ from jaxtyping import Float, Int
 
 from jvpipe.papers.effort import PAPER
 from jvpipe.papers.selection import treatments
+from jvpipe.planners.model.problem import RECOMPUTE
 from jvpipe.planners.model.segments import OverJ, Segments
 from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
@@ -53,20 +54,12 @@ def items(segments: Segments) -> list[list[Item]]:
     """Lists each layer's treatments without swaps; those no better than another are left out."""
     per_layer = []
     for layer in segments.problem.costs.layers:
-        rows = treatments(layer, 1)
-        all_of: list[Item] = []
-        # The last row recomputes everything: its choice is -1.
-        for choice in (*range(len(rows) - 1), -1):
-            row = rows[choice]
-            if not row.swapped_bytes:
-                all_of.append(
-                    Item(
-                        choice,
-                        row.held_bytes,
-                        row.extra_s,
-                        row.working_bytes,
-                    )
-                )
+        choices = *range(len(layer.options)), RECOMPUTE
+        all_of = [
+            Item(choice, x.kept, x.extra_s, x.working)
+            for choice, x in zip(choices, treatments(layer), strict=True)
+            if not x.swapped
+        ]
         all_of.sort(key=lambda x: (x.bytes, x.extra_s, x.working_bytes))
         # Items come in order of bytes. One is dropped if an earlier one takes no more seconds and
         # no more working bytes.
@@ -168,9 +161,12 @@ class Knapsack:
         """Returns for each j the quanta that [i, j) may use of the free bytes.
 
         The number is negative if [i, j) does not fit even with its smallest items.
+
+        Args:
+            free_bytes: for each j, the bytes that [i, j) has for residuals and for work.
+            i: the first layer.
         """
-        largest = np.maximum.accumulate(self.working_bytes[i:])
-        working = np.concatenate([np.zeros(i + 1), largest])
+        working = _most_working(self.working_bytes, i)
         # Quanta count only the bytes beyond the smallest items of [i, j).
         base = self.base_bytes - self.base_bytes[i]
         left = (free_bytes - working) // self.in_flight - base
@@ -202,6 +198,16 @@ class Knapsack:
             choices.append(self.layers[layer][best].choice)
             left -= self.weights[layer][best]
         return float(rest[quanta]), choices
+
+
+def _most_working(working_bytes: np.ndarray, i: int) -> Float[np.ndarray, "J"]:
+    """Returns for each j the largest working bytes of layers [i, j); 0 for no layer.
+
+    Args:
+        working_bytes: the working bytes of each layer.
+        i: the first layer.
+    """
+    return np.concatenate([np.zeros(i + 1), np.maximum.accumulate(working_bytes[i:])])
 
 
 class Recomputation:
@@ -245,8 +251,7 @@ class Recomputation:
     def _all_kept(self, s: int, i: int) -> OverJ:
         """Returns for each j the extra seconds of [i, j), all kept; infinite if it does not fit."""
         k = self.segments.in_flight[s]
-        largest = np.maximum.accumulate(self._working_bytes[i:])
-        working = np.concatenate([np.zeros(i + 1), largest])
+        working = _most_working(self._working_bytes, i)
         kept = self._kept_bytes - self._kept_bytes[i]
         taken = on_device_bytes(k, kept) + working
         # An entry with j <= i stands for no segment. It counts as fitting, so that it does not call
@@ -267,11 +272,7 @@ class Recomputation:
             for s in stages:
                 quanta = knapsack.quanta(self._free_bytes(s, i), i)
                 seconds = table[js, np.maximum(quanta, 0)]
-                seconds = np.where(
-                    quanta >= 0,
-                    seconds,
-                    np.inf,
-                )
+                seconds = np.where(quanta >= 0, seconds, np.inf)
                 self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
@@ -283,11 +284,7 @@ class Recomputation:
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
-        ends = np.searchsorted(
-            least,
-            least[:-1] + limit,
-            side="right",
-        )
+        ends = np.searchsorted(least, least[:-1] + limit, side="right")
         return [int(end) - 1 for end in ends]
 
     def choices(self, s: int, i: int, j: int) -> list[int]:

@@ -5,12 +5,15 @@ one limit and none under a slightly larger limit. So an error names only a limit
 planner was run and found a plan.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from jvpipe.papers.effort import PAPER
+from jvpipe.papers.kept_stages import KeptStages
+from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
@@ -68,22 +71,29 @@ def plan_or_raise(
     )
 
 
-def no_cuts_fit(
-    planner: str,
-    limit: int | None,
-    peaks: Sequence[float],
-) -> Infeasible:
+def no_cuts_fit(planner: str, kept: KeptStages) -> Infeasible:
     """Makes the error for a limit that no cuts keep.
 
     Args:
         planner: the planner's name.
-        limit: the limit in bytes per device.
-        peaks: the bytes of each stage, for the cuts whose fullest stage needs the fewest bytes.
+        kept: the bytes of all segments, and the problem with the limit.
 
-    >>> no_cuts_fit("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
-    124
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.planners.model.problem import Problem
+    >>> from jvpipe.schedules import find_schedule
+    >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(40),)),) * 4)
+    >>> problem = Problem(costs, 2, find_schedule("1f1b"), 4, memory_limit_bytes=100)
+    >>> no_cuts_fit("dapple", KeptStages(problem)).smallest_limit_bytes
+    120
     """
+    limit = kept.problem.memory_limit_bytes
     assert limit is not None, "without a limit everything fits"
+    # These cuts make the fullest stage as small as possible.
+    peak_bytes = [kept.peak_bytes(s) for s in range(kept.problem.stages)]
+    _, places = least_path(peak_bytes, np.maximum)
+    assert places is not None, "there are as many places as stages need"
+    pairs = zip(peak_bytes, pairwise(places), strict=True)
+    peaks = [float(grid[ends]) for grid, ends in pairs]
     stage = int(np.argmax(peaks))
     smallest = int(peaks[stage])
     return Infeasible(

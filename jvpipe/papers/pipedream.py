@@ -8,8 +8,6 @@ program is exact: the slowest time of several stages is the larger of the last s
 slowest time of all earlier stages. So of all plans for the earlier stages, only the best is needed.
 """
 
-from itertools import pairwise
-
 import numpy as np
 
 from jvpipe.papers.kept_stages import KeptStages
@@ -47,14 +45,5 @@ def pipedream(problem: Problem) -> Decision:
         costs.append(kept.where_it_fits(s, slowest))
     _, places = least_path(costs, np.maximum)
     if places is None:
-        raise no_cuts_fit("pipedream", problem.memory_limit_bytes, least_peaks(kept))
+        raise no_cuts_fit("pipedream", kept)
     return kept.decision(places)
-
-
-def least_peaks(kept: KeptStages) -> list[float]:
-    """Returns the bytes of each stage, for the cuts whose fullest stage needs the fewest bytes."""
-    stages = range(kept.problem.stages)
-    _, places = least_path(map(kept.peak_bytes, stages), np.maximum)
-    assert places is not None, "there are as many places as stages need"
-    segments = zip(stages, pairwise(places), strict=True)
-    return [float(kept.peak_bytes(s)[ends]) for s, ends in segments]

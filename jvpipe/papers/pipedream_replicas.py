@@ -7,8 +7,7 @@ a micro-batch, so callers try several sizes and simulate the plans.
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from jvpipe.papers.replication import Replicated, replicated
-from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.papers.replication import replicated
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Cuts
@@ -33,11 +32,12 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
             f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, and the "
             f"model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
         )
-    try:
-        found = replicated(one_each(shapes, size, shapes.devices, cuts))
-    except Infeasible:
+    found = replicated(one_each(shapes, size, shapes.devices, cuts))
+    if found is None:
         return None
-    return along_machines(shapes, found, size)
+    # Stages take the devices in order, machine by machine.
+    starts = [0, *accumulate(found.replicas)][:-1]
+    return Shape.along(shapes.orders[0], starts, found.replicas, size), found.bounds
 
 
 def enough(segments: LocalSegments) -> Cuts:
@@ -83,19 +83,3 @@ def one_each(
         peer_uses_host=False,
         cluster=cluster,
     )
-
-
-def along_machines(
-    shapes: Shapes,
-    found: Replicated,
-    size: int,
-) -> Path:
-    """Places replicated stages on devices, machine by machine.
-
-    Args:
-        shapes: the model, its costs and the cluster.
-        found: the bounds of the stages and the number of devices of each.
-        size: the examples of a micro-batch.
-    """
-    starts = [0, *accumulate(found.replicas)][:-1]
-    return Shape.along(shapes.orders[0], starts, found.replicas, size), found.bounds

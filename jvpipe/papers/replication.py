@@ -32,34 +32,39 @@ to the first. So `behind` is known when a stage is planned, and the memory const
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Link
 from jvpipe.papers.kept_stages import KeptStages
-from jvpipe.papers.limits import no_cuts_fit
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Grid, between, link_seconds
 from jvpipe.schedules.pipedream import PipeDream
 
 
-@dataclass(frozen=True)
-class Replicated:
+class Replicated(NamedTuple):
     """A plan that keeps every residual: its bounds, and the number of devices of each stage."""
 
     bounds: tuple[int, ...]
     replicas: tuple[int, ...]
 
 
-def replicated(problem: Problem) -> Replicated:
+def replicated(problem: Problem) -> Replicated | None:
     """Finds the best pipeline over `problem.stages` devices in machines of `problem.cluster`.
 
     Without a cluster all devices count as one machine. Memory is counted for the paper's schedule,
     even if the problem has another one.
 
+    Args:
+        problem: the layers, the devices and the limit.
+
+    Returns:
+        The pipeline; None if every pipeline is over the limit.
+
     Raises:
-        Infeasible: no pipeline fits.
         ValueError: the devices do not fill the cluster's machines.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
@@ -71,27 +76,13 @@ def replicated(problem: Problem) -> Replicated:
     Replicated(bounds=(0, 3, 4), replicas=(3, 1))
     """
     kept = KeptStages(replace(problem, schedule=PipeDream()))
-    pipeline = _Fastest(kept).pipeline()
-    if pipeline is None:
-        least = _Smallest(kept).pipeline()
-        assert least is not None, "without a limit there is a pipeline"
-        peaks = [float(kept.peak_bytes(stage.s)[stage.a, stage.b]) for stage in least]
-        raise no_cuts_fit("pipedream", problem.memory_limit_bytes, peaks)
-    ends = [int(kept.cuts[stage.b]) for stage in pipeline]
-    return Replicated((0, *ends), tuple(stage.replicas for stage in pipeline))
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """A stage from the a-th to the b-th cut.
-
-    Each device has as many micro-batches in flight as stage s of a pipeline without replicas.
-    """
-
-    a: int
-    b: int
-    s: int
-    replicas: int
+    program = _Program(kept)
+    top = len(program.levels)
+    last = len(kept.cuts) - 1
+    if not np.isfinite(program.cost(top, Fraction(0))[0, last]):
+        return None
+    ends, replicas = zip(*program.stages(top, Fraction(0), 0, last, 1), strict=True)
+    return Replicated((0, *(int(kept.cuts[b]) for b in ends)), replicas)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +102,8 @@ class _Level:
     ring_s: Grid
 
 
-@dataclass(frozen=True, eq=False)
-class _Pipelines:
-    """The best pipelines of a level; item m - 1 of each list is for m parts.
+class _Pipelines(NamedTuple):
+    """The best pipelines over m parts of a level.
 
     Attributes:
         cost: A^k(., ., m).
@@ -121,93 +111,66 @@ class _Pipelines:
         parts: m', the number of parts that the last stage is on.
     """
 
-    cost: list[Grid]
-    begins: list[Int[np.ndarray, "I J"]]
-    parts: list[Int[np.ndarray, "I J"]]
+    cost: Grid
+    begins: Int[np.ndarray, "I J"]
+    parts: Int[np.ndarray, "I J"]
 
 
-class _Fastest:
+class _Program:
     """The dynamic program, in seconds per micro-batch."""
 
     def __init__(self, kept: KeptStages) -> None:
         self.kept = kept
         self.levels = _levels(kept)
-        self._known: dict[tuple[int, Fraction], _Pipelines] = {}
+        self._pipelines = cache(self._search)
 
-    def device(self, s: int) -> Grid:
-        """Returns A^0 on a device with the memory needs of stage s of a straight pipeline."""
-        return self.kept.where_it_fits(s, self.kept.compute_s(s))
-
-    def share(
-        self,
-        level: _Level,
-        m: int,
-        cost: Grid,
-    ) -> Grid:
-        """Returns T^k.
+    def cost(self, k: int, behind: Fraction) -> Grid:
+        """Returns A^k(., ., m_k).
 
         Args:
-            level: the level k.
-            m: the number of parts that the stage is on.
-            cost: A^(k-1).
+            k: the level; 0 is a single device.
+            behind: see the legend.
         """
-        return np.maximum(cost, (m - 1) * level.ring_s) / m
+        if k:
+            return self.pipelines(k, behind)[-1].cost
+        # Stage s of a pipeline without replicas has ceil(1 + behind) micro-batches in flight.
+        s = self.kept.problem.stages - math.ceil(1 + behind)
+        return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
-    def follow(self, level: _Level, cost: Grid) -> Grid:
-        """Returns the larger of T^k and C^k, for a stage that follows another one."""
-        return np.maximum(cost, level.comm_s)
+    def pipelines(self, k: int, behind: Fraction) -> list[_Pipelines]:
+        """Returns the best pipelines of level k; item m - 1 is for m parts.
 
-    def pipeline(self) -> list[_Stage] | None:
-        """Returns the best stages; None if every pipeline is over the limit."""
-        top = len(self.levels)
-        last = len(self.kept.cuts) - 1
-        least_s = self._cost(top, Fraction(0))[0, last]
-        if not np.isfinite(least_s):
-            return None
-        return self._stages(top, Fraction(0), 0, last, 1)
-
-    def _cost(self, k: int, behind: Fraction) -> Grid:
-        """Returns A^k(., ., m_k)."""
-        if k == 0:
-            return self.device(self._alike(behind))
-        return self._pipelines(k, behind).cost[-1]
-
-    def _pipelines(self, k: int, behind: Fraction) -> _Pipelines:
+        Args:
+            k: the level.
+            behind: see the legend.
+        """
         if self.kept.problem.memory_limit_bytes is None:
             behind = Fraction(0)  # without a limit nothing depends on the micro-batches in flight
-        if (k, behind) not in self._known:
-            self._known[k, behind] = self._search(k, behind)
-        return self._known[k, behind]
+        return self._pipelines(k, behind)
 
-    def _search(self, k: int, behind: Fraction) -> _Pipelines:
+    def _search(self, k: int, behind: Fraction) -> list[_Pipelines]:
         level = self.levels[k - 1]
         n = len(self.kept.cuts)
         rows = 1 if k == len(self.levels) else n  # at the top, only pipelines from layer 0 count
-        pipelines = _Pipelines([], [], [])
+        found = list[_Pipelines]()
         for m in range(1, level.parts + 1):
             # Either one stage is on all m parts, or a pipeline is on the first m - last parts and
             # a stage on the others.
             cost = self._stage_cost(k, behind, m, m)[:rows]
-            # `_stages` traces the stages back from these two: where the last stage begins, and how
+            # `stages` traces the stages back from these two: where the last stage begins, and how
             # many parts it is on.
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
-                before = pipelines.cost[m - last - 1]
-                closing = self.follow(level, self._stage_cost(k, behind, m, last))
-                joined, middle = _join(
-                    before,
-                    closing,
-                    np.maximum,
-                )
+                before = found[m - last - 1].cost
+                closing = np.maximum(self._stage_cost(k, behind, m, last), level.comm_s)
+                joined, middle = _join(before, closing)
                 better = joined < cost
                 cost = np.where(better, joined, cost)
                 begins = np.where(better, middle, begins)
                 parts = np.where(better, last, parts)
-            pipelines.cost.append(cost)
-            pipelines.begins.append(begins)
-            pipelines.parts.append(parts)
-        return pipelines
+            found.append(_Pipelines(cost, begins, parts))
+        return found
 
     def _stage_cost(
         self,
@@ -217,8 +180,8 @@ class _Fastest:
         last: int,
     ) -> Grid:
         """Returns T^k(., ., last) for a stage that is on the last `last` of m parts."""
-        inside = self._cost(k - 1, self._behind(k, behind, m, last))
-        return self.share(self.levels[k - 1], last, inside)
+        inside = self.cost(k - 1, self._behind(k, behind, m, last))
+        return np.maximum(inside, (last - 1) * self.levels[k - 1].ring_s) / last
 
     def _behind(
         self,
@@ -231,53 +194,39 @@ class _Fastest:
         level = self.levels[k - 1]
         return (behind + (level.parts - m) * level.devices) / last
 
-    def _alike(self, behind: Fraction) -> int:
-        """Returns s such that stage s of a straight pipeline has ceil(1 + behind) in flight."""
-        return self.kept.problem.stages - math.ceil(1 + behind)
-
-    def _stages(
+    def stages(
         self,
         k: int,
         behind: Fraction,
         a: int,
         b: int,
         replicas: int,
-    ) -> list[_Stage]:
-        """Traces back the stages that make A^k(a, b, m_k), from the last to the first."""
+    ) -> list[tuple[int, int]]:
+        """Traces back the stages that make A^k(a, b, m_k), from the last to the first.
+
+        Args:
+            k: the level.
+            behind: see the legend.
+            a: the index of the cut at which the first stage begins.
+            b: the index of the cut at which the last stage ends.
+            replicas: on how many parts of the level above the stages are repeated.
+
+        Returns:
+            The stages in order, each as the index of the cut at its end and its devices.
+        """
         if k == 0:
-            return [_Stage(a, b, self._alike(behind), replicas)]
-        pipelines = self._pipelines(k, behind)
+            return [(b, replicas)]
+        pipelines = self.pipelines(k, behind)
         m = self.levels[k - 1].parts
-        stages: list[_Stage] = []
+        stages: list[tuple[int, int]] = []
         # The loop ends because each round takes at least one of the m parts.
         while m:
-            begin = int(pipelines.begins[m - 1][a, b])
-            last = int(pipelines.parts[m - 1][a, b])
+            begin = int(pipelines[m - 1].begins[a, b])
+            last = int(pipelines[m - 1].parts[a, b])
             inside = self._behind(k, behind, m, last)
-            stages = self._stages(k - 1, inside, begin, b, replicas * last) + stages
+            stages = self.stages(k - 1, inside, begin, b, replicas * last) + stages
             b, m = begin, m - last
         return stages
-
-
-class _Smallest(_Fastest):
-    """The same program with bytes of the fullest device in place of seconds.
-
-    It finds the smallest limit that a pipeline keeps.
-    """
-
-    def device(self, s: int) -> Grid:
-        return self.kept.peak_bytes(s)
-
-    def share(
-        self,
-        level: _Level,
-        m: int,
-        cost: Grid,
-    ) -> Grid:
-        return cost
-
-    def follow(self, level: _Level, cost: Grid) -> Grid:
-        return cost
 
 
 def _levels(kept: KeptStages) -> list[_Level]:
@@ -305,31 +254,20 @@ def _level(
     devices: int,
     link: Link,
 ) -> _Level:
-    weights = between(
-        kept.segments.parameter_bytes,
-        kept.cuts,
-        kept.cuts,
-    )
+    weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
     comm_s = KeptStages(replace(kept.problem, peer=link)).comm_s
-    return _Level(
-        parts,
-        devices,
-        comm_s,
-        link_seconds(link, 2 * weights),
-    )
+    return _Level(parts, devices, comm_s, link_seconds(link, 2 * weights))
 
 
 def _join(
-    left: Float[np.ndarray, "I K"],
-    right: Float[np.ndarray, "K J"],
-    how: np.ufunc,
+    left: Float[np.ndarray, "I K"], right: Float[np.ndarray, "K J"]
 ) -> tuple[Float[np.ndarray, "I J"], Int[np.ndarray, "I J"]]:
-    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over c > a, and the best c.
+    """Finds for each (a, b) the least max(left[a, c], right[c, b]) over c > a, and the best c.
 
     >>> none = np.inf
     >>> left = np.array([[none, 3.0, 5.0]])
     >>> right = np.array([[none] * 3, [none, none, 4.0], [none] * 3])
-    >>> values, middles = _join(left, right, np.maximum)
+    >>> values, middles = _join(left, right)
     >>> float(values[0, 2]), int(middles[0, 2])
     (4.0, 1)
     """
@@ -338,7 +276,7 @@ def _join(
     values = np.full((rows, columns), np.inf)
     middles = np.zeros((rows, columns), dtype=np.int64)
     for a in range(min(rows, columns - 1)):
-        ways = how(left[a, a + 1 :, None], right[a + 1 :])
+        ways = np.maximum(left[a, a + 1 :, None], right[a + 1 :])
         least = ways.argmin(0)
         values[a], middles[a] = ways[least, np.arange(columns)], least + a + 1
     return values, middles

@@ -12,62 +12,30 @@ A swapped byte stays on the device for min(k, 2) of the k micro-batches.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
+from operator import le
 from typing import NamedTuple
 
 from jvpipe.cost.costs import LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_bytes import (
+    LayerBytes,
     on_device_bytes,
     option_bytes,
     recomputed_bytes,
 )
 
 
-class Treatment(NamedTuple):
-    """The costs of a choice.
-
-    Attributes:
-        held_bytes: bytes that stay on the device, for all micro-batches in flight together.
-        swapped_bytes: bytes that are swapped for each micro-batch.
-        extra_s: seconds by which the backward takes longer.
-        working_bytes: bytes that the backward needs while it runs.
-        left_bytes: bytes of one micro-batch that are on the device until the backward frees them.
-    """
-
-    held_bytes: int
-    swapped_bytes: int
-    extra_s: float
-    working_bytes: int
-    left_bytes: int
-
-    def is_no_better_than(self, other: "Treatment") -> bool:
-        """Tells whether another choice costs at most as much in each of the first four numbers."""
-        pairs = zip(self[:4], other[:4], strict=True)
-        return all(mine >= others for mine, others in pairs)
-
-
-def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
-    """Returns the costs of a layer's choices if k micro-batches are in flight.
+def treatments(layer: LayerCost) -> list[LayerBytes]:
+    """Returns the bytes and the extra seconds of a layer's choices.
 
     The last choice is `RECOMPUTE`, which is -1, so that it can be used as an index.
     """
     every = [option_bytes(layer, option) for option in layer.options]
-    every.append(recomputed_bytes(layer))
-    rows = []
-    for x in every:
-        held_bytes = on_device_bytes(k, x.kept, x.swapped)
-        treatment = Treatment(
-            held_bytes,
-            x.swapped,
-            x.extra_s,
-            x.working,
-            x.left,
-        )
-        rows.append(treatment)
-    return tuple(rows)
+    return [*every, recomputed_bytes(layer)]
 
 
 class FateChange(NamedTuple):
@@ -86,42 +54,50 @@ class FateChange(NamedTuple):
 
 
 class FateChanges:
-    """All layers' treatments and the changes between them, for k micro-batches in flight."""
+    """All layers' treatments and the changes between them, for k micro-batches in flight.
+
+    Attributes:
+        layers: the treatments of each layer.
+        held_bytes: for each layer, the bytes that each of its treatments leaves on the device, for
+            all micro-batches in flight together.
+        least_bytes: prefix sums of the fewest bytes that each layer can hold.
+    """
 
     def __init__(self, problem: Problem, k: int) -> None:
-        self.layers = [treatments(layer, k) for layer in problem.costs.layers]
-        least = (min(t.held_bytes for t in layer) for layer in self.layers)
-        self.least_bytes = [0, *accumulate(least)]
-        self._found: dict[tuple[int, int], list[FateChange]] = {}
+        self.layers = [treatments(layer) for layer in problem.costs.layers]
+        self.held_bytes = [
+            [on_device_bytes(k, x.kept, x.swapped) for x in layer] for layer in self.layers
+        ]
+        self.least_bytes = [0, *accumulate(map(min, self.held_bytes))]
+        self.after = cache(self._after)
 
-    def after(self, layer: int, choice: int) -> list[FateChange]:
+    def _after(self, layer: int, choice: int) -> list[FateChange]:
         """Lists the changes of a layer's choice from this one to others that hold fewer bytes."""
-        if (layer, choice) not in self._found:
-            *options, again = self.layers[layer]
-            now = self.layers[layer][choice]
-            choices = dict(enumerate(options))
-            # `RECOMPUTE` is listed only if no option is as good.
-            if not any(again.is_no_better_than(option) for option in options):
-                choices[RECOMPUTE] = again
-            changes: list[FateChange] = []
-            for c, t in choices.items():
-                saved_bytes = now.held_bytes - t.held_bytes
-                if saved_bytes > 0:
-                    more_bytes = t.swapped_bytes - now.swapped_bytes
-                    more_s = t.extra_s - now.extra_s
-                    change = FateChange(
-                        layer,
-                        c,
-                        saved_bytes,
-                        more_bytes,
-                        more_s,
-                    )
-                    changes.append(change)
-            self._found[layer, choice] = changes
-        return self._found[layer, choice]
+        rows = self.layers[layer]
+        held_bytes = self.held_bytes[layer]
+        now = rows[choice]
+        taken = [(held_bytes[c], x.swapped, x.extra_s, x.working) for c, x in enumerate(rows)]
+        *options, again = taken
+        choices = list(range(len(options)))
+        # `RECOMPUTE` is listed only if no option takes as little of everything.
+        if not any(all(map(le, option, again)) for option in options):
+            choices.append(RECOMPUTE)
+        changes = []
+        for c in choices:
+            saved_bytes = held_bytes[choice] - held_bytes[c]
+            if saved_bytes > 0:
+                more_bytes = rows[c].swapped - now.swapped
+                more_s = rows[c].extra_s - now.extra_s
+                changes.append(FateChange(layer, c, saved_bytes, more_bytes, more_s))
+        return changes
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists those changes from a layer's choice that swap more and recompute no more."""
+        """Lists those changes from a layer's choice that swap more and recompute no more.
+
+        Args:
+            layer: the number of the layer.
+            choice: its present choice.
+        """
         swapping = (x for x in self.after(layer, choice) if x.swapped_bytes > 0)
         return [x for x in swapping if x.extra_s <= 0]
 
@@ -129,6 +105,10 @@ class FateChanges:
         """Lists one change from a layer's choice: of those that swap no more, the best.
 
         It saves the most bytes per second. If every change swaps more, the list is empty.
+
+        Args:
+            layer: the number of the layer.
+            choice: its present choice.
         """
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         if not changes:
@@ -152,9 +132,9 @@ class Selection:
         i: int,
         j: int,
     ) -> None:
-        problem = segments.problem
-        self.problem, self.segments = problem, segments
-        self.changes, self.first = changes, i
+        self.problem = segments.problem
+        self.changes = changes
+        self.layers = range(i, j)
         self.in_flight = segments.in_flight[s]
         self.choices = [0] * (j - i)
         self._through_s = segments.compute_of(s)
@@ -162,18 +142,12 @@ class Selection:
         self.fixed_bytes = int(row.fixed_bytes[0, j])
         self.traffic_s = float(row.traffic_s[0, j])
         self.comm_s = float(row.comm_s[0, j])
-        self.forward_s = float(row.forward_s[0, j])
         now = [layer[0] for layer in changes.layers[i:j]]
-        extra_s = sum(t.extra_s for t in now)
+        extra_s = sum(x.extra_s for x in now)
         self.compute_s = float(row.compute_s[0, j]) + extra_s
-        self.held_bytes = sum(t.held_bytes for t in now)
-        self.swapped_bytes = sum(t.swapped_bytes for t in now)
+        self.held_bytes = sum(held_bytes[0] for held_bytes in changes.held_bytes[i:j])
+        self.swapped_bytes = sum(x.swapped for x in now)
         self._given = segments.given(i)[i:j].tolist()
-
-    @property
-    def layers(self) -> range:
-        """The stage's layers."""
-        return range(self.first, self.first + len(self.choices))
 
     def later_s(self, layer: int) -> float:
         """Returns the forward and backward seconds of the stage's layers after one of them."""
@@ -192,23 +166,24 @@ class Selection:
         given = self._given[::-1]
         for layer, choice, freed in zip(reversed(self.layers), choices, given, strict=True):
             now = self.changes.layers[layer][choice]
-            peak = max(peak, now.working_bytes - left)
-            left += now.left_bytes + int(freed)
+            peak = max(peak, now.working - left)
+            left += now.left + int(freed)
         return self.fixed_bytes + self.held_bytes + peak
 
     @property
     def excess_bytes(self) -> int:
-        """The larger excess: of the device over its limit, or of the host over the stage's share.
+        """The larger excess: of the device over its limit, or of what is swapped over its share.
 
-        The share is the host's limit divided by the number of stages.
+        The share of a stage is the host's limit divided by the number of stages.
         """
         device = self.problem.memory_limit_bytes
         host = self.problem.host_limit_bytes
-        over = 0 if device is None else max(0, self.peak_bytes - device)
-        share = None if host is None else host // self.problem.stages
-        if share is None:
-            return over
-        return max(over, self.in_flight * self.swapped_bytes - share)
+        over = [0]
+        if device is not None:
+            over.append(self.peak_bytes - device)
+        if host is not None:
+            over.append(self.in_flight * self.swapped_bytes - host // self.problem.stages)
+        return max(over)
 
     @property
     def is_over(self) -> bool:
@@ -227,7 +202,7 @@ class Selection:
         least = self.changes.least_bytes
         if limit is None:
             return True
-        least_bytes = self.fixed_bytes + least[self.layers.stop] - least[self.first]
+        least_bytes = self.fixed_bytes + least[self.layers.stop] - least[self.layers.start]
         return least_bytes <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
@@ -259,7 +234,7 @@ class Selection:
 
     def take(self, change: FateChange) -> None:
         """Changes one layer's choice."""
-        self.choices[change.layer - self.first] = change.choice
+        self.choices[change.layer - self.layers.start] = change.choice
         self.held_bytes -= change.saved_bytes
         self.swapped_bytes += change.swapped_bytes
         self.compute_s += change.extra_s
@@ -283,7 +258,7 @@ class Selection:
         """
 
         def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
-            choice = self.choices[layer - self.first]
+            choice = self.choices[layer - self.layers.start]
             found = changes(layer, choice)
             return [(-float(score(x)), -x.saved_bytes, choice, x) for x in found]
 
@@ -294,7 +269,7 @@ class Selection:
         while heap and self.is_over:
             _, _, choice, change = heappop(heap)
             # If the layer has another choice by now, this change is stale.
-            is_fresh = self.choices[change.layer - self.first] == choice
+            is_fresh = self.choices[change.layer - self.layers.start] == choice
             if is_fresh and allowed(change):
                 self.take(change)
                 for entry in entries(change.layer):

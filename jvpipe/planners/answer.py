@@ -52,6 +52,10 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     """Sorts answers: first plans that fit, then plans over the limit, then answers without a plan.
 
     Within each of these groups, faster plans come first.
+
+    Args:
+        problem: the problem that was asked.
+        answers: the answers of the planners that were asked.
     """
 
     def rank(answer: Answer) -> tuple[bool, float]:
@@ -66,7 +70,12 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
-    """Says why none of the answers fits, and which limit would suffice."""
+    """Says why none of the answers fits, and which limit would suffice.
+
+    Args:
+        problem: the problem that was asked.
+        answers: answers of which none fits.
+    """
     nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
     if nearest:
         return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
@@ -85,10 +94,6 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
 
 def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
     """Returns the smallest limit that one of the answers is known to keep."""
-    limits = list[int]()
-    for answer in answers:
-        if answer.infeasible is not None:
-            limits.append(answer.infeasible.smallest_limit_bytes)
-        if answer.evaluation is not None:
-            limits.append(answer.evaluation.limit_bytes)
-    return min(limits)
+    refused = [x.infeasible.smallest_limit_bytes for x in answers if x.infeasible is not None]
+    planned = [x.evaluation.limit_bytes for x in answers if x.evaluation is not None]
+    return min(refused + planned)

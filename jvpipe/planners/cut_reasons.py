@@ -5,18 +5,21 @@ reason that applies: the layer may not move, the stage before would exceed its m
 step would not be faster. Further reasons may be added there.
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
 
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, stage_cost
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost
 from jvpipe.util.sizes import format_bytes
 
 
 def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
-    """Explains each cut in a line, first to last: why the layer after it is not before it."""
-    bounds = decision.bounds
-    spans = enumerate(pairwise(bounds))
-    stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in spans]
+    """Explains each cut in a line, first to last: why the layer after it is not before it.
+
+    Args:
+        problem: the problem that was asked.
+        decision: the cuts and fates of the plan.
+    """
+    stages = evaluate_decision(problem, decision).stages
     return [_reason(problem, decision, stages, s) for s in range(1, len(stages))]
 
 
@@ -49,7 +52,7 @@ def device_reasons(problem: Problem) -> list[str]:
 def _reason(
     problem: Problem,
     decision: Decision,
-    stages: list[StageCost],
+    stages: Sequence[StageCost],
     s: int,
 ) -> str:
     """Explains why the first layer of stage `s` is not the last of the stage before."""

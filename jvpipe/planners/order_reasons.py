@@ -29,13 +29,8 @@ def order_reasons(
     is_timed = any(layer.forward_s for layer in problem.costs.layers)
     if not problem.schedule.synchronous or problem.devices == 1 or not is_timed:
         return []
-    plain = replace(
-        problem,
-        stages=problem.devices,
-        schedule=find_schedule("1f1b"),
-        memory_limit_bytes=None,
-        host_limit_bytes=None,
-    )
+    schedule = find_schedule("1f1b")
+    plain = replace(problem.unlimited, stages=problem.devices, schedule=schedule)
     ours = evaluate_decision(problem, decision)
     usual = evaluate_decision(plain, under_rule(plain))
     step_s = simulated_step_s(problem, ours.stages)

@@ -28,7 +28,12 @@ def shape_words(problem: Problem) -> str:
 
 
 def shape_of(problem: Problem, size: int = 1) -> Shape:
-    """Returns the shape of a problem whose micro-batches have `size` examples."""
+    """Returns the shape of a problem whose micro-batches have `size` examples.
+
+    Args:
+        problem: the problem, with the devices of each place.
+        size: the examples of a micro-batch.
+    """
     places = dict(zip(problem.places, problem.where, strict=True))
     return Shape(tuple(places[place] for place in range(problem.devices)), size)
 

@@ -9,12 +9,13 @@ choose them freely.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, chain, pairwise
+from typing import Literal
 
-from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import FATES, STATE_FATES, Fate, Plan, Stage
 from jvpipe.util.names import did_you_mean, nearest
 
@@ -38,15 +39,15 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
         raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
     if mode == "never":
         return plan.without_fates()
-    stages = []
-    for stage in plan.stages:
-        fates = _all_again(graph, stage)
-        stages.append(replace(stage, fates=fates))
-    return replace(
-        plan,
-        stages=tuple(stages),
-        keep_last=mode == "except_last",
+    # Among the tensors are those that the stage makes for other stages. So the forward of the
+    # stage's last layer, too, runs again before cotangents arrive, and not within that layer's
+    # backward.
+    again = Fate.RECOMPUTE
+    stages = tuple(
+        replace(stage, fates=dict.fromkeys(_names(graph, stage, again), again))
+        for stage in plan.stages
     )
+    return replace(plan, stages=stages, keep_last=mode == "except_last")
 
 
 def with_fates(
@@ -72,9 +73,9 @@ def with_fates(
     unknown = set(patterns.values()) - set(FATES)
     if unknown:
         raise ValueError(f"unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
-    every_fate = [dict(stage.fates) for stage in plan.stages]
-    for pattern, fate in patterns.items():
-        names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
+
+    def matching(pattern: str, fate: Fate) -> list[list[str]]:
+        names = [_names(graph, stage, fate) for stage in plan.stages]
         matches = _matching(names, pattern)
         # The pattern may name a value that is not a candidate. It is computed from the candidates
         # of its layer, so they are taken in its place.
@@ -87,11 +88,9 @@ def with_fates(
                 )
             taken = ", ".join(chain.from_iterable(matches))
             _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
-        _give(every_fate, matches, Fate(fate))
-    stages = []
-    for stage, fates in zip(plan.stages, every_fate, strict=True):
-        stages.append(replace(stage, fates=fates))
-    return replace(plan, stages=tuple(stages))
+        return matches
+
+    return _changed(plan, "fates", patterns, matching)
 
 
 def with_state_fates(
@@ -118,27 +117,22 @@ def with_state_fates(
             f"unknown fates {sorted(unknown)} in state_fates: there are {', '.join(STATE_FATES)}"
         )
     names = [_trained(graph, stage) for stage in plan.stages]
-    every_fate = [dict(stage.state_fates) for stage in plan.stages]
-    for pattern, fate in patterns.items():
+
+    def matching(pattern: str, _: Fate) -> list[list[str]]:
         matches = _matching(names, pattern)
         if not any(matches):
             raise ValueError(
                 f"unknown parameter '{pattern}' in state_fates: no path matches, "
                 f"{_close(pattern, names)}"
             )
-        _give(every_fate, matches, Fate(fate))
-    stages = []
-    for stage, fates in zip(plan.stages, every_fate, strict=True):
-        stages.append(replace(stage, state_fates=fates))
-    return replace(plan, stages=tuple(stages))
+        return matches
+
+    return _changed(plan, "state_fates", patterns, matching)
 
 
 def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
     """Lists for each stage the names that a pattern matches."""
-    matches = []
-    for stage_names in names:
-        matches.append([name for name in stage_names if fnmatchcase(name, pattern)])
-    return matches
+    return [[name for name in of_stage if fnmatchcase(name, pattern)] for of_stage in names]
 
 
 def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
@@ -147,14 +141,26 @@ def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
     return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
 
 
-def _give(
-    stages: Sequence[dict[str, Fate]],
-    names: Sequence[Sequence[str]],
-    fate: Fate,
-) -> None:
-    """Gives a fate to the tensors with these names, in the fates of each stage."""
-    for fates, matches in zip(stages, names, strict=True):
-        fates.update(dict.fromkeys(matches, fate))
+def _changed(
+    plan: Plan,
+    field: Literal["fates", "state_fates"],
+    patterns: Mapping[str, str],
+    matching: Callable[[str, Fate], list[list[str]]],
+) -> Plan:
+    """Gives each pattern's fate to the tensors that it matches; later patterns win.
+
+    Args:
+        plan: the plan whose fates are changed.
+        field: which fates of its stages are changed.
+        patterns: fates by pattern.
+        matching: lists for each stage the tensors that a pattern matches.
+    """
+    every_fate = [dict(getattr(stage, field)) for stage in plan.stages]
+    for pattern, fate in patterns.items():
+        for fates, names in zip(every_fate, matching(pattern, Fate(fate)), strict=True):
+            fates.update(dict.fromkeys(names, Fate(fate)))
+    pairs = zip(plan.stages, every_fate, strict=True)
+    return replace(plan, stages=tuple(replace(stage, **{field: fates}) for stage, fates in pairs))
 
 
 def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
@@ -184,15 +190,6 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
-    """Returns the fates that recompute everything on a stage from the stage's input.
-
-    Among them are the tensors that the stage makes for other stages. So the forward of the stage's
-    last layer, too, runs again before cotangents arrive, and not within that layer's backward.
-    """
-    return dict.fromkeys(_names(graph, stage, Fate.RECOMPUTE), Fate.RECOMPUTE)
-
-
 def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     """Lists the tensors that can have a fate on a stage: candidates of its layers, and edges.
 
@@ -201,7 +198,7 @@ def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     """
     inside = set(stage.layers)
     layers = [graph.layers[i] for i in stage.layers]
-    names = [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
+    names = _candidates(graph, layers)
     for tensor in graph.tensors:
         read = not inside.isdisjoint(tensor.readers)
         makes = tensor.producer in inside
@@ -231,4 +228,9 @@ def _nearest(
         return []
     every = [graph.layers[i] for i in stage.layers]
     named = [layer for layer in every if fnmatchcase(graph.label(layer), start)]
-    return [f"{graph.label(layer)}/{c.name}" for layer in named for c in layer.candidates]
+    return _candidates(graph, named)
+
+
+def _candidates(graph: LayerGraph, layers: Sequence[Layer]) -> list[str]:
+    """Lists the names of all candidates of some layers."""
+    return [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]

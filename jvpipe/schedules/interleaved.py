@@ -120,7 +120,7 @@ class Interleaved(Schedule):
         at_least(1, chunks=chunks)
         if chunks > MOST_LAYERS:
             raise ValueError(f"chunks={chunks} are more than a model has layers: use 2 or 4")
-        late = None if late is None else numbers_of(0, "late", late)
+        late = None if late is None else numbers_of("late", late)
         if late is not None and not split:
             raise ValueError(f"late={late} is for the second halves of backwards: add split=True")
         words = ["zb-h1"]  # the name of one chunk with split backwards

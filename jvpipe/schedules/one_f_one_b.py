@@ -84,7 +84,7 @@ class OneFOneB(Schedule):
 
     def __init__(self, *, eager: bool = False, most: Sequence[int] | None = None) -> None:
         checked_flag("eager", eager)
-        most = None if most is None else numbers_of(0, "most", most)
+        most = None if most is None else numbers_of("most", most)
         if eager and most is not None:
             raise ValueError(
                 f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others"

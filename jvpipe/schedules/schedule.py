@@ -10,8 +10,9 @@ with another order is allowed, and rounds differently.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -82,7 +83,7 @@ class Schedule:
     def options(self) -> dict[str, Any]:
         """Lists the values that distinguish the schedule from others, for JSON."""
         # `lists` is a function, or a dataclass whose fields are options.
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = dict(vars(self))
         if is_dataclass(self.lists) and not isinstance(self.lists, type):
             for name, value in asdict(self.lists).items():
                 values[name] = list(value) if isinstance(value, tuple) else value
@@ -90,8 +91,7 @@ class Schedule:
 
     def with_lists(self, lists: Callable[[int, int], TaskLists]) -> "Schedule":
         """Makes a schedule with the same rules and other lists."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["lists"] = lists
+        values: dict[str, Any] = vars(self) | {"lists": lists}
         return Schedule(**values)
 
     def device_of(self, stage: int, devices: int) -> int:
@@ -229,7 +229,12 @@ class Schedule:
             )
 
     def warn_of_idle(self, devices: int, microbatches: int) -> None:
-        """Warns if there are so few micro-batches that devices idle for long."""
+        """Warns if there are so few micro-batches that devices idle for long.
+
+        Args:
+            devices: the number of devices that the pipeline passes.
+            microbatches: the number of micro-batches of a step.
+        """
         if self.synchronous and microbatches < devices:
             _log.warning("%s", _idle(self, devices, microbatches))
 
@@ -276,28 +281,32 @@ def at_least(least: int, **options: Any) -> None:
             )
 
 
-def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
+def numbers_of(name: str, values: Any) -> tuple[int, ...]:
     """Checks an option that has a number for each device, and returns the numbers as a tuple.
 
     Args:
-        least: the least that each number may be.
         name: the name of the option.
         values: the numbers as the user gave them.
 
     Raises:
-        ValueError: a value is not a whole number, or is below `least`.
+        ValueError: a value is not a whole number, or is below 0.
 
-    >>> numbers_of(0, "late", [0, 1])
+    >>> numbers_of("late", [0, 1])
     (0, 1)
     """
     numbers = whole_numbers(name, values)
     for number in numbers:
-        at_least(least, **{f"each of {name}": number})
+        at_least(0, **{f"each of {name}": number})
     return numbers
 
 
 def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
-    """Yields a stage's tasks, and an update after the backward that completes its gradients."""
+    """Yields a stage's tasks, and an update after the backward that completes its gradients.
+
+    Args:
+        tasks: the tasks of the stage.
+        every: how many micro-batches an update takes.
+    """
     for task in tasks:
         yield task
         if KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0:
@@ -371,8 +380,5 @@ def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
 
 @lru_cache(maxsize=256)
 def _splits(schedule: Schedule, devices: int, microbatches: int) -> bool:
-    for vectors in schedule.held(devices, microbatches):
-        for vector in vectors:
-            if any(between for _, between in vector):
-                return True
-    return False
+    vectors = chain.from_iterable(schedule.held(devices, microbatches))
+    return any(between for vector in vectors for _, between in vector)

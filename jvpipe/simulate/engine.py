@@ -194,24 +194,20 @@ class TaskGraph:
         return order
 
     def _stuck(self, name: Callable[[int], str]) -> ValueError:
-        """Makes the error for tasks that wait for each other in a circle."""
-        circle = self._circle(set(self._order))
-        pairs = pairwise([*circle, circle[0]])
-        return cannot_progress({name(i): [name(j)] for i, j in pairs})
+        """Makes the error for a circle of tasks: each waits for the next, the last for the first.
 
-    def _circle(self, done: Collection[int]) -> list[int]:
-        """Finds a circle of tasks: each waits for the next, and the last one waits for the first.
-
-        Every task that is not done waits for another task that is not done. So a walk from task to
-        task must come back to a task that it has passed.
+        Every task that is not in `_order` waits for another task that is not in `_order`. So a walk
+        from task to task must come back to a task that it has passed.
         """
+        done = set(self._order)
         i = next(i for i in range(len(self._before)) if i not in done)
-        path: dict[int, None] = {}
+        path: list[int] = []
         while i not in path:
-            path[i] = None
+            path.append(i)
             i = next(j for j in self._before[i] if j not in done)
-        passed = list(path)
-        return passed[passed.index(i) :]
+        circle = path[path.index(i) :]
+        pairs = pairwise([*circle, i])
+        return cannot_progress({name(i): [name(j)] for i, j in pairs})
 
 
 def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -203,8 +203,8 @@ def _curves(
         temporary = temporary_bytes[i] if temporary_bytes else 0
         if temporary:
             changes[row.place] += [(start_s, temporary), (end_s, -temporary)]
-    curves = [Curve.of(f"device {d}", "device", changes[d], base[d]) for d in range(devices)]
-    return (*curves, Curve.of("host", "host", changes[HOST]))
+    curves = [Curve.of(f"device {d}", changes[d], base[d]) for d in range(devices)]
+    return (*curves, Curve.of("host", changes[HOST]))
 
 
 def simulate_lists(
@@ -301,5 +301,5 @@ def _stage_curves(
     static = [0] * len(devices)
     for s, load in enumerate(stages):
         static[work.places[s]] += load.static_bytes
-    curves = [Curve.of(work.resources[d], "device", changes[d], static[d]) for d in devices]
-    return (*curves, Curve.of("host", "host", host))
+    curves = [Curve.of(work.resources[d], changes[d], static[d]) for d in devices]
+    return (*curves, Curve.of("host", host))

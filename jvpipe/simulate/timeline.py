@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -12,22 +12,16 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.span import Level, Picture, Span
 from jvpipe.ir.task import Task
 
-Space = Literal["device", "host"]
 
-
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """The bytes on a device or on the host over time: `bytes[i]` from `t_s[i]` on."""
 
     place: str
-    space: Space
     t_s: Float[np.ndarray, " changes"]
     bytes: Int[np.ndarray, " changes"]
 
     @staticmethod
-    def of(
-        place: str, space: Space, changes: Sequence[tuple[float, int]], base_bytes: int = 0
-    ) -> "Curve":
+    def of(place: str, changes: Sequence[tuple[float, int]], base_bytes: int = 0) -> "Curve":
         """Makes a curve of changes, which may be given in any order.
 
         Changes at the same instant are added up first, so bytes that are removed make room for
@@ -35,23 +29,22 @@ class Curve:
 
         Args:
             place: the name of the device or of the host.
-            space: whether it is a device or the host.
             changes: pairs of a time in seconds and the bytes that are added or (negative) removed.
             base_bytes: the bytes that are held all the time.
 
-        >>> curve = Curve.of("stage 0", "device", [(1.0, 5), (0.0, 3), (1.0, -3)], base_bytes=10)
+        >>> curve = Curve.of("stage 0", [(1.0, 5), (0.0, 3), (1.0, -3)], base_bytes=10)
         >>> curve.t_s.tolist(), curve.bytes.tolist(), curve.most_bytes
         ([0.0, 1.0], [13, 15], 15)
         """
         if not changes:
-            return Curve(place, space, np.zeros(1), np.array([base_bytes]))
+            return Curve(place, np.zeros(1), np.array([base_bytes]))
         times, group = np.unique([t for t, _ in changes], return_inverse=True)
         sums = np.zeros(len(times), int)  # all changes of an instant count as one
         np.add.at(sums, group, [n for _, n in changes])
         if times[0] > 0:  # a curve begins at 0
             times = np.append(0.0, times)
             sums = np.append(0, sums)
-        return Curve(place, space, times, base_bytes + sums.cumsum())
+        return Curve(place, times, base_bytes + sums.cumsum())
 
     @property
     def most_bytes(self) -> int:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import LayerCost, Option
-from jvpipe.papers.dawnpiper import BinaryPartition, dawnpiper
+from jvpipe.papers.dawnpiper import BinaryPartition, Halving, dawnpiper
 from jvpipe.papers.effort import PAPER
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision
@@ -24,18 +24,18 @@ def block(kept: int = 4, seconds: float = 3.0, recompute_s: float = 1.0) -> Laye
 def test_the_balanced_bounds_of_two_stages() -> None:
     """Under 1F1B the first stage holds twice as much for each layer: 4 of 12 layers there are as much as 8 here."""
     search = BinaryPartition(Segments(chain([block()] * 12, 2)))
-    assert search.compute_balanced(0, 12, 1, 1) == 6
-    assert search.memory_balanced(0, 12, 0, 1, 2) == 4
-    assert list(search.between(0, 12, 0, 1, 2)) == [6, 5, 4]
+    assert search.compute_balanced(Halving(0, 12, 0, 1, 2)) == 6
+    assert search.memory_balanced(Halving(0, 12, 0, 1, 2)) == 4
+    assert list(search.between(Halving(0, 12, 0, 1, 2))) == [6, 5, 4]
 
 
 def test_the_balanced_bounds_of_groups_of_stages() -> None:
     """Stages of 4, 3, 2, 1 in flight fill to one level with 12, 16, 24 and 48 layers of 100."""
     search = BinaryPartition(Segments(chain([block()] * 100, 4)))
-    assert search.compute_balanced(0, 100, 2, 2) == 50
-    assert search.compute_balanced(0, 100, 2, 1) == 67
-    assert search.memory_balanced(0, 100, 0, 2, 4) == 28
-    assert search.memory_balanced(0, 100, 0, 1, 4) == 12
+    assert search.compute_balanced(Halving(0, 100, 0, 2, 4)) == 50
+    assert search.compute_balanced(Halving(0, 100, 0, 2, 3)) == 67
+    assert search.memory_balanced(Halving(0, 100, 0, 2, 4)) == 28
+    assert search.memory_balanced(Halving(0, 100, 0, 1, 4)) == 12
 
 
 def test_parameters_count_by_their_versions() -> None:
@@ -43,12 +43,15 @@ def test_parameters_count_by_their_versions() -> None:
     layer = LayerCost("block", 1.0, 2.0, (Option(4),), parameter_bytes=7)
     assert (
         BinaryPartition(Segments(chain([layer] * 12, 2, schedule="pipedream"))).memory_balanced(
-            0, 12, 0, 1, 2
+            Halving(0, 12, 0, 1, 2)
         )
         == 4
     )
     # With one version, 7 + 2 x 4 here and 7 + 4 there.
-    assert BinaryPartition(Segments(chain([layer] * 26, 2))).memory_balanced(0, 26, 0, 1, 2) == 11
+    assert (
+        BinaryPartition(Segments(chain([layer] * 26, 2))).memory_balanced(Halving(0, 26, 0, 1, 2))
+        == 11
+    )
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -73,7 +76,7 @@ def test_the_best_bound_of_two_stages_is_in_the_range(
     assert (best is not None) == bool(seconds)
     if best:
         assert best.seconds == min(seconds.values())
-        assert best.ends[0] in search.between(0, n, 0, 1, 2)
+        assert best.ends[0] in search.between(Halving(0, n, 0, 1, 2))
 
 
 def test_a_bound_between_compute_and_memory_balance_wins() -> None:
@@ -96,14 +99,14 @@ def test_segments_are_looked_up() -> None:
     """phi^log2(S) visits would be millions here; far fewer segments differ."""
     search = BinaryPartition(Segments(limited(chain([block()] * 120, 8), 300)))
     assert search.best(0, 120, 0, 8) is not None
-    assert len(search.parts) < 5000
+    assert search.best.cache_info().currsize < 5000
 
 
 def test_of_a_wide_range_the_narrow_bounds_are_tried() -> None:
     layers = [block()] * 400
     problem = chain(layers, 2)
     assert (
-        len(BinaryPartition(Segments(chain([block()] * 200, 2))).between(0, 200, 0, 1, 2))
+        len(BinaryPartition(Segments(chain([block()] * 200, 2))).between(Halving(0, 200, 0, 1, 2)))
         == 200 // 6 + 1
     )
     light = LayerCost("light", 0.01, 0.02, (Option(400),))
@@ -112,9 +115,9 @@ def test_of_a_wide_range_the_narrow_bounds_are_tried() -> None:
     wide = [e if e.producer % 5 == 0 else type(e)(e.producer, e.readers, 9) for e in costs.edges]
     problem = replace(problem, costs=type(costs)(costs.layers, tuple(wide)))
     search = BinaryPartition(Segments(problem))
-    tried = search.between(0, 600, 0, 1, 2)
+    tried = search.between(Halving(0, 600, 0, 1, 2))
     assert len(tried) <= PAPER.bounds
-    assert tried[0] == search.compute_balanced(0, 600, 1, 1)
-    assert tried[-1] == search.memory_balanced(0, 600, 0, 1, 2)
+    assert tried[0] == search.compute_balanced(Halving(0, 600, 0, 1, 2))
+    assert tried[-1] == search.memory_balanced(Halving(0, 600, 0, 1, 2))
     assert list(tried) == sorted(tried, reverse=True)
     assert sum(b % 5 == 1 for b in tried[1:-1]) > 0.5 * len(tried)

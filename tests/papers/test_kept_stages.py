@@ -1,14 +1,17 @@
 """The tables for kept residuals agree with `stage_cost`, segment by segment."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.papers.kept_stages import KeptStages
 from jvpipe.papers.limits import no_cuts_fit
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import stage_cost
-from tests.planners.small import problems
+from tests.planners.small import chain, problems
 
 
 @settings(max_examples=15, deadline=None)
@@ -32,7 +35,10 @@ def test_every_segment_takes_what_stage_cost_says(problem: Problem) -> None:
 
 
 def test_the_error_says_what_would_do() -> None:
-    error = no_cuts_fit("dapple", 100, [80.0, 124.0, 90.0])
+    layers = [LayerCost("layer", 1.0, 2.0, (Option(kept),)) for kept in (20, 31, 22)]
+    problem = chain(layers, 3, 4, "gpipe", memory_limit_bytes=100)
+    costs = replace(problem.costs, edges=())
+    error = no_cuts_fit("dapple", KeptStages(replace(problem, costs=costs)))
     assert (error.stage, error.excess_bytes, error.smallest_limit_bytes) == (1, 24, 124)
     assert (
         "stage 1 of the smallest plan takes 24 bytes more. The smallest limit that would do is 124"

@@ -131,7 +131,7 @@ def test_bad_options_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"late must be whole numbers, such as \(0, 1\), not \[0.5, 1\]"
     ):
-        numbers_of(0, "late", [0.5, 1])
+        numbers_of("late", [0.5, 1])
 
 
 def test_schedules_of_equal_options_are_equal() -> None:

@@ -59,5 +59,5 @@ def test_what_takes_time_is_shown_on_every_row_that_it_occupies() -> None:
 def test_a_curve_sums_its_changes(
     changes: Sequence[tuple[float, int]], t_s: list[float], sizes: list[int]
 ) -> None:
-    curve = Curve.of("here", "device", changes, 5)
+    curve = Curve.of("here", changes, 5)
     assert (curve.t_s.tolist(), curve.bytes.tolist(), curve.most_bytes) == (t_s, sizes, max(sizes))

@@ -29,6 +29,10 @@ from jvpipe.simulate.timeline import Timeline
 def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Simulates a synchronous step, or an asynchronous stream, and counts the seconds per step.
 
+    Args:
+        problem: gives the schedule, the micro-batches and the machines.
+        stages: the costs of all stages.
+
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.planners.model.stage_cost import evaluate_decision
     >>> from jvpipe.planners.model.problem import Decision
@@ -40,7 +44,8 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     33.0
     """
     parts_s = [load.parts_s for load in _loads(stages)]
-    stream = _work_of(problem, len(stages), parts_s)
+    features = Features.of(parts_s, shared=problem.peer_uses_host, machines=_machines(problem))
+    stream = _stream(problem.schedule, len(stages), problem.microbatches, features)
     seconds = stream.seconds(parts_s)
     starts = stream.work.starts_s(seconds)
     ends = np.add(starts, seconds)
@@ -115,6 +120,10 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     The bytes that micro-batches hold count while they are in flight. All other bytes of a stage
     count all the time: parameters, what layers need while they run, and the early values and
     waiting cotangents of `stage_bytes.py`.
+
+    Args:
+        problem: the problem that the decision answers.
+        decision: the cuts and fates.
     """
     loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
@@ -131,15 +140,6 @@ def _machines(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Lists the machines of the devices at each place; empty if any group does not name them."""
     machines = tuple(group.machines for group in problem.groups)
     return machines if all(machines) else ()
-
-
-def _work_of(
-    problem: Problem,
-    stages: int,
-    parts_s: Sequence[Sequence[float]],
-) -> StageWork:
-    features = Features.of(parts_s, shared=problem.peer_uses_host, machines=_machines(problem))
-    return _stream(problem.schedule, stages, problem.microbatches, features)
 
 
 @lru_cache(maxsize=32)
@@ -204,6 +204,10 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
     In a steady stream the waits of stages for each other repeat in cycles. A cycle takes at most as
     many micro-batches as there are stages. The number of timed micro-batches is a multiple of the
     number of stages, so that cycles of this length are timed to their end.
+
+    Args:
+        stages: the number of stages.
+        microbatches: the number of micro-batches of a step.
     """
     return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
 

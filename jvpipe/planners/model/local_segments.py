@@ -21,7 +21,15 @@ from jvpipe.cost.costs import Costs, Option, bounds_inside
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Group, Problem
-from jvpipe.planners.model.segments import Cuts, Grid, Segments, between, link_seconds, sums
+from jvpipe.planners.model.segments import (
+    Cuts,
+    Grid,
+    Segments,
+    between,
+    link_seconds,
+    shown_s,
+    sums,
+)
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -204,10 +212,7 @@ class LocalSegments:
         if not self.shapes.model.overlaps:
             return whole_s
         _, backward_s = self.layer_s(b)
-        hidden_s = between(sums(backward_s), self.coarse, self.coarse)
-        # The backwards hide the all-reduce, except for its latency and what is longer than they.
-        shown_s = np.maximum(whole_s - hidden_s, link.latency_s)
-        return np.where(whole_s > 0, shown_s, 0.0)
+        return shown_s(whole_s, between(sums(backward_s), self.coarse, self.coarse), link)
 
     def counts(self, size: int) -> tuple[int, ...]:
         """Lists the numbers of replicas worth comparing, for micro-batches of `size` examples.

@@ -29,10 +29,13 @@ class Pins:
     @property
     def count(self) -> int | None:
         """The number of stages that `stages`, `replicas` or `cuts` gives; None: not fixed."""
-        return next(
-            (n for n in (self.stages, *map(_length, (self.replicas, self.cuts))) if n is not None),
-            None,
-        )
+        return next(iter(self._counts), None)
+
+    @property
+    def _counts(self) -> list[int]:
+        """The numbers of stages that `stages`, `replicas` and `cuts` give, if they are fixed."""
+        lengths = (None if each is None else len(each) for each in (self.replicas, self.cuts))
+        return [count for count in (self.stages, *lengths) if count is not None]
 
     @property
     def bounds(self) -> tuple[int, ...] | None:
@@ -81,16 +84,11 @@ class Pins:
         Traceback (most recent call last):
         ValueError: replicas (3, 2) take 5 devices, there are 4: use fewer replicas, or more devices
         """
-        said = {
-            "stages": self.stages,
-            "replicas": _length(self.replicas),
-            "cuts": _length(self.cuts),
-        }
-        counts = {name: count for name, count in said.items() if count is not None}
-        if len(set(counts.values())) > 1:
+        counts = self._counts
+        if len(set(counts)) > 1:
             raise ValueError(
                 f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} "
-                f"are of {list(counts.values())} stages: give as many of each, or leave some out"
+                f"are of {counts} stages: give as many of each, or leave some out"
             )
         every = {
             "replicas": self.replicas,
@@ -134,7 +132,3 @@ class Pins:
 
 
 UNPINNED = Pins()
-
-
-def _length(counts: tuple[int, ...] | None) -> int | None:
-    return None if counts is None else len(counts)

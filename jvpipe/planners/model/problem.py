@@ -180,14 +180,16 @@ class Problem:
     @property
     def where(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each stage, by their numbers outside of the problem."""
-        if not self.groups:
-            return tuple((place,) for place in self.places)
-        return tuple(self.groups[place].devices for place in self.places)
+        return tuple(self.at_places[place].devices for place in self.places)
+
+    @cached_property
+    def at_places(self) -> tuple[Group, ...]:
+        """The devices of each place, also if all devices are alike, so that `groups` is empty."""
+        return self.groups or tuple(Group((place,)) for place in range(self.devices))
 
     def group(self, s: int) -> Group:
         """Returns the devices of a stage."""
-        place = self.schedule.device_of(s, self.devices)
-        return self.groups[place] if self.groups else Group((place,))
+        return self.at_places[self.schedule.device_of(s, self.devices)]
 
     def name_of(self, s: int) -> str:
         """Names the devices of a stage."""
@@ -199,16 +201,15 @@ class Problem:
 
     def costs_of(self, s: int) -> Costs:
         """Returns the layers' costs for the largest share of a micro-batch on a stage's devices."""
-        costs = self.group(s).costs if self.groups else None
-        return costs or self.costs
+        return self.group(s).costs or self.costs
 
     def slowness(self, s: int) -> tuple[float, ...]:
         """Returns the `slowness` of a stage's devices; empty if they take what `costs_of` says."""
-        return self.group(s).slowness if self.groups else ()
+        return self.group(s).slowness
 
     def less_bytes(self, s: int) -> int:
         """Returns by how many bytes the limit of a stage's devices is below the problem's limit."""
-        return self.group(s).less_bytes if self.groups else 0
+        return self.group(s).less_bytes
 
     def link_into(self, s: int) -> Link:
         """Returns the link over which a stage receives values and returns cotangents.
@@ -217,20 +218,18 @@ class Problem:
         the stages goes back along the places. The receiving place is then the one before the
         sending place, so the link between them is that of the sending group.
         """
-        if not self.groups or s == 0:
+        if s == 0:
             return self.peer
         sender = self.schedule.device_of(s - 1, self.devices)
         receiver = self.schedule.device_of(s, self.devices)
         goes_back = sender == receiver + 1
-        link = self.groups[sender if goes_back else receiver].receives
+        link = self.at_places[sender if goes_back else receiver].receives
         return self.peer if link is None else link
 
     def limit_of(self, device: int) -> int | None:
         """Returns the bytes that each device at a place may hold; None: no limit."""
         limit = self.memory_limit_bytes
-        if limit is None or not self.groups:
-            return limit
-        return limit - self.groups[device].less_bytes
+        return None if limit is None else limit - self.at_places[device].less_bytes
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -238,9 +237,7 @@ class Problem:
         limit = self.memory_limit_bytes
         if limit is None:
             return ()
-        if not self.groups:
-            return (limit,) * self.devices
-        by_number = {d: limit - group.less_bytes for group in self.groups for d in group.devices}
+        by_number = {d: limit - group.less_bytes for group in self.at_places for d in group.devices}
         return tuple(by_number[number] for number in sorted(by_number))
 
     def layers_on(self, s: int) -> tuple[LayerCost, ...]:
@@ -250,19 +247,17 @@ class Problem:
     @cached_property
     def _layers_on(self) -> list[tuple[LayerCost, ...]]:
         """The costs of all layers, for the devices of each place."""
-        if not self.groups:
-            return [self.costs.layers] * self.devices
         cache: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
         every = []
         # Devices that are alike share one tuple of layers, because a model may have many layers
         # while a cluster has few kinds of devices.
-        for group in self.groups:
+        for group in self.at_places:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
             if key not in cache:
-                cache[key] = costs.layers
-                if group.slowness:
-                    cache[key] = tuple(map(LayerCost.slower, costs.layers, group.slowness))
+                # An empty slowness makes no layer slower.
+                slower = tuple(map(LayerCost.slower, costs.layers, group.slowness))
+                cache[key] = slower or costs.layers
             every.append(cache[key])
         return every
 
@@ -382,13 +377,7 @@ class Decision:
             fates = dict[str, Fate]()
             for layer in range(i, j):
                 fates.update(self._fates(costs, layer))
-            stages.append(
-                Stage(
-                    ids[i:j],
-                    where[s],
-                    fates,
-                )
-            )
+            stages.append(Stage(ids[i:j], where[s], fates))
         return Plan(tuple(stages), problem.schedule.name, planner)
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:

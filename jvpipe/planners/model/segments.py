@@ -13,7 +13,7 @@ micro-batches.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -109,12 +109,12 @@ class Segments:
         copies = [x for x in shared if x.per_version]
         self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
         self._copies = Hops.of((-1, x.layers, x.bytes) for x in copies).spans()
+        self._early_spans = cache(self._early)
+        self._late_spans = cache(self._late)
         self._rows: dict[tuple[int, int], CutBlock] = {}
         self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {
             (): (self.forward_s, self.compute_s)
         }
-        self._early_known: dict[tuple[int, ...], Spans] = {}
-        self._late_known: dict[int, Spans] = {}
 
     def of(self, s: int) -> "Segments":
         """Returns the segments with the costs of a stage's devices for their share."""
@@ -172,13 +172,8 @@ class Segments:
         """Counts layers from the end: what a segment sends, its mirror image receives."""
         return self.n - 1 - layers
 
-    def early_bytes(
-        self,
-        more: tuple[int, ...],
-        starts: Cuts,
-        ends: Cuts,
-    ) -> Grid:
-        """Counts the bytes of values that arrive early.
+    def _early(self, more: tuple[int, ...]) -> Spans:
+        """Makes the spans of values that arrive early.
 
         A value counts once for each micro-batch that is in flight on the stage that makes the value
         but not on this stage. A value that is made d layers before the segment is made at most d
@@ -186,42 +181,35 @@ class Segments:
 
         Args:
             more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, minus
-                those in flight d - 1 stages before this one.
-            starts: where segments begin.
-            ends: where they end.
+                those in flight d - 1 stages before this one. Most stages of a model without long
+                edges have the same `more`, and share the result.
         """
         hops = self._values
-        # Most stages of a model without long edges have the same `more`.
-        if more not in self._early_known:
-            parts = []
-            for d, times in enumerate(more, 1):
-                far = hops.at(hops.b - hops.producer >= d)
-                begin = np.maximum(far.a, far.producer + d - 1)
-                parts.append((begin, far.b, times * far.bytes))
-            self._early_known[more] = joined_spans(parts)
-        return self._early_known[more].over(starts, ends)
+        parts = []
+        for d, times in enumerate(more, 1):
+            far = hops.at(hops.b - hops.producer >= d)
+            begin = np.maximum(far.a, far.producer + d - 1)
+            parts.append((begin, far.b, times * far.bytes))
+        return joined_spans(parts)
 
-    def late_bytes(self, count: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes of waiting cotangents, each once per stage that its sender is away.
+    def _late(self, count: int) -> Spans:
+        """Makes the spans of waiting cotangents, in the mirrored model.
 
-        The sender is the stage with the value's next reader after the segment. Each layer from the
-        segment's end to this reader, itself included, may be a stage of its own.
+        A cotangent counts once for each stage that its sender is away. The sender is the stage with
+        the value's next reader after the segment. Each layer from the segment's end to this reader,
+        itself included, may be a stage of its own.
 
         Args:
             count: the most stages that a sender may be away: the number of stages after this one,
                 or the layers of the longest hop (`Hops.longest`), if fewer.
-            starts: where segments begin.
-            ends: where they end.
         """
         hops = self._cotangents
-        if count not in self._late_known:
-            parts = []
-            for d in range(1, count + 1):
-                far = hops.at(hops.b - hops.a >= d)
-                begin = self._mirrored(far.b - d + 1)
-                parts.append((begin, self._mirrored(far.a), far.bytes))
-            self._late_known[count] = joined_spans(parts)
-        return self._backwards(self._late_known[count], starts, ends)
+        parts = []
+        for d in range(1, count + 1):
+            far = hops.at(hops.b - hops.a >= d)
+            begin = self._mirrored(far.b - d + 1)
+            parts.append((begin, self._mirrored(far.a), far.bytes))
+        return joined_spans(parts)
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -260,8 +248,8 @@ class Segments:
         before = self.in_flight[s - reach : s + 1]
         more = tuple(earlier - later for earlier, later in pairwise(before))
         count = min(self.problem.stages - 1 - s, self._cotangents.longest)
-        early = self.early_bytes(more[::-1], starts, ends)
-        return early + self.late_bytes(count, starts, ends)
+        early = self._early_spans(more[::-1]).over(starts, ends)
+        return early + self._backwards(self._late_spans(count), starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts the bytes of the segments of stage s that do not depend on fates.
@@ -274,8 +262,6 @@ class Segments:
         shared = on_device_bytes(self.in_flight[s], tensors) + self.versions[s] * copies
         static = between(self.static_bytes(s), starts, ends)
         fixed = static + shared + self.waiting_bytes(s, starts, ends)
-        if not self.problem.groups:
-            return fixed
         replicas = self.problem.group(s).replicas
         if replicas > 1:
             fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
@@ -333,7 +319,7 @@ class Segments:
         if group.replicas > 1:
             once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)
             static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
-            reducing_bytes = static + 2 * self._most_reduced_bytes(starts, ends)
+            reducing_bytes = static + 2 * most_of(self._reduced_bytes, starts, ends)
         return CutBlock(
             s,
             starts,
@@ -351,12 +337,8 @@ class Segments:
 
     @cached_property
     def _reduced_bytes(self) -> OverJ:
-        """Prefix sums of the layers' gradients that replicas add up."""
-        return sums(layer.reduced_bytes for layer in self.costs.layers)
-
-    def _most_reduced_bytes(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts for each segment the gradients of the layer that has most of them."""
-        return most_of(np.diff(self._reduced_bytes), starts, ends)
+        """The bytes of each layer's gradients that replicas add up."""
+        return np.array([float(layer.reduced_bytes) for layer in self.costs.layers])
 
     @cached_property
     def _update_s(self) -> OverJ:
@@ -374,12 +356,11 @@ class Segments:
 
         If it overlaps with the backwards, the bound assumes that both begin together.
         """
-        whole_s = link_seconds(link, between(self._reduced_bytes, starts, ends))
+        whole_s = link_seconds(link, between(sums(self._reduced_bytes), starts, ends))
         if not self.problem.overlaps:
             return whole_s
         backward_s = between(self.compute_of(s) - self.forward_of(s), starts, ends)
-        shown_s = np.maximum(whole_s - backward_s, link.latency_s)
-        return np.where(whole_s > 0, shown_s, 0.0)
+        return shown_s(whole_s, backward_s, link)
 
     def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts the seconds of a step's updates; replicas divide the layers among them."""
@@ -524,3 +505,17 @@ def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     """Counts the seconds of transfers on a link; `sizes` are their bytes, 0 for no transfer."""
     seconds = link.latency_s + sizes / link.bytes_per_s
     return np.where(sizes > 0, seconds, 0.0)
+
+
+def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
+    """Counts the seconds of all-reduces that no backward hides.
+
+    The backwards hide an all-reduce, except for its latency and for what is longer than they.
+
+    Args:
+        whole_s: the seconds of each segment's all-reduce.
+        backward_s: the seconds of each segment's backwards.
+        link: the all-reduce as a link.
+    """
+    longer_s = np.maximum(whole_s - backward_s, link.latency_s)
+    return np.where(whole_s > 0, longer_s, 0.0)

@@ -42,7 +42,12 @@ class Spans:
         self.w = w[order].astype(np.float64)
 
     def over(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Sums the weights that count for each segment; a row per start and a column per end."""
+        """Sums the weights that count for each segment; a row per start and a column per end.
+
+        Args:
+            starts: where segments begin, in ascending order.
+            ends: where they end, in ascending order.
+        """
         # Pairs whose b is before the first start, or not before the last end, count for none.
         near = slice(*np.searchsorted(self.b, (starts[0], ends[-1])))
         a = self.a[near]

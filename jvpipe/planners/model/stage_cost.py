@@ -369,8 +369,8 @@ def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
 
     The problem's limit is that of the roomiest device. Other devices have `less_bytes` less.
     """
-    less = [group.less_bytes for group in problem.groups] or [0] * len(device_sizes)
-    return [size + more for size, more in zip(device_sizes, less, strict=True)]
+    pairs = zip(device_sizes, problem.at_places, strict=True)
+    return [size + group.less_bytes for size, group in pairs]
 
 
 def joint_bytes(

@@ -17,6 +17,9 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.schedule import Schedule
 
+BUDGETS = 7
+"""How many budgets are tried; 7 find the largest one to within limit / 2 ** 6."""
+
 
 @dataclass(frozen=True)
 class UnfoldedLists:
@@ -66,9 +69,7 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
     return replace(apart, memory_limit_bytes=budget, groups=groups)
 
 
-def on_devices(
-    decide: Callable[[Problem], Decision], budgets: int = 7
-) -> Callable[[Problem], Decision]:
+def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:
     """Makes a planner for devices of several stages from a planner that knows one stage per device.
 
     The result raises `Infeasible` if no budget leads to a decision that keeps the limit; the error
@@ -77,7 +78,6 @@ def on_devices(
 
     Args:
         decide: the planner that knows one stage per device.
-        budgets: how many budgets are tried; 7 find the largest one to within limit / 2 ** 6.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -92,24 +92,25 @@ def on_devices(
         low = 0
         high = limit
         # The whole limit is tried first, and if it suffices, nothing is searched. Then the interval
-        # is halved (0 stands for its middle). A budget is too small if nothing fits it, and too
-        # large if the stages of a device together are over the device's limit.
-        for budget in [limit, *[0] * (budgets - 1)]:
-            budget = budget or (low + high) // 2
+        # is halved. A budget is too small if nothing fits it, and too large if the stages of a
+        # device together are over the device's limit.
+        budget = limit
+        for _ in range(BUDGETS):
             asked = with_budget(apart, limit, budget)
             try:
                 decision = decide(asked)
             except Infeasible as error:
                 low = budget
                 refused = refused or (asked, error)
-                continue
-            if evaluate_decision(problem, decision).limit_bytes <= limit:
-                best = decision
-                low = budget
             else:
-                high = budget
+                if evaluate_decision(problem, decision).limit_bytes <= limit:
+                    best = decision
+                    low = budget
+                else:
+                    high = budget
             if low == limit:
                 break
+            budget = (low + high) // 2
         if best is not None:
             return best
         if refused is None:

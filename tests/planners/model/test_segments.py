@@ -1,5 +1,7 @@
 """Tables of segments, and bounds of them, against `stage_cost` of each."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.surrogate import pricing_of, solve
+from jvpipe.planners.model import segments, spans
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision, once_s, stage_cost
@@ -16,10 +19,10 @@ from tests.planners.small import chain, limited, problems, works_with
 @settings(max_examples=25, deadline=None)
 @given(problems(most_layers=6))
 def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
-    segments, n = Segments(problem), len(problem.costs.layers)
+    found, n = Segments(problem), len(problem.costs.layers)
     for s in range(problem.stages):
         cuts = np.arange(n + 1)
-        block = segments.block(s, cuts[:-1], cuts[1:])
+        block = found.block(s, cuts[:-1], cuts[1:])
         for i, j in zip(*np.nonzero(np.triu(np.ones((n, n)))), strict=True):
             i, j = int(i), int(j) + 1
             cost, at = stage_cost(problem, s, i, j, [0] * n), (i, j - 1)
@@ -31,8 +34,8 @@ def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
                 block.fixed_bytes[at] + held + works_with(problem, i, j, [0] * n)[1]
                 == cost.peak_bytes
             )
-            assert block.shared_bytes[at] == segments.given(i)[:j].sum()
-            assert segments.row(s, i).fixed_bytes[0, j] == block.fixed_bytes[at]
+            assert block.shared_bytes[at] == found.given(i)[:j].sum()
+            assert found.row(s, i).fixed_bytes[0, j] == block.fixed_bytes[at]
             assert block.compute_s[at] == pytest.approx(cost.compute_s)
             assert block.forward_s[at] == pytest.approx(cost.forward_s)
             assert block.once_s[at] == pytest.approx(once_s(problem, cost))
@@ -65,14 +68,21 @@ def test_windows_are_thinned_to_so_many_cells() -> None:
 
 @pytest.mark.parametrize("share", [None, 0.6])
 def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
-    share: float | None,
+    share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs of layers between which values wait: numbers, not seconds.
 
     Sums over the first layers are kept for each stage and each of at most three pairs of prices.
     """
-    n, sizes = 4_000, []
+    n, sizes, waiting = 4_000, [], list[spans.Spans]()
+
+    def kept(parts: Sequence[tuple[spans.Cuts, spans.Cuts, spans.Cuts]]) -> spans.Spans:
+        waiting.append(spans.joined_spans(parts))
+        return waiting[-1]
+
+    monkeypatch.setattr(segments, "joined_spans", kept)
     for stages in (20, 200):
+        waiting.clear()
         layers = tuple(
             LayerCost(f"layer{i}", 1.0, 2.0, (Option(8), Option(0, extra_s=0.5))) for i in range(n)
         )
@@ -84,9 +94,8 @@ def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
         reach.windows(1.01 * reach.least_cap_s())
         for s in range(stages):
             pricing.segments.waiting_bytes(s, np.array([s]), np.array([n]))
-        waiting = [*pricing.segments._early_known.values(), *pricing.segments._late_known.values()]
         assert sum(paid.size for paid in reach.known.values()) <= 3 * stages * (n + 1)
-        sizes.append(sum(len(spans.w) for spans in waiting))
+        sizes.append(sum(len(every.w) for every in waiting))
     assert sizes[1] <= 2 * sizes[0] <= 400 * n
 
 
