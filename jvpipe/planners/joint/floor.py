@@ -106,9 +106,7 @@ class _Search:
     enough_bytes: int
     left: int
     seen: set[Decision] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.lowest = Floor(Decision((), ()), (2**63,))
+    lowest: Floor = Floor(Decision((), ()), (2**63,))
 
     @property
     def ended(self) -> bool:
@@ -141,25 +139,20 @@ class _Search:
 
 def _untimed(problem: Problem) -> Problem:
     """Returns the problem without a limit, and with the same fixed seconds for every layer."""
-    cache = dict[int, Costs]()
+    cache = dict[int, Costs]()  # groups that share costs share the new ones too
 
     def untimed(costs: Costs) -> Costs:
-        """Replaces the seconds of costs; groups that share costs share the new ones too."""
         if id(costs) not in cache:
             layers = tuple(map(_untimed_layer, costs.layers))
             cache[id(costs)] = replace(costs, layers=layers)
         return cache[id(costs)]
 
-    groups = []
-    for group in problem.groups:
-        costs = group.costs and untimed(group.costs)
-        groups.append(replace(group, slowness=(), costs=costs))
-    return replace(
-        problem,
-        costs=untimed(problem.costs),
-        memory_limit_bytes=None,
-        groups=tuple(groups),
+    groups = tuple(
+        replace(group, slowness=(), costs=group.costs and untimed(group.costs))
+        for group in problem.groups
     )
+    costs = untimed(problem.costs)
+    return replace(problem, costs=costs, memory_limit_bytes=None, groups=groups)
 
 
 def _untimed_layer(layer: LayerCost) -> LayerCost:
