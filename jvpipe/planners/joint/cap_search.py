@@ -56,14 +56,17 @@ Stages = Sequence[tuple[CutBlock, Matrix]]
 
 @dataclass(frozen=True)
 class Solution:
-    """The paths that a search met, the best first, and the table that it searched.
+    """The paths (cuts of plans) that a search found, and the table that it searched.
+
+    `bound_s` and `cap_s` do not hold for plans that were left out when the windows of the table
+    were thinned out (`bounded` in `cut_windows.py`).
 
     Attributes:
-        paths: the paths met; empty if nothing fits.
+        paths: the paths met, the best first; empty if nothing fits.
         step_s: the seconds of a step with the best path.
-        bound_s: no path takes fewer seconds.
-        table: the segments; its cuts are those of all paths that were searched.
-        cap_s: any path through other cuts has a stage that takes longer than this.
+        bound_s: no plan takes fewer seconds.
+        table: the segments between the cuts that were searched.
+        cap_s: a plan with other cuts has a stage that takes longer than this.
     """
 
     paths: tuple[Path, ...]
@@ -85,7 +88,10 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """The surrogate's bounds for all paths through some segments; exact if there is one path.
+    """The surrogate of the paths through some segments.
+
+    It bounds all of these paths from below. If the segments make only one path, the bounds are the
+    exact numbers of that path.
 
     Attributes:
         problem: what is asked.
@@ -122,12 +128,12 @@ class Objective:
 
     @cached_property
     def maxima(self) -> Caps:
-        """For each phase, the least maximum of a path."""
+        """For each phase, a lower bound on the maximum over the segments of a path."""
         return tuple(map(least_max, self.phases))
 
     @property
     def step_s(self) -> float:
-        """A lower bound on the seconds of a step, whatever the path."""
+        """A lower bound on the seconds of a step."""
         total_s, _ = least_sum(self.sums)
         return float(self.summed(total_s)) + self.waits * sum(self.maxima)
 
@@ -241,6 +247,7 @@ class _Boxes:
         return self.heap[0][0] < enough_s
 
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
+        """Finds the path with the least sum under the caps; None if no path keeps them."""
         objective = Objective(self.problem, self.table.stages)
         total_s, places = least_sum(_under(objective, caps))
         return float(objective.summed(total_s)), self.table.path(places) if places else None

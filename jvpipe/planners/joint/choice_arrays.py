@@ -40,6 +40,8 @@ from jvpipe.planners.model.stage_cost import handed_bytes
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
+RUNS = [RECOMPUTE_CHAIN, RECOMPUTE]
+"""The choices that every layer has."""
 Flight = tuple[int, int]
 """How many micro-batches a stage has in flight, and how many between the halves of a backward."""
 
@@ -103,10 +105,11 @@ class Choices:
             temporary_bytes=per_layer(lambda layer: layer.temporary_bytes),
         )
 
-    @property
-    def columns(self) -> int:
-        """The number of columns, which is the same for all layers."""
-        return self.allowed.shape[1]
+    @cached_property
+    def every(self) -> list[Columns]:
+        """For each layer, all choices that it has."""
+        options = self.allowed[:, :RECOMPUTE_CHAIN]
+        return [np.append(np.flatnonzero(there), RUNS) for there in options]
 
     def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
         """Counts the seconds that choices add to backwards on a device.
@@ -137,7 +140,7 @@ class Choices:
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists for each layer the columns that may lead to the fewest bytes.
+        """Lists for each layer the choices that may lead to the fewest bytes.
 
         A column is left out if another column is nowhere worse: it holds no more at any of the
         flights, works with no more, and leaves no less. Leaving more is better here, because what a
@@ -152,8 +155,8 @@ class Choices:
         # The last two columns are always listed: what they need depends on the layers beside them.
         numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
-        for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
-            columns = np.flatnonzero(there)
+        for row, choices in enumerate(self.every):
+            columns = choices[:RECOMPUTE_CHAIN]
             chosen = numbers[:, row, columns]
             # Entry [a, b] says that column b is nowhere worse than column a. The first of several
             # equal columns stays.
@@ -162,8 +165,7 @@ class Choices:
             is_better = no_worse & ~same
             is_repeated = np.tril(same, -1)
             beaten = (is_better | is_repeated).any(1)
-            runs = [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
-            per_layer.append(np.append(columns[~beaten], runs))
+            per_layer.append(np.append(columns[~beaten], RUNS))
         return tuple(per_layer)
 
     @cached_property
@@ -179,10 +181,4 @@ class Choices:
         """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
-        if not between:
-            return total
         return total + between * self.handed_bytes[layers]
-
-    def choice(self, column: int) -> int:
-        """Returns a column's choice as decisions have it: -2 and -1 for the last two columns."""
-        return column if column < self.columns + RECOMPUTE_CHAIN else column - self.columns

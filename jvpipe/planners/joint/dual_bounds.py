@@ -26,7 +26,7 @@ segments. They also bound the neighbors of these segments well.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -95,22 +95,7 @@ class Pricing:
     segments: Segments
     choices: Choices
     limit_bytes: float
-    swaps: bool = True
-
-    @staticmethod
-    def of(
-        segments: Segments,
-        limit_bytes: float,
-        swaps: bool = True,
-    ) -> "Pricing":
-        """Collects the choices of the layers of segments.
-
-        Args:
-            segments: of the layers.
-            limit_bytes: what a device may hold.
-            swaps: whether choices that swap are included.
-        """
-        return Pricing(segments, Choices.of(segments.costs, swaps), limit_bytes, swaps)
+    swaps: bool
 
     def at(self, s: int) -> "Pricing":
         """Returns the pricing for the shares of micro-batches that a stage's devices work on."""
@@ -118,7 +103,8 @@ class Pricing:
         if segments is self.segments:
             return self
         if id(segments) not in self._at:
-            self._at[id(segments)] = Pricing.of(segments, self.limit_bytes, self.swaps)
+            choices = Choices.of(segments.costs, self.swaps)
+            self._at[id(segments)] = replace(self, segments=segments, choices=choices)
         return self._at[id(segments)]
 
     @cached_property

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
@@ -168,13 +169,17 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
         keeps: whether only the one that keeps everything is yielded.
     """
     if not keeps:
-        pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
-        yield min_bytes_plan(pricing).decision
+        yield min_bytes_plan(_pricing(problem)).decision
     kept = KeepAll(problem)
     peaks = [kept.peak_bytes(s) for s in range(problem.stages)]
     _, places = least_path(peaks, np.maximum)
     assert places is not None, "there are as many places as stages need"
     yield Decision.keeping_all(kept.cuts[list(places)].tolist())
+
+
+def _pricing(problem: Problem) -> Pricing:
+    """Makes the pricing of a problem's choices; without those that swap if the host has a limit."""
+    return pricing_of(problem, swaps=problem.host_limit_bytes is None)
 
 
 def _of_every_cut(
@@ -192,8 +197,7 @@ def _of_every_cut(
         lowest_bytes: returns the exact bytes of the emptiest plan so far.
     """
     least = 0
-    pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
-    for plan in min_bytes_plans(pricing):
+    for plan in min_bytes_plans(_pricing(problem)):
         least = least or plan.peak_bytes
         if plan.peak_bytes > LIMIT.held_times * max(least, lowest_bytes()):
             return

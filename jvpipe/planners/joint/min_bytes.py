@@ -25,8 +25,9 @@ def fewest_bytes(
 ) -> Fewest:
     """Finds the choices that take the fewest bytes, not counting bytes that no choice changes.
 
-    A first search keeps few states. If it may have missed the best, and `exact` is set, a second
-    search keeps many (`FATE.many_states`).
+    A first search keeps few states (`FATE.few_states`). If it may have missed the best, and `exact`
+    is set, a second search keeps many (`FATE.many_states`). It looks only for what is better than
+    the first search's answer.
 
     Args:
         pricing: the choices of all layers.
@@ -44,7 +45,7 @@ def fewest_bytes(
         if last.states.shape[1]:
             taken = growth.least_bytes(last.states, growth.n)
             at = int(taken.argmin())
-            best = float(taken[at]), growth.path(last.steps, at)
+            best = float(taken[at]), tuple(last.chosen[at].tolist())
         if last.dropped >= best[0]:
             break  # no state that was dropped leads to fewer bytes
     return best

@@ -74,13 +74,9 @@ class StageTable:
         """Makes the table of a block, and settles the cells that keep everything or cannot fit."""
         limit = pricing.limit_bytes
         least_s = np.maximum(block.compute_s, block.traffic_s)
-        keeps = block.inside & (_keeping_bytes(pricing, block) <= limit)
-        may_fit = keeps | (pricing.least_bytes(block) <= limit)
-        fits = block.inside & may_fit
-        if block.reducing_bytes.any():
-            can_reduce = block.reducing_bytes <= limit
-            keeps = keeps & can_reduce
-            fits = fits & can_reduce
+        possible = block.inside & (block.reducing_bytes <= limit)
+        keeps = possible & (_keeping_bytes(pricing, block) <= limit)
+        fits = keeps | (possible & (pricing.least_bytes(block) <= limit))
         seconds = np.where(fits, least_s, np.inf)
         return StageTable(pricing, block, seconds, keeps | ~fits)
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise, product
 from math import gcd, inf
+from operator import attrgetter
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 Replicas = tuple[int, ...]
 Bounds = tuple[int, ...]
+_step_s = attrgetter("step_s")
 
 
 def rough_plans(shapes: Shapes) -> list[RoughPlan]:
@@ -242,7 +244,7 @@ class _Search:
             plan = self.counted(path)
             if plan:
                 plans[path] = plan
-        return sorted(plans.values(), key=lambda plan: plan.estimate_s)
+        return sorted(plans.values(), key=attrgetter("estimate_s"))
 
     def simulate(self, plans: Iterable[RoughPlan]) -> None:
         """Simulates the plans that were not simulated before."""
@@ -345,11 +347,6 @@ class _Search:
             return ()
         bounds = self.segments.coarse[list(places)]
         return tuple(bounds.tolist())
-
-
-def _step_s(plan: RoughPlan) -> float:
-    """Returns the simulated seconds of a plan."""
-    return plan.step_s
 
 
 def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:

@@ -177,13 +177,13 @@ class FateSearch:
         states = last.states
         if not states.shape[1]:
             return StageChoices((), np.inf, last.dropped)
-        seconds = self._seconds(states)
+        seconds = np.maximum(*self._loads_s(states))
         used = self.growth.least_bytes(states, self.growth.n)
         order = np.lexsort((used, states[SWAPPED], seconds))
         best = int(order[0])
         found_s = float(seconds[best])
         return StageChoices(
-            self.growth.path(last.steps, best),
+            tuple(last.chosen[best].tolist()),
             found_s,
             min(found_s, last.dropped),
         )
@@ -210,8 +210,7 @@ class FateSearch:
         fits &= states[SWAPPED] <= query.most_swapped_bytes
         # There are three bounds: compute alone, the link alone, and the weighted mean of both with
         # the price of bytes.
-        compute_s = query.compute_s + states[EXTRA]
-        link_s = query.traffic_s + 2 * self._swap_s(states)
+        compute_s, link_s = self._loads_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
             over = self._held_bytes(states) - query.room_bytes
@@ -246,12 +245,11 @@ class FateSearch:
         if self.growth.fixed_rows > MOST:
             beyond = np.maximum(beyond, states[MOST])
         over = held_bytes + to_hold + beyond - self.query.room_bytes
-        compute_s = self.query.compute_s + states[EXTRA] + extra_s
-        link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
+        compute_so_far_s, link_so_far_s = self._loads_s(states)
         may = np.isfinite(bound)
         overrun = np.maximum(np.where(may, over, 0.0), 0.0)
         penalty_s = FATE.overrun_price * self.mu * overrun
-        seconds = np.maximum(compute_s, link_s) + penalty_s
+        seconds = np.maximum(compute_so_far_s + extra_s, link_so_far_s + link_s) + penalty_s
         expected_s = np.where(may, seconds, np.inf)
         near = np.argpartition(expected_s, width)[:width]
         low = np.argpartition(bound, width)[:width]
@@ -263,14 +261,9 @@ class FateSearch:
         """Returns the bytes that states hold at the moment that prices are put on."""
         return states[self.growth.fixed_rows + self.moment]
 
-    def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
-        """Counts the seconds that states take: of compute or of the link, the larger number."""
-        compute_s = self.query.compute_s + states[EXTRA]
-        link_s = self.query.traffic_s + 2 * self._swap_s(states)
-        return np.maximum(compute_s, link_s)
-
-    def _swap_s(self, states: States) -> Float[np.ndarray, "M"]:
-        """Counts the seconds of copying what states swap, in one direction."""
+    def _loads_s(self, states: States) -> tuple[Float[np.ndarray, "M"], Float[np.ndarray, "M"]]:
+        """Counts the seconds of compute and of the link that states take."""
+        query = self.query
         swapped = states[SWAPPED]
-        seconds = self.host.latency_s + swapped / self.host.bytes_per_s
-        return np.where(swapped > 0, seconds, 0.0)
+        one_way_s = np.where(swapped > 0, self.host.latency_s + swapped / self.host.bytes_per_s, 0)
+        return query.compute_s + states[EXTRA], query.traffic_s + 2 * one_way_s

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.joint.cap_search import Solution, search
+from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import CUTS
@@ -43,7 +44,7 @@ def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """Makes the pricing of a problem's choices, with or without those that swap."""
     limit = problem.memory_limit_bytes
     limit_bytes = float(MOST_BYTES if limit is None else limit)
-    return Pricing.of(Segments(problem), limit_bytes, swaps)
+    return Pricing(Segments(problem), Choices.of(problem.costs, swaps), limit_bytes, swaps)
 
 
 def solve(
