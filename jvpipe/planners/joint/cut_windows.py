@@ -30,7 +30,7 @@ from jvpipe.planners.model.segments import Cuts, OverJ, Segments, sums
 from jvpipe.util.sizes import MOST_BYTES
 
 PRICE_ROUNDS = 2
-"""How many prices each stage gets. More prices make windows narrower; any prices are valid."""
+"""How many pairs of prices each stage gets. It may be changed: more pairs make windows narrower."""
 BYTES_ALONE = (0.0, 1.0)
 """Prices at which only bytes count, one second each."""
 ROUNDING_BYTES = 0.5
@@ -43,7 +43,8 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        prices: lists of prices, one for each stage, that bound the seconds of stages well.
+        prices: for each round of `of`, a pair of prices for each stage, which bounds the seconds of
+            the stage well. Any prices are valid.
         known: a cache of prefix sums, by stage and prices.
     """
 
@@ -213,7 +214,11 @@ def halved(suffices: Callable[[float], bool], low: float, high: float, tolerance
 
 
 def area(windows: Sequence[Cuts]) -> int:
-    """Counts the cells between windows: the pairs of cuts between which a stage may lie."""
+    """Counts the cells between windows: the pairs of cuts between which a stage may lie.
+
+    Args:
+        windows: the cuts of each bound.
+    """
     return sum(len(a) * len(b) for a, b in pairwise(windows))
 
 

@@ -140,7 +140,8 @@ class _Search:
 
 def _untimed(problem: Problem) -> Problem:
     """Returns the problem without a limit, and with the same fixed seconds for every layer."""
-    cache = dict[int, Costs]()  # groups that share costs share the new ones too
+    # Groups that share costs share the new costs too, so that their layers are summed up only once.
+    cache = dict[int, Costs]()
 
     def untimed(costs: Costs) -> Costs:
         if id(costs) not in cache:

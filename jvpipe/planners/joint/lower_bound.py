@@ -32,6 +32,9 @@ def lower_bound(problem: Problem) -> float:
     first, so each phase is bounded alone. An asynchronous stream also makes round trips
     (`trips.py`). Several stages per device, or halves of backwards, go to `_of_any_order`.
 
+    Args:
+        problem: what is asked.
+
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 5)

@@ -51,6 +51,9 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
 
     The list is empty if no rough plan keeps the limits.
 
+    Args:
+        shapes: the possible shapes, and the limits.
+
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.cluster_file import find_cluster
     >>> from jvpipe.cost.local_costs import LocalCosts
@@ -94,6 +97,9 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
     """Finds shapes that hold few bytes, the emptiest first, whatever the limit.
 
     They have the smallest micro-batches, and recompute everything.
+
+    Args:
+        shapes: the possible shapes; their memory limit is ignored.
     """
     costs = tuple(map(computing_again, shapes.local.costs))
     again = LocalCosts(shapes.local.batches, costs)

@@ -39,7 +39,11 @@ class MinBytesPlan:
 
 
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
-    """Finds the plan that keeps the smallest limit, whatever its seconds."""
+    """Finds the plan that keeps the smallest limit, whatever its seconds.
+
+    Args:
+        pricing: the choices of all layers; its own limit is ignored.
+    """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     if area(cuts) <= LIMIT.all_cells:
@@ -82,7 +86,10 @@ def _least_reached_bytes(pricing: Pricing) -> float:
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     """Yields the emptiest plan of each choice of cuts, the emptiest first.
 
-    It yields nothing if there are more choices than `LIMIT.cuts`.
+    It yields nothing if there are more choices of cuts than `LIMIT.cuts`.
+
+    Args:
+        pricing: the choices of all layers; its own limit is ignored.
     """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
@@ -254,7 +261,11 @@ def longer_bytes(
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
-    """Makes the error for a limit that no plan keeps; it names the smallest limit that suffices."""
+    """Makes the error for a limit that no plan keeps; it names the smallest limit that suffices.
+
+    Args:
+        pricing: the choices of all layers, and the limit.
+    """
     plan = min_bytes_plan(pricing)
     limit = int(pricing.limit_bytes)
     i, j = plan.decision.bounds[plan.stage : plan.stage + 2]

@@ -41,7 +41,12 @@ def effort(layers: int) -> Effort:
 
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
-    """Makes the pricing of a problem's choices, with or without those that swap."""
+    """Makes the pricing of a problem's choices.
+
+    Args:
+        problem: gives the layers and the limit.
+        swaps: whether choices that swap are included.
+    """
     limit = problem.memory_limit_bytes
     limit_bytes = float(MOST_BYTES if limit is None else limit)
     return Pricing(Segments(problem), Choices.of(problem.costs, swaps), limit_bytes, swaps)
@@ -141,7 +146,12 @@ def _beyond_s(
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """Returns the solution if the host may hold what it swaps, else one that swaps less."""
+    """Returns the solution if the host may hold what it swaps, else one that swaps less.
+
+    Args:
+        problem: what is asked; its host may have a limit.
+        solution: of the problem.
+    """
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
