@@ -34,7 +34,7 @@ How hard to search may be changed (`Effort` in `segment_table.py`). With less ef
 not be the best, but its lower bound stays valid.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -42,106 +42,100 @@ from itertools import count
 
 import numpy as np
 
-from jvpipe.planners.joint.segment_table import Cell, Path, Table, cells
+from jvpipe.planners.joint.segment_table import Path, StageTable, Table
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum, sums_through
-from jvpipe.planners.model.problem import Problem, with_entry
+from jvpipe.planners.model.problem import Decision, Problem, with_entry
+from jvpipe.planners.model.segments import CutBlock
 
 Caps = tuple[float, ...]
 
 
+Stages = Sequence[tuple[CutBlock, Matrix]]
+"""The segments of each stage, with their t."""
+
+
 @dataclass(frozen=True)
-class SearchResult:
-    """Paths through a table, the best first.
+class Solution:
+    """The paths (cuts of plans) that a search found, and the table that it searched.
+
+    `bound_s` and `cap_s` do not hold for plans that were left out when the windows of the table
+    were thinned out (`bounded` in `cut_windows.py`).
 
     Attributes:
-        paths: the paths met; empty if nothing fits.
+        paths: the paths met, the best first; empty if nothing fits.
         step_s: the seconds of a step with the best path.
-        bound_s: no path in the table takes fewer seconds.
-        cap_s: a path whose maxima (see the module) add up to more is not better than the best path.
+        bound_s: no plan takes fewer seconds.
+        table: the segments between the cuts that were searched.
+        cap_s: a plan with other cuts has a stage that takes longer than this.
     """
 
     paths: tuple[Path, ...]
     step_s: float
     bound_s: float
-    cap_s: float
+    table: Table
+    cap_s: float = np.inf
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the search found a plan that fits."""
+        return bool(self.paths)
+
+    def decision(self, path: Path | None = None) -> Decision:
+        """Turns a path into a decision; the best path if none is given."""
+        path = path or self.paths[0]
+        return Decision(path, self.table.choices(path))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Objective:
-    """The surrogate as a function of a path: a sum over stages, and a maximum for each phase.
+    """The surrogate of the paths through some segments.
 
-    The maximum of a phase is how long a micro-batch waits for the phase's slowest stage. GPipe has
-    two phases, forwards and backwards. Other schedules have one.
+    It bounds all of these paths from below. If the segments make only one path, the bounds are the
+    exact numbers of that path.
+
+    Attributes:
+        problem: what is asked.
+        segments: the possible segments of each stage.
     """
 
     problem: Problem
-    table: Table
-
-    @cached_property
-    def two_phases(self) -> bool:
-        """Whether forwards wait for the slowest forward, and backwards for the slowest backward."""
-        return self.problem.phases == 2
+    segments: Sequence[StageTable]
 
     @property
     def waits(self) -> int:
         """How often a step waits for the slowest stage."""
         return self.problem.microbatches - self.problem.schedule.synchronous
 
-    def with_once(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Adds to each t a micro-batch's share of what happens once per step.
+    @cached_property
+    def with_once(self) -> Stages:
+        """The segments, with a micro-batch's share of what happens once per step added to t.
 
         If a stage's all-reduce and updates take A seconds, the share is A / M: the stage is then
         busy for M (t + A / M) = M t + A seconds per step.
         """
         m = self.problem.microbatches
-        stages = self.table.stages
-        return [t + stage.block.once_s / m for t, stage in zip(seconds, stages, strict=True)]
+        return [(x.block, x.seconds + x.block.once_s / m) for x in self.segments]
 
-    def sums(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Returns t + comm of each segment."""
-        once = zip(self.with_once(seconds), self.table.stages, strict=True)
-        return [t + stage.block.comm_s for t, stage in once]
+    @cached_property
+    def sums(self) -> list[Matrix]:
+        """For each segment, t + comm."""
+        return [t + block.comm_s for block, t in self.with_once]
 
-    def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
-        """Returns for each phase how long each segment keeps the others waiting per micro-batch."""
-        blocks = [stage.block for stage in self.table.stages]
-        stages = list(zip(self.with_once(seconds), blocks, strict=True))
-        if not self.two_phases:
-            return [[np.maximum(t, x.comm_s) for t, x in stages]]
-        # Each phase uses one direction of the link. The two directions take equal parts of comm.
-        forward = [np.maximum(x.forward_s, x.comm_s / 2) for x in blocks]
-        backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
-        return [forward, backward]
+    @cached_property
+    def phases(self) -> list[list[Matrix]]:
+        """For each phase, how long each segment keeps the others waiting per micro-batch."""
+        return phases(self.problem, self.with_once)
 
-    def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """Returns t (as in `with_once`), F and comm of a cell."""
-        t, forward_s, comm_s = self.table.parts_s(cell)
-        stage = self.table.stage(cell)
-        once_s = float(stage.block.once_s[stage.place(*cell[1:])])
-        return t + once_s / self.problem.microbatches, forward_s, comm_s
+    @cached_property
+    def maxima(self) -> Caps:
+        """For each phase, a lower bound on the maximum over the segments of a path."""
+        return tuple(map(least_max, self.phases))
 
-    def maxima(self, path: Path) -> Caps:
-        """Returns for each phase the maximum over a path's segments."""
-        waits_s = list[Caps]()
-        for t, forward_s, comm_s in map(self.parts_s, cells(path)):
-            if self.two_phases:
-                way_s = comm_s / 2
-                waits_s.append((max(forward_s, way_s), max(t - forward_s, way_s)))
-            else:
-                waits_s.append((max(t, comm_s),))
-        return tuple(max(phase) for phase in zip(*waits_s, strict=True))
-
-    def step_s(self, path: Path) -> float:
-        """Counts the seconds of a step with a path's cuts."""
-        total_s = sum(t + comm_s for t, _, comm_s in map(self.parts_s, cells(path)))
-        waits_s = self.waits * sum(self.maxima(path))
-        return float(self.summed(total_s)) + waits_s
-
-    def bound_s(self, seconds: list[Matrix]) -> float:
-        """Bounds the seconds of a step from below, whatever the path."""
-        total_s, _ = least_sum(self.sums(seconds))
-        waits_s = self.waits * sum(map(least_max, self.phases(seconds)))
-        return float(self.summed(total_s)) + waits_s
+    @property
+    def step_s(self) -> float:
+        """A lower bound on the seconds of a step."""
+        total_s, _ = least_sum(self.sums)
+        return float(self.summed(total_s)) + self.waits * sum(self.maxima)
 
     def summed(self, total_s: float | np.ndarray) -> float | np.ndarray:
         """Returns the seconds that a sum over stages adds to a step.
@@ -154,17 +148,29 @@ class Objective:
         return np.where(np.isinf(total_s), total_s, 0.0)
 
 
-def search(problem: Problem, table: Table) -> SearchResult:
+def phases(problem: Problem, stages: Stages) -> list[list[Matrix]]:
+    """Returns for each phase how long each segment keeps the others waiting per micro-batch.
+
+    GPipe has two phases: forwards wait for the slowest forward, and backwards for the slowest
+    backward. Other schedules have one phase.
+    """
+    if problem.phases == 1:
+        return [[np.maximum(t, x.comm_s) for x, t in stages]]
+    # Each phase uses one direction of the link. The two directions take equal parts of comm.
+    forward = [np.maximum(x.forward_s, x.comm_s / 2) for x, _ in stages]
+    backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for x, t in stages]
+    return [forward, backward]
+
+
+def search(problem: Problem, table: Table) -> Solution:
     """Finds the best paths through a table; no paths if nothing fits."""
-    objective = Objective(problem, table)
-    result = _Boxes(objective).search()
+    solution = _Boxes(problem, table).search()
     if table.proven:
-        return result
+        return solution
     # Too little effort was spent on the fates of some cells to prove that their t is the least. So
     # the bound of the step must be computed from proven lower bounds of t.
-    lower_s = [table.lower_s(stage) for stage in table.stages]
-    bound_s = max(result.bound_s, objective.bound_s(lower_s))
-    return replace(result, bound_s=min(result.step_s, bound_s))
+    bound_s = max(solution.bound_s, Objective(problem, table.lower()).step_s)
+    return replace(solution, bound_s=min(solution.step_s, bound_s))
 
 
 @dataclass
@@ -177,27 +183,27 @@ class _Boxes:
     maxima are smaller.
 
     Attributes:
-        objective: what is minimized.
+        problem: what is asked.
+        table: the segments.
         heap: the boxes as (bound, tick, low caps, high caps), the least bound first.
         ticks: numbers the boxes in the order in which they were added.
         paths: the paths met, with the seconds of a step.
         best_s: the seconds of the best path met.
-        least_sum_s: a lower bound on the sum of any path.
     """
 
-    objective: Objective
+    problem: Problem
+    table: Table
     heap: list[tuple[float, int, Caps, Caps]] = field(default_factory=list)
     ticks: Iterator[int] = field(default_factory=count)
     paths: dict[Path, float] = field(default_factory=dict)
     best_s: float = np.inf
-    least_sum_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.table = self.objective.table
-        self.waits = self.objective.waits
-        self.low = tuple(least_max(phase) for phase in self.objective.phases(self.table.seconds))
+        objective = Objective(self.problem, self.table.stages)
+        self.waits = objective.waits
+        self.low = objective.maxima
 
-    def search(self) -> SearchResult:
+    def search(self) -> Solution:
         """Opens boxes, least bound first, until none can hold a better path or effort runs out."""
         table = self.table
         bound_s = 0.0
@@ -222,18 +228,12 @@ class _Boxes:
                 continue
             # The path has the least sum of its box, so a better path of the box has a smaller
             # maximum in some phase.
-            self._meet(path)
-            for below, above in _rest(low, high, self.objective.maxima(path)):
+            for below, above in _rest(low, high, self._meet(path)):
                 self._push(total_s + self.waits * sum(below), below, above)
         if table.proven:
             bound_s = self.heap[0][0] if self.heap else self.best_s
         paths = tuple(sorted(self.paths, key=lambda path: self.paths[path]))
-        return SearchResult(
-            paths,
-            self.best_s,
-            min(bound_s, self.best_s),
-            self._cap_s(),
-        )
+        return Solution(paths, self.best_s, min(bound_s, self.best_s), table)
 
     def _push(self, bound_s: float, low: Caps, high: Caps) -> None:
         """Adds a box; of boxes with equal bounds, the one that was added first is opened first."""
@@ -247,20 +247,21 @@ class _Boxes:
         return self.heap[0][0] < enough_s
 
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
-        seconds = self.table.seconds
-        sums = self.objective.sums(seconds)
-        phases = self.objective.phases(seconds)
-        total_s, path = self.table.shortest(_under(sums, phases, caps))
-        return float(self.objective.summed(total_s)), path
+        """Finds the path with the least sum under the caps; None if no path keeps them."""
+        objective = Objective(self.problem, self.table.stages)
+        total_s, places = least_sum(_under(objective, caps))
+        return float(objective.summed(total_s)), self.table.path(places) if places else None
 
-    def _meet(self, path: Path) -> None:
-        """Records a path whose cells are all settled."""
-        step_s = self.objective.step_s(path)
+    def _meet(self, path: Path) -> Caps:
+        """Records a path whose cells are all settled, and returns its maxima."""
+        objective = Objective(self.problem, self.table.along(path))
+        step_s = objective.step_s
         if np.isfinite(step_s):
             self.paths[path] = step_s
         if step_s < self.best_s:
             self.best_s = step_s
             self._narrow()
+        return objective.maxima
 
     def _narrow(self) -> None:
         """Removes the cuts through which no path can be better than the best path met.
@@ -268,40 +269,26 @@ class _Boxes:
         For an asynchronous schedule all cuts stay: `lower_bound.py` searches without transfers, and
         bounds all cells of the table again with transfers.
         """
-        if not self.objective.problem.schedule.synchronous:
+        if not self.problem.schedule.synchronous:
             return
-        seconds = [self.table.lower_s(stage) for stage in self.table.stages]
-        sums = self.objective.sums(seconds)
-        phases = self.objective.phases(seconds)
-        low = [least_max(phase) for phase in phases]
-        least_s, _ = least_sum(sums)
-        self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_s)))
-        # The maxima of a better path add up to less than the cap. Each maximum is at least the
-        # least of its phase. So a maximum is at most the cap minus the other phases' least maxima.
-        caps = tuple(self._cap_s() - sum(low) + low_s for low_s in low)
-        through = sums_through(_under(sums, phases, caps))
+        objective = Objective(self.problem, self.table.lower())
+        low = objective.maxima
+        # A better path takes less than `best_s`, of which its sum takes the least sum or more. The
+        # rest is left for `waits` times its maxima. Each maximum is at least the least of its
+        # phase. So a maximum is at most this rest minus the other phases' least maxima.
+        least_s, _ = least_sum(objective.sums)
+        rest_s = (self.best_s - least_s) / self.waits * (1 + 1e-12) if self.waits else np.inf
+        caps = tuple(rest_s - sum(low) + low_s for low_s in low)
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
-        kept = [np.flatnonzero(self.objective.summed(x) <= enough_s) for x in through]
+        kept = [np.flatnonzero(x <= enough_s) for x in sums_through(_under(objective, caps))]
         if all(len(places) for places in kept):
             self.table.narrow(kept)
 
-    def _cap_s(self) -> float:
-        """Returns the most that the maxima of a path add up to if it beats the best path met."""
-        if not self.waits:
-            return np.inf
-        # A better path takes less than `best_s`, of which its sum takes `least_sum_s` or more. The
-        # rest is left for `waits` times the maxima.
-        return (self.best_s - self.least_sum_s) / self.waits * (1 + 1e-12)
 
-
-def _under(
-    matrices: list[Matrix],
-    phases: list[list[Matrix]],
-    caps: Caps,
-) -> list[Matrix]:
-    """Returns the matrices with infinity for each cell that is over the cap of some phase."""
-    capped = matrices
-    for phase, cap in zip(phases, caps, strict=True):
+def _under(objective: Objective, caps: Caps) -> list[Matrix]:
+    """Returns the sums of segments, with infinity for each that is over the cap of some phase."""
+    capped = objective.sums
+    for phase, cap in zip(objective.phases, caps, strict=True):
         if np.isfinite(cap):
             both = zip(phase, capped, strict=True)
             capped = [np.where(waits <= cap, total, np.inf) for waits, total in both]

@@ -19,14 +19,14 @@ layer. Each layer adds its `residual_bytes`, and each layer but the first also a
 `input_bytes`. The last layer of a run works with `recompute_peak_bytes` in place of its residuals.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.stage_bytes import (
     LayerBytes,
@@ -40,6 +40,8 @@ from jvpipe.planners.model.stage_cost import handed_bytes
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
+RUNS = [RECOMPUTE_CHAIN, RECOMPUTE]
+"""The choices that every layer has."""
 Flight = tuple[int, int]
 """How many micro-batches a stage has in flight, and how many between the halves of a backward."""
 
@@ -75,43 +77,39 @@ class Choices:
         allowed = np.zeros(shape, dtype=bool, order="F")
         kept, swapped, working, extra, handed = (np.zeros(shape, order="F") for _ in range(5))
         for row, layer in enumerate(layers):
-            for c, option in enumerate(layer.options):
-                taken = option_bytes(layer, option)
+            # Whether a layer ends its run depends on the next layer's choice. The lesser need of the
+            # two cases is a lower bound for both.
+            inside = min(layer.options[0].kept_bytes, recompute_peak_bytes(layer))
+            chain = LayerBytes(0, 0, inside + layer.temporary_bytes, recompute_s(layer))
+            again = chain._replace(kept=layer.input_bytes)
+            options = [option_bytes(layer, option) for option in layer.options]
+            for c, taken in (*enumerate(options), (RECOMPUTE_CHAIN, chain), (RECOMPUTE, again)):
                 kept[row, c], swapped[row, c], working[row, c], extra[row, c] = taken
                 allowed[row, c] = swaps or taken.swapped == 0
                 handed[row, c] = handed_bytes(costs, row, taken)
-            for c, left in ((RECOMPUTE, layer.input_bytes), (RECOMPUTE_CHAIN, 0)):
-                again = LayerBytes(left, 0, 0, 0.0)
-                handed[row, c] = handed_bytes(costs, row, again)
-        input_bytes = np.array([float(layer.input_bytes) for layer in layers])
-        residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
-        recomputed = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
-        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
-        kept[:, RECOMPUTE] = input_bytes
-        allowed[:, -2:] = True
-        extra[:, -2:] = np.array([[recompute_s(layer)] for layer in layers])
-        # Whether a layer ends its run depends on the next layer's choice. The lesser need of the
-        # two cases is a lower bound for both.
-        inside = np.minimum(residual, recomputed) + temporary
-        working[:, -2:] = inside[:, None]
+
+        def per_layer(number: Callable[[LayerCost], float]) -> PerLayer:
+            return np.array([float(number(layer)) for layer in layers])
+
         return Choices(
             allowed=allowed,
             kept_bytes=kept,
             swapped_bytes=swapped,
             handed_bytes=handed,
             own_s=extra,
-            forward_s=np.array([layer.forward_s for layer in layers]),
+            forward_s=per_layer(lambda layer: layer.forward_s),
             working_bytes=working,
-            residual_bytes=residual,
-            recompute_peak_bytes=recomputed,
-            input_bytes=input_bytes,
-            temporary_bytes=temporary,
+            residual_bytes=per_layer(lambda layer: layer.options[0].kept_bytes),
+            recompute_peak_bytes=per_layer(recompute_peak_bytes),
+            input_bytes=per_layer(lambda layer: layer.input_bytes),
+            temporary_bytes=per_layer(lambda layer: layer.temporary_bytes),
         )
 
-    @property
-    def columns(self) -> int:
-        """The number of columns, which is the same for all layers."""
-        return self.allowed.shape[1]
+    @cached_property
+    def every(self) -> list[Columns]:
+        """For each layer, all choices that it has."""
+        options = self.allowed[:, :RECOMPUTE_CHAIN]
+        return [np.append(np.flatnonzero(there), RUNS) for there in options]
 
     def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
         """Counts the seconds that choices add to backwards on a device.
@@ -142,7 +140,7 @@ class Choices:
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists for each layer the columns that may lead to the fewest bytes.
+        """Lists for each layer the choices that may lead to the fewest bytes.
 
         A column is left out if another column is nowhere worse: it holds no more at any of the
         flights, works with no more, and leaves no less. Leaving more is better here, because what a
@@ -157,8 +155,8 @@ class Choices:
         # The last two columns are always listed: what they need depends on the layers beside them.
         numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
-        for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
-            columns = np.flatnonzero(there)
+        for row, choices in enumerate(self.every):
+            columns = choices[:RECOMPUTE_CHAIN]
             chosen = numbers[:, row, columns]
             # Entry [a, b] says that column b is nowhere worse than column a. The first of several
             # equal columns stays.
@@ -167,8 +165,7 @@ class Choices:
             is_better = no_worse & ~same
             is_repeated = np.tril(same, -1)
             beaten = (is_better | is_repeated).any(1)
-            runs = [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
-            per_layer.append(np.append(columns[~beaten], runs))
+            per_layer.append(np.append(columns[~beaten], RUNS))
         return tuple(per_layer)
 
     @cached_property
@@ -184,14 +181,4 @@ class Choices:
         """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
-        if not between:
-            return total
         return total + between * self.handed_bytes[layers]
-
-    def swapped(self, chosen: Sequence[int]) -> PerLayer:
-        """Counts the bytes that each layer swaps per micro-batch, given the layers' choices."""
-        return self.swapped_bytes[np.arange(len(chosen)), np.array(chosen)]
-
-    def choice(self, column: int) -> int:
-        """Returns a column's choice as decisions have it: -2 and -1 for the last two columns."""
-        return column if column < self.columns + RECOMPUTE_CHAIN else column - self.columns

@@ -24,13 +24,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing
+from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
 from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.model.segments import Cuts, OverJ, Segments, sums
 from jvpipe.util.sizes import MOST_BYTES
 
-Prices = tuple[float, float]
-"""The prices (alpha, mu) of `dual_bounds.py`: the weight of compute, and seconds per byte."""
+PRICE_ROUNDS = 2
+"""How many pairs of prices each stage gets. It may be changed: more pairs make windows narrower."""
 BYTES_ALONE = (0.0, 1.0)
 """Prices at which only bytes count, one second each."""
 ROUNDING_BYTES = 0.5
@@ -43,33 +43,28 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        prices: for each stage, prices that bound its seconds well. More prices make windows
-            narrower; any prices are valid.
+        prices: for each round of `of`, a pair of prices for each stage, which bounds the seconds of
+            the stage well. Any prices are valid.
         known: a cache of prefix sums, by stage and prices.
     """
 
     pricing: Pricing
-    prices: tuple[tuple[Prices, ...], ...]
+    prices: tuple[list[Prices], ...] = ()
     known: dict[tuple[int, Prices], OverJ] = field(default_factory=dict)
 
     @staticmethod
-    def of(pricing: Pricing, rounds: int = 2) -> "Reach":
+    def of(pricing: Pricing) -> "Reach":
         """Makes a reach with prices that bound well near the least cap.
 
         Each round finds the windows of the least cap under the prices so far. It takes the middles
-        of these windows as bounds, and adds the best prices of the stages between them.
-
-        Args:
-            pricing: the choices of all layers, and the memory limit.
-            rounds: how many prices each stage gets. Without a limit no prices are needed.
+        of these windows as bounds, and adds the best prices of the stages between them. Without a
+        limit no prices are needed.
         """
-        stages = pricing.segments.problem.stages
-        reach = Reach(pricing, ((),) * stages)
-        for _ in range(rounds if pricing.limit_bytes < MOST_BYTES else 0):
+        reach = Reach(pricing)
+        for _ in range(PRICE_ROUNDS if pricing.limit_bytes < MOST_BYTES else 0):
             cap_s = reach.least_cap_s(CUTS.prices_tolerance)
             middles = [int(cuts[len(cuts) // 2]) for cuts in reach.windows(cap_s)]
-            best = reach._best_prices(middles)
-            prices = tuple((*old, new) for old, new in zip(reach.prices, best, strict=True))
+            prices = (*reach.prices, reach._best_prices(middles))
             # The prices of earlier rounds stay in use, and so do their prefix sums.
             reach = Reach(pricing, prices, reach.known)
         return reach
@@ -102,19 +97,17 @@ class Reach:
         segments = self.pricing.segments
         layers_s = np.diff(segments.least_compute_s)
         low = max(float(layers_s.max(initial=0.0)), segments.share_s)
-        if self.left(low)[-1] == segments.n:
+        if self.reaches_end(low):
             return low
         high = 2 * low
         # If the memory limit keeps the end out of reach, no cap suffices, and doubling must end.
-        while high < 1e9 * low and self.left(high)[-1] < segments.n:
+        while high < 1e9 * low and not self.reaches_end(high):
             low, high = high, 2 * high
-        while high - low > tolerance * high:
-            middle = (low + high) / 2
-            if self.left(middle)[-1] == segments.n:
-                high = middle
-            else:
-                low = middle
-        return high
+        return halved(self.reaches_end, low, high, tolerance)
+
+    def reaches_end(self, cap_s: float) -> bool:
+        """Tells whether the stages reach the last layer under a cap."""
+        return self.left(cap_s)[-1] == self.pricing.segments.n
 
     def windows(self, cap_s: float) -> list[Cuts]:
         """Lists for each bound the cuts of its window; at least one, even if none keeps the cap."""
@@ -177,9 +170,9 @@ class Reach:
         if self.pricing.limit_bytes < MOST_BYTES:
             room_bytes = self._room_bytes(s)
             yield self._sums(s, BYTES_ALONE), room_bytes + ROUNDING_BYTES
-            for prices in self.prices[s]:
-                limit = cap_s * (1 + 1e-9) + prices[1] * room_bytes
-                yield self._sums(s, prices), limit
+            for prices in self.prices:
+                limit = cap_s * (1 + 1e-9) + prices[s][1] * room_bytes
+                yield self._sums(s, prices[s]), limit
 
     def _sums(self, s: int, prices: Prices) -> OverJ:
         """Returns prefix sums of the least that each layer pays on stage s at these prices."""
@@ -188,21 +181,44 @@ class Reach:
         pricing = self.pricing.at(s)
         segments = pricing.segments
         alpha, mu = prices
-        extra_s, link_s, held_bytes = pricing.table(s, slice(None))
+        offers = pricing.offers(s, slice(None))
+        if prices == BYTES_ALONE:
+            offers = offers._replace(link_s=np.zeros_like(offers.link_s))
         # Whatever is chosen, each layer pays at least for its cheapest choice.
-        there = np.isfinite(extra_s)
-        compute_s = np.where(there, extra_s, 0.0)
-        seconds = alpha * compute_s + (1 - alpha) * (alpha > 0) * link_s
-        paid = np.where(there, seconds + mu * held_bytes, np.inf)
-        least = paid.min(1)
+        least = offers.cost(alpha, mu).min(1)
         fixed = alpha * segments.compute_of(s) + mu * segments.static_bytes(s)
         layers = np.where(np.isfinite(least), least, 0.0)
         self.known[s, prices] = sums(layers) + fixed
         return self.known[s, prices]
 
 
+def halved(suffices: Callable[[float], bool], low: float, high: float, tolerance: float) -> float:
+    """Finds nearly the least number that suffices, by halving an interval.
+
+    Args:
+        suffices: tells whether a number suffices. Any larger number must suffice too.
+        low: a number that is too small, or the least.
+        high: a number that suffices.
+        tolerance: by how much the result may be above the least, as a share of it.
+
+    >>> halved(lambda x: x * x >= 2, 0.0, 2.0, 1e-3)
+    1.4150390625
+    """
+    while high - low > tolerance * high:
+        middle = (low + high) / 2
+        if suffices(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
 def area(windows: Sequence[Cuts]) -> int:
-    """Counts the cells between windows: the pairs of cuts between which a stage may lie."""
+    """Counts the cells between windows: the pairs of cuts between which a stage may lie.
+
+    Args:
+        windows: the cuts of each bound.
+    """
     return sum(len(a) * len(b) for a, b in pairwise(windows))
 
 

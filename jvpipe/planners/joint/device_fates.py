@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from jvpipe.planners.joint.dominance import Cell, Lot
-from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.dual_bounds import Prices, Pricing
 from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
@@ -39,7 +39,6 @@ class DeviceFates:
 
     Attributes:
         pricing: the choices of all layers.
-        swaps: whether some choices swap.
         known: a cache of fates, by what was asked; None: no fates were found.
         kept: a cache of the bytes of stages that keep everything.
         prices: for each device, the prices of its first search. Later searches are similar, so the
@@ -47,15 +46,14 @@ class DeviceFates:
     """
 
     pricing: Pricing
-    swaps: bool
     known: dict[object, Fates | None] = field(default_factory=dict)
     kept: dict[object, StageBytes[int]] = field(default_factory=dict)
-    prices: dict[int, tuple[float, float]] = field(default_factory=dict)
+    prices: dict[int, Prices] = field(default_factory=dict)
 
     @staticmethod
     def of(problem: Problem, *, swaps: bool = False) -> "DeviceFates":
         """Makes a chooser for a problem's layers, with or without choices that swap."""
-        return DeviceFates(pricing_of(problem, swaps), swaps)
+        return DeviceFates(pricing_of(problem, swaps))
 
     def fastest(
         self, problem: Problem, bounds: Sequence[int], moments: Moments | None = None
@@ -122,42 +120,33 @@ class DeviceFates:
         keeping = [0] * len(problem.costs.layers)
         stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
         # If no choice swaps, the seconds of the link are the same for all fates, and are left out.
-        traffic_s = sum(stage.link_s for stage in stages) * self.swaps
-        most_swapped = _most_swapped_bytes(problem)
+        traffic_s = sum(stage.link_s for stage in stages) * self.pricing.swaps
         query = FateQuery(
             lot,
             sum(stage.compute_s for stage in stages),
             traffic_s,
             room,
-            most_swapped,
+            _most_swapped_bytes(problem),
         )
         search = FateSearch(self.pricing, query, prices=self.prices.get(d))
         self.prices[d] = search.prices
-        fates = search.least_seconds(FATE.states).choices
-        if fates:
-            return fates
         # A search that keeps few states (`dominance.py`) may have dropped all that fit. Then the
         # emptiest fates are tried, because no others are as likely to fit.
-        taken, fates = fewest_bytes(self.pricing, lot, exact=False)
-        choices = self.pricing.at(lot.cells[0][0]).choices
-        swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
-        fits = taken <= room and swapped <= most_swapped
-        return fates if fits else None
+        fastest = search.least_seconds(FATE.states)
+        return fastest.choices or search.emptiest().choices or None
 
     def _emptiest(
         self,
         problem: Problem,
         d: int,
         cells: Sequence[Cell],
-    ) -> Fates:
+    ) -> Fates | None:
         """Chooses the fates that hold the fewest bytes for the stages of one device."""
         moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
         if lot not in self.known:
             self.known[lot] = fewest_bytes(self.pricing, lot, exact=True)[1]
-        fates = self.known[lot]
-        assert fates is not None, "some fates take the fewest bytes"
-        return fates
+        return self.known[lot]
 
     def _lot(
         self,

@@ -63,12 +63,11 @@ Cell = tuple[int, int, int]
 States = Float[np.ndarray, "rows _"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
+Chosen = Int[np.ndarray, "_ layers"]
+"""For each state, the choices of the layers so far."""
 CHUNK_STATES = 128
 """How many states are compared with each other at once. It bounds memory and changes no result."""
 EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
-
-Step = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
-"""For each state, the index of the state that it grew from, and the column of the last choice."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Growth:
         at: for each layer of the lot, its number in the model.
         lasts: the last layer of each stage.
         ends: for each layer, the number of layers up to the end of its stage.
-        columns: for each layer, the columns of `Choices` that are tried.
+        columns: for each layer, the choices that are tried; they index the columns of `Choices`.
         held: the bytes that each choice holds, by moment, layer and column.
         given: for each layer, bytes that are held from that layer on for values that several layers
             read.
@@ -128,16 +127,18 @@ class Growth:
         Args:
             pricing: the choices of all layers.
             lot: the layers of a device.
-            by_bytes: whether only bytes count. Seconds are then 0 in all states, and choices that
-                cannot lead to the fewest bytes are not tried.
+            by_bytes: whether only the bytes on the device count. EXTRA and SWAPPED are then 0 in
+                all states, and choices that cannot lead to the fewest bytes are not tried.
         """
         stage = lot.cells[0][0]
         # All stages of a device work on equal shares of micro-batches.
         pricing = pricing.at(stage)
         self.table = pricing.choices
         self.lot = lot
-        self.by_bytes = by_bytes
-        self.extra_s = pricing.extra_s(stage)
+        # If only bytes count, states must not differ in other numbers. So those are 0.
+        counted = 0.0 if by_bytes else 1.0
+        self.extra_s = counted * pricing.extra_s(stage)
+        self.swapped_bytes = counted * self.table.swapped_bytes
         sizes = [j - i for _, i, j in lot.cells]
         ends = np.cumsum(sizes)
         self.n = int(ends[-1])
@@ -150,7 +151,8 @@ class Growth:
         given = [pricing.segments.given(layers.start)[layers] for layers in lot.layers]
         self.given = np.concatenate(given)
         self.held = np.stack([self._held_bytes(moment) for moment in lot.moments])
-        self.columns = self._columns(by_bytes)
+        every = self.table.every
+        self.columns = self._columns() if by_bytes else [every[layer] for layer in self.at]
         self._look_ahead()
 
     def _held_bytes(self, moment: Sequence[Flight]) -> np.ndarray:
@@ -158,15 +160,12 @@ class Growth:
         stages = zip(moment, self.lot.layers, strict=True)
         return np.concatenate([self.table.held_bytes(flight, layers) for flight, layers in stages])
 
-    def _columns(self, by_bytes: bool) -> list[np.ndarray]:
-        """Lists for each layer the columns that are tried."""
-        table = self.table
-        if not by_bytes:
-            return [np.flatnonzero(allowed) for allowed in table.allowed[self.at]]
+    def _columns(self) -> list[np.ndarray]:
+        """Lists for each layer the choices that may lead to the fewest bytes."""
         columns = []
         for stage, layers in enumerate(self.lot.layers):
             flights = tuple(moment[stage] for moment in self.lot.moments)
-            columns += table.min_bytes_columns(flights)[layers]
+            columns += self.table.min_bytes_columns(flights)[layers]
         return columns
 
     def _look_ahead(self) -> None:
@@ -252,10 +251,9 @@ class Growth:
         table = self.table
         layer = self.at[at]
         columns = self.columns[at]
-        swapped_bytes = table.swapped_bytes[layer, columns]
         grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
-        grown[SWAPPED] = states[SWAPPED][:, None] + swapped_bytes
+        grown[SWAPPED] = states[SWAPPED][:, None] + self.swapped_bytes[layer, columns]
         # RECOMPUTE and RECOMPUTE_CHAIN are -1 and -2, and so index the last two columns.
         run = np.full(grown.shape[1:], np.inf)  # bytes of the run while this layer runs
         run[:, RECOMPUTE] = 0.0
@@ -272,8 +270,6 @@ class Growth:
             grown[MOST] = states[MOST][:, None]
             if ends_stage:
                 self._end_stage(grown)
-        if self.by_bytes:
-            grown[[EXTRA, SWAPPED]] = 0.0
         return grown.reshape(len(states), -1)
 
     def _grow_beyond(
@@ -373,19 +369,17 @@ class Growth:
         opened = np.minimum(states[HALVES_OPEN] + fall, states[ENDS_OPEN])
         return np.minimum(closed, opened)
 
-    def step(self, kept: Int[np.ndarray, "M"], at: int) -> Step:
-        """Finds where grown states came from, given their indices among all that `grown` made."""
+    def chosen(self, before: Chosen, kept: Int[np.ndarray, "M"], at: int) -> Chosen:
+        """Returns the choices that led to grown states.
+
+        Args:
+            before: the choices that led to the states of the layers before.
+            kept: the indices of the grown states among all that `grown` made.
+            at: the layer.
+        """
         columns = self.columns[at]
         parents, last = np.divmod(kept, len(columns))
-        return parents, columns[last]
-
-    def path(self, steps: Sequence[Step], at: int) -> tuple[int, ...]:
-        """Returns the choices of all layers that led to the final state at index `at`."""
-        choices = []
-        for parents, columns in reversed(steps):
-            choices.append(self.table.choice(int(columns[at])))
-            at = int(parents[at])
-        return tuple(reversed(choices))
+        return np.c_[before[parents], columns[last]]
 
 
 @dataclass(frozen=True)
@@ -394,13 +388,13 @@ class Followed:
 
     Attributes:
         states: the states that are left, none of which dominates another.
-        steps: for each layer, how the states grew.
+        chosen: the choices of all layers that led to each state.
         dropped: a lower bound on any answer that was missed because states were dropped when there
             were too many; infinite if none were.
     """
 
     states: States
-    steps: Sequence[Step]
+    chosen: Chosen
     dropped: float
 
 
@@ -427,25 +421,25 @@ def follow(
             `below`, and the number of layers. It returns the indices of the states to keep.
     """
     states = growth.begin()
-    steps = list[Step]()
+    chosen = np.empty((1, 0), dtype=int)
     dropped = np.inf
     for at in range(growth.n):
         states = growth.grown(states, at)
         bound = bounds(states, at + 1)
         alive = np.flatnonzero(bound < below)
         if len(alive) > 2 * width:
-            chosen = np.intersect1d(alive, fittest(states, bound, alive, at + 1))
-            left = np.setdiff1d(alive, chosen, assume_unique=True)
+            stay = np.intersect1d(alive, fittest(states, bound, alive, at + 1))
+            left = np.setdiff1d(alive, stay, assume_unique=True)
             least = float(bound[left].min(initial=np.inf))
             dropped = min(dropped, least)
-            alive = chosen
+            alive = stay
         undominated = front(states[:, alive])
         alive = alive[undominated]
         states = states[:, alive]
+        chosen = growth.chosen(chosen, alive, at)
         if not len(alive):
             break
-        steps.append(growth.step(alive, at))
-    return Followed(states, steps, dropped)
+    return Followed(states, chosen, dropped)
 
 
 def beyond_held(states: np.ndarray) -> np.ndarray:

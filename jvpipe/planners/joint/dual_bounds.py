@@ -26,32 +26,53 @@ segments. They also bound the neighbors of these segments well.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
 from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, most_of, sums
+
+Prices = tuple[float, float]
+"""The prices (alpha, mu) of the module: the weight of compute, and the seconds that a byte costs."""
+
+
+class Offers(NamedTuple):
+    """What each choice of each layer takes, of layers on one device.
+
+    Attributes:
+        there: whether the choice is possible.
+        extra_s: extra seconds of compute; finite even for choices that are not possible.
+        link_s: seconds of swaps.
+        held_bytes: bytes held.
+    """
+
+    there: Bool[np.ndarray, "N C"]
+    extra_s: PerChoice
+    link_s: PerChoice
+    held_bytes: PerChoice
+
+    def cost(self, alpha: float | np.ndarray, mu: float | np.ndarray) -> PerChoice:
+        """Returns what each choice costs at these prices; infinity if it is not possible."""
+        seconds = alpha * self.extra_s + (1 - alpha) * self.link_s
+        return np.where(self.there, seconds + mu * self.held_bytes, np.inf)
 
 
 class Relaxation(NamedTuple):
     """What the bound of one segment depends on besides prices.
 
     Attributes:
-        extra_s: extra seconds of compute, for each choice of each layer; infinite for choices that
-            are not possible.
-        link_s: seconds of swaps, for each choice of each layer.
-        held: bytes held, for each choice of each layer; for the last layer also its working bytes.
+        offers: what the choices of the segment's layers take. The last layer's bytes include its
+            working bytes.
         room_bytes: what the held bytes may add up to.
         compute_s: seconds of compute without extra ones.
         traffic_s: seconds of the link without swaps.
     """
 
-    extra_s: PerChoice
-    link_s: PerChoice
-    held: PerChoice
+    offers: Offers
     room_bytes: float
     compute_s: float
     traffic_s: float
@@ -74,22 +95,7 @@ class Pricing:
     segments: Segments
     choices: Choices
     limit_bytes: float
-    swaps: bool = True
-
-    @staticmethod
-    def of(
-        segments: Segments,
-        limit_bytes: float,
-        swaps: bool = True,
-    ) -> "Pricing":
-        """Collects the choices of the layers of segments.
-
-        Args:
-            segments: of the layers.
-            limit_bytes: what a device may hold.
-            swaps: whether choices that swap are included.
-        """
-        return Pricing(segments, Choices.of(segments.costs, swaps), limit_bytes, swaps)
+    swaps: bool
 
     def at(self, s: int) -> "Pricing":
         """Returns the pricing for the shares of micro-batches that a stage's devices work on."""
@@ -97,7 +103,8 @@ class Pricing:
         if segments is self.segments:
             return self
         if id(segments) not in self._at:
-            self._at[id(segments)] = Pricing.of(segments, self.limit_bytes, self.swaps)
+            choices = Choices.of(segments.costs, self.swaps)
+            self._at[id(segments)] = replace(self, segments=segments, choices=choices)
         return self._at[id(segments)]
 
     @cached_property
@@ -106,20 +113,13 @@ class Pricing:
 
     def extra_s(self, s: int) -> PerChoice:
         """Returns the extra seconds of all choices on a device of a stage."""
-        slowness = self.segments.problem.slowness(s)
-        if slowness not in self._extra_s:
-            self._extra_s[slowness] = self.choices.extra_s(slowness)
-        return self._extra_s[slowness]
+        return self.choices.extra_s(self.segments.problem.slowness(s))
 
-    @cached_property
-    def _extra_s(self) -> dict[tuple[float, ...], PerChoice]:
-        return {(): self.choices.extra_s()}
+    def offers(self, s: int, layers: slice) -> Offers:
+        """Returns what the choices of some layers take on a device of a stage.
 
-    def table(self, s: int, layers: slice) -> tuple[PerChoice, PerChoice, PerChoice]:
-        """Returns extra seconds, link seconds and held bytes of layers' choices on a stage.
-
-        A choice gets infinite extra seconds if a layer does not have it, or if its working bytes
-        alone are over the limit.
+        A choice is not possible if the layer does not have it, or if its working bytes alone are
+        over the limit.
 
         Args:
             s: the stage.
@@ -129,11 +129,11 @@ class Pricing:
         flight = (self.segments.in_flight[s], 0)
         working = choices.working_bytes[layers]
         there = choices.allowed[layers] & (working <= self.limit_bytes)
-        extra_s = np.where(there, self.extra_s(s)[layers], np.inf)
+        extra_s = np.where(there, self.extra_s(s)[layers], 0.0)
         # Swapped bytes cross the link twice: out and in.
         twice = 2 * choices.swapped_bytes[layers]
         link_s = twice / self.segments.problem.host.bytes_per_s
-        return extra_s, link_s, choices.held_bytes(flight, layers)
+        return Offers(there, extra_s, link_s, choices.held_bytes(flight, layers))
 
     def relaxed(
         self,
@@ -151,41 +151,24 @@ class Pricing:
             traffic_s: seconds of the link without swaps.
         """
         s, i, j = cell
-        extra_s, link_s, held_bytes = self.table(s, slice(i, j))
-        held_bytes[-1] += self.choices.working_bytes[j - 1]
-        return Relaxation(
-            extra_s,
-            link_s,
-            held_bytes,
-            room_bytes,
-            compute_s,
-            traffic_s,
-        )
+        offers = self.offers(s, slice(i, j))
+        offers.held_bytes[-1] += self.choices.working_bytes[j - 1]
+        return Relaxation(offers, room_bytes, compute_s, traffic_s)
 
     def least_bytes(self, block: CutBlock) -> Grid:
         """Bounds from below the peak bytes of each segment of a block, whatever is chosen."""
         layers = slice(block.starts[0], block.ends[-1])
-        extra_s, _, held_bytes = self.table(block.s, layers)
-        held_bytes = np.where(np.isfinite(extra_s), held_bytes, np.inf)
+        offers = self.offers(block.s, layers)
+        held_bytes = np.where(offers.there, offers.held_bytes, np.inf)
         taken = self._over(held_bytes, self.choices.working_bytes[layers], block)
         working = most_of(self.choices.least_working_bytes, block.starts, block.ends)
         return block.fixed_bytes + np.maximum(taken, working)
 
-    def bound_s(self, block: CutBlock, alpha: float, mu: float) -> Grid:
-        """Bounds from below the seconds of each segment of a block, by the module's inequality.
-
-        Args:
-            block: the segments.
-            alpha: the weight of compute.
-            mu: the price of a byte, in seconds.
-        """
+    def bound_s(self, block: CutBlock, prices: Prices) -> Grid:
+        """Bounds from below the seconds of each segment of a block, by the module's inequality."""
+        alpha, mu = prices
         layers = slice(block.starts[0], block.ends[-1])
-        extra_s, link_s, held_bytes = self.table(block.s, layers)
-        there = np.isfinite(extra_s)
-        # alpha may be 0, and 0 times infinity is not a number: only finite seconds are weighted.
-        finite_s = np.where(there, extra_s, 0.0)
-        priced = alpha * finite_s + (1 - alpha) * link_s + mu * held_bytes
-        cost = np.where(there, priced, np.inf)
+        cost = self.offers(block.s, layers).cost(alpha, mu)
         last = mu * self.choices.working_bytes[layers]
         paid = self._over(cost, last, block)
         free = mu * (self.limit_bytes - block.fixed_bytes)
@@ -249,27 +232,24 @@ class DualBounds:
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
 
     def __init__(self, asked: Sequence[Relaxation]) -> None:
-        sizes = [len(question.extra_s) for question in asked]
-        extra_s = np.concatenate([question.extra_s for question in asked])
-        self.there = np.isfinite(extra_s)
-        self.extra_s = np.where(self.there, extra_s, 0.0)
-        self.link_s = np.concatenate([question.link_s for question in asked])
-        self.held = np.concatenate([question.held for question in asked])
-        self.room = np.array([question.room_bytes for question in asked])
-        self.compute_s = np.array([question.compute_s for question in asked])
-        self.traffic_s = np.array([question.traffic_s for question in asked])
+        every, room, compute_s, traffic_s = zip(*asked, strict=True)
+        self.offers = Offers(*map(np.concatenate, zip(*every, strict=True)))
+        self.room = np.array(room)
+        self.compute_s = np.array(compute_s)
+        self.traffic_s = np.array(traffic_s)
+        sizes = [len(offers.there) for offers in every]
         # `of` is the relaxation of each layer; `first` is the first layer of each relaxation.
         self.of = np.repeat(np.arange(len(asked)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         # A price of `scale` makes bytes cost about as much as seconds.
-        held_bytes = np.where(self.there, self.held, 0)
+        held_bytes = np.where(self.offers.there, self.offers.held_bytes, 0)
         largest = np.add.reduceat(held_bytes.max(1), self.first)
         seconds = self.compute_s + self.traffic_s + 1e-30
         self.scale = seconds / np.maximum(largest, 1.0)
         self.best = np.full(len(asked), -np.inf)
         self.prices = np.zeros((len(asked), 2))
 
-    def solve(self) -> list[tuple[float, float]]:
+    def solve(self) -> list[Prices]:
         """Returns for each relaxation prices (alpha, mu) whose bound is the best, or nearly so."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
@@ -292,7 +272,7 @@ class DualBounds:
         Returns:
             By how many seconds compute exceeds the link at that mu.
         """
-        _, free_over, free_compute_over_link = self._evaluate(alpha, np.zeros_like(alpha))
+        free = self._point(alpha, np.zeros_like(alpha))
         low = self._point(alpha, self.scale / self.PRICE_RANGE)
         high = self._point(alpha, self.scale * self.PRICE_RANGE)
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
@@ -313,30 +293,24 @@ class DualBounds:
             high = _either(over, high, point)
         # If the cheapest choices fit even when bytes are free (mu = 0), then mu = 0 is best.
         return np.where(
-            free_over > 0,
+            free.over > 0,
             high.compute_over_link,
-            free_compute_over_link,
+            free.compute_over_link,
         )
 
-    def _point(self, alpha: np.ndarray, mu: np.ndarray) -> "_Point":
-        return _Point(mu, *self._evaluate(alpha, mu))
-
-    def _evaluate(
-        self, alpha: np.ndarray, mu: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Computes the dual at these prices and its two slopes (see `_Point`).
+    def _point(self, alpha: np.ndarray, mu: np.ndarray) -> _Point:
+        """Computes the dual of each relaxation at these prices, and its slopes.
 
         Any prices give a valid bound. The best bound seen so far, and its prices, are recorded.
         """
-        a = alpha[self.of][:, None]
-        m = mu[self.of][:, None]
-        priced = a * self.extra_s + (1 - a) * self.link_s + m * self.held
-        cost = np.where(self.there, priced, np.inf)
+        offers = self.offers
+        cost = offers.cost(alpha[self.of][:, None], mu[self.of][:, None])
         # Each layer makes its cheapest choice; sums are over the layers of each relaxation.
         chosen = np.arange(len(cost)), cost.argmin(1)
-        held_bytes = np.add.reduceat(self.held[chosen], self.first)
-        extra_s = np.add.reduceat(self.extra_s[chosen], self.first)
-        swaps_s = np.add.reduceat(self.link_s[chosen], self.first)
+        extra_s, swaps_s, held_bytes = (
+            np.add.reduceat(x[chosen], self.first)
+            for x in (offers.extra_s, offers.link_s, offers.held_bytes)
+        )
         compute_s = self.compute_s + extra_s
         link_s = self.traffic_s + swaps_s
         over = held_bytes - self.room
@@ -344,7 +318,7 @@ class DualBounds:
         better = dual > self.best
         self.best = np.where(better, dual, self.best)
         self.prices[better] = np.stack([alpha, mu], 1)[better]
-        return dual, over, compute_s - link_s
+        return _Point(mu, dual, over, compute_s - link_s)
 
 
 def _either(first: np.ndarray, a: _Point, b: _Point) -> _Point:

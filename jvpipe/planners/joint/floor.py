@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
@@ -106,9 +107,7 @@ class _Search:
     enough_bytes: int
     left: int
     seen: set[Decision] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.lowest = Floor(Decision((), ()), (2**63,))
+    lowest: Floor = Floor(Decision((), ()), (2**63,))
 
     @property
     def ended(self) -> bool:
@@ -141,25 +140,21 @@ class _Search:
 
 def _untimed(problem: Problem) -> Problem:
     """Returns the problem without a limit, and with the same fixed seconds for every layer."""
+    # Groups that share costs share the new costs too, so that their layers are summed up only once.
     cache = dict[int, Costs]()
 
     def untimed(costs: Costs) -> Costs:
-        """Replaces the seconds of costs; groups that share costs share the new ones too."""
         if id(costs) not in cache:
             layers = tuple(map(_untimed_layer, costs.layers))
             cache[id(costs)] = replace(costs, layers=layers)
         return cache[id(costs)]
 
-    groups = []
-    for group in problem.groups:
-        costs = group.costs and untimed(group.costs)
-        groups.append(replace(group, slowness=(), costs=costs))
-    return replace(
-        problem,
-        costs=untimed(problem.costs),
-        memory_limit_bytes=None,
-        groups=tuple(groups),
+    groups = tuple(
+        replace(group, slowness=(), costs=group.costs and untimed(group.costs))
+        for group in problem.groups
     )
+    costs = untimed(problem.costs)
+    return replace(problem, costs=costs, memory_limit_bytes=None, groups=groups)
 
 
 def _untimed_layer(layer: LayerCost) -> LayerCost:
@@ -175,13 +170,17 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
         keeps: whether only the one that keeps everything is yielded.
     """
     if not keeps:
-        pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
-        yield min_bytes_plan(pricing).decision
+        yield min_bytes_plan(_pricing(problem)).decision
     kept = KeepAll(problem)
     peaks = [kept.peak_bytes(s) for s in range(problem.stages)]
     _, places = least_path(peaks, np.maximum)
     assert places is not None, "there are as many places as stages need"
     yield Decision.keeping_all(kept.cuts[list(places)].tolist())
+
+
+def _pricing(problem: Problem) -> Pricing:
+    """Makes the pricing of a problem's choices; without those that swap if the host has a limit."""
+    return pricing_of(problem, swaps=problem.host_limit_bytes is None)
 
 
 def _of_every_cut(
@@ -199,8 +198,7 @@ def _of_every_cut(
         lowest_bytes: returns the exact bytes of the emptiest plan so far.
     """
     least = 0
-    pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
-    for plan in min_bytes_plans(pricing):
+    for plan in min_bytes_plans(_pricing(problem)):
         least = least or plan.peak_bytes
         if plan.peak_bytes > LIMIT.held_times * max(least, lowest_bytes()):
             return

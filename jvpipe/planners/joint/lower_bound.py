@@ -11,17 +11,15 @@ from itertools import accumulate
 import numpy as np
 
 from jvpipe.cost.hardware import INFINITE
+from jvpipe.planners.joint.cap_search import Solution, Stages, phases
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve
+from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.forecast import trips_counted
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import CutBlock, Segments
+from jvpipe.planners.model.segments import Segments
 from jvpipe.schedules.schedule import Schedule
-
-Stages = list[tuple[Matrix, CutBlock]]
-"""For each stage, the least seconds t of each segment over all fates, and its other costs."""
 
 
 def lower_bound(problem: Problem) -> float:
@@ -33,6 +31,9 @@ def lower_bound(problem: Problem) -> float:
     Recomputation there is not added, because it may run while devices wait. GPipe runs all forwards
     first, so each phase is bounded alone. An asynchronous stream also makes round trips
     (`trips.py`). Several stages per device, or halves of backwards, go to `_of_any_order`.
+
+    Args:
+        problem: what is asked.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -47,19 +48,15 @@ def lower_bound(problem: Problem) -> float:
     if not solution.feasible:
         return np.inf
     segments = Segments(problem)
+    # The least seconds t of each segment over all fates, and its other costs, transfers included.
     stages: Stages = []
-    for x in solution.table.stages:
-        block = segments.block(
-            x.block.s,
-            x.block.starts,
-            x.block.ends,
-        )
-        stages.append((solution.table.lower_s(x), block))
+    for x in solution.table.lower():
+        block = segments.block(x.block.s, x.block.starts, x.block.ends)
+        stages.append((block, x.seconds))
     m = problem.microbatches
     above_cap_s = m * solution.cap_s  # of plans whose slowest stage is above the cap
     if not problem.schedule.synchronous:
-        under_cap_s = max(_of_stream(problem, stages), solution.result.bound_s)
-        return min(under_cap_s, above_cap_s)
+        return min(max(_of_stream(problem, stages), solution.bound_s), above_cap_s)
     work_s = float(segments.least_compute_s[-1])
     if problem.phases == 2:
         above_cap_s = work_s + (m - 1) * solution.cap_s
@@ -110,9 +107,9 @@ def _of_any_order(problem: Problem) -> float:
 def _of_stream(problem: Problem, stages: Stages) -> float:
     """Bounds a stream by the least cap of `trips.py`, for micro-batches in whole cycles alone."""
     m = problem.microbatches
-    own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for t, x in stages]
-    ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
-    comm_s = [x.comm_s for _, x in stages]
+    own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for x, t in stages]
+    ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for x, t in stages]
+    comm_s = [x.comm_s for x, _ in stages]
     least_cap_s = Trips(ways_s, comm_s, own_s).least_cap_s()
     period_s = (1 - CUTS.trip_tolerance) * least_cap_s
     return m * trips_counted(problem.stages, m) * period_s
@@ -120,10 +117,8 @@ def _of_stream(problem: Problem, stages: Stages) -> float:
 
 def _of_two_phases(problem: Problem, stages: Stages) -> float:
     """Bounds GPipe: a micro-batch through all stages, and M - 1 times the slowest of each phase."""
-    forward = [np.maximum(x.forward_s, x.comm_s / 2) for _, x in stages]
-    backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
-    slowest_s = least_max(forward) + least_max(backward)
-    ways_s = [np.where(np.isfinite(t), x.compute_s + x.comm_s, np.inf) for t, x in stages]
+    slowest_s = sum(map(least_max, phases(problem, stages)))
+    ways_s = [np.where(np.isfinite(t), x.compute_s + x.comm_s, np.inf) for x, t in stages]
     return least_sum(ways_s)[0] + (problem.microbatches - 1) * slowest_s
 
 
@@ -136,7 +131,7 @@ def _of_1f1b(
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut
-    for t, x in stages:
+    for x, t in stages:
         there_s = np.where(
             np.isfinite(t),
             crossed_s[:, None] + x.comm_s,

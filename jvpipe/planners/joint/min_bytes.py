@@ -4,6 +4,8 @@ Choices are followed layer by layer as states, and dominated states are dropped 
 The result is exact unless states were dropped because there were too many.
 """
 
+from functools import partial
+
 import numpy as np
 
 from jvpipe.planners.joint.dominance import Growth, Lot, States, follow
@@ -23,8 +25,9 @@ def fewest_bytes(
 ) -> Fewest:
     """Finds the choices that take the fewest bytes, not counting bytes that no choice changes.
 
-    A first search keeps few states. If it may have missed the best, and `exact` is set, a second
-    search keeps many (`FATE.many_states`).
+    A first search keeps few states (`FATE.few_states`). If it may have missed the best, and `exact`
+    is set, a second search keeps many (`FATE.many_states`). It looks only for what is better than
+    the first search's answer.
 
     Args:
         pricing: the choices of all layers.
@@ -36,38 +39,24 @@ def fewest_bytes(
         The bytes and the choices. If none were found, `below` and no choices.
     """
     growth = Growth(pricing, lot, by_bytes=True)
-    best, dropped = _fewest(growth, FATE.few_states, below)
-    if exact and dropped < best[0]:
-        many, _ = _fewest(growth, FATE.many_states, best[0])
-        best = min(best, many, key=lambda one: one[0])
+    best: Fewest = below, ()
+    for width in (FATE.few_states, FATE.many_states)[: 1 + exact]:
+        last = follow(growth, best[0], width, growth.least_bytes, partial(_emptiest, width))
+        if last.states.shape[1]:
+            taken = growth.least_bytes(last.states, growth.n)
+            at = int(taken.argmin())
+            best = float(taken[at]), tuple(last.chosen[at].tolist())
+        if last.dropped >= best[0]:
+            break  # no state that was dropped leads to fewer bytes
     return best
 
 
-def _fewest(
-    growth: Growth,
+def _emptiest(
     width: int,
-    below: float,
-) -> tuple[Fewest, float]:
-    """Searches with `width` states.
-
-    Returns:
-        What was found, and a lower bound on the bytes of states that were dropped.
-    """
-
-    def emptiest(
-        _states: States,
-        bound: np.ndarray,
-        alive: np.ndarray,
-        _done: int,
-    ) -> np.ndarray:
-        return alive[np.argpartition(bound[alive], width)[:width]]
-
-    nothing = below, ()
-    if growth.least_bytes(growth.begin(), 0)[0] >= below:
-        return nothing, np.inf
-    last = follow(growth, below, width, growth.least_bytes, emptiest)
-    if not last.states.shape[1]:
-        return nothing, last.dropped
-    taken = growth.least_bytes(last.states, growth.n)
-    best = int(taken.argmin())
-    return (float(taken[best]), growth.path(last.steps, best)), last.dropped
+    _states: States,
+    bound: np.ndarray,
+    alive: np.ndarray,
+    _done: int,
+) -> np.ndarray:
+    """Picks the `width` states with the least bounds among those at the indices `alive`."""
+    return alive[np.argpartition(bound[alive], width)[:width]]

@@ -17,13 +17,14 @@ from dataclasses import replace
 import numpy as np
 
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.joint.cap_search import Solution
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
-from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
+from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
 from jvpipe.planners.model.even import balanced, even
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
@@ -129,8 +130,8 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
         return False
     if len(problem.costs.layers) <= PLAN.hasty_layers or not plain.feasible:
         return True
-    best = plain.result.paths[0]
-    slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(best))
+    best = plain.paths[0]
+    slowest_s = max(plain.table.seconds(cell) for cell in cells(best))
     share_s = plain.table.pricing.segments.share_s
     return slowest_s > PLAN.imbalance * share_s
 
@@ -156,7 +157,7 @@ def _simulated_best(
         solutions.append(within_host_limit(slower, solve(slower, pricings[1])))
     begin = list(others)
     for solution in solutions:
-        best = solution.result.paths[: PLAN.paths]
+        best = solution.paths[: PLAN.paths]
         begin += [solution.decision(path) for path in best]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
@@ -167,7 +168,7 @@ def _simulated_best(
     are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     ways = list[DeviceFates]()
     if are_few or problem.memory_limit_bytes is None:
-        ways = [DeviceFates(pricing, pricing.swaps) for pricing in pricings]
+        ways = [DeviceFates(pricing) for pricing in pricings]
     climb = Climb(problem, ways, PLAN.tasks)
     if are_few:
         for bounds in _plain_cuts(problem, None if others else kept):

@@ -72,6 +72,10 @@ def kept_or_again(problem: Problem, bounds: tuple[int, ...]) -> Decision:
     """Decides for each stage to keep everything, or, if that is over the limit, to recompute all.
 
     The limit may still be exceeded.
+
+    Args:
+        problem: gives the costs and the limit.
+        bounds: of the stages.
     """
     return RoughStages().evaluate(problem, bounds)[0]
 

@@ -22,19 +22,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from jaxtyping import Bool
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.dominance import Cell, Lot
-from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
-from jvpipe.planners.joint.min_bytes import fewest_bytes
-from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch, StageChoices
-from jvpipe.planners.model.chain_dp import Matrix, least_sum
+from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
+from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
+from jvpipe.planners.model.chain_dp import Matrix
 from jvpipe.planners.model.keep_all import KeptBytes
 from jvpipe.planners.model.segments import CutBlock, Cuts
 from jvpipe.simulate.stages import PARTS
 
-Prices = tuple[float, float]
-"""The prices of seconds and of bytes in the Lagrangian bound of a cell (`dual_bounds.py`)."""
 Path = tuple[int, ...]
 
 
@@ -49,56 +47,38 @@ class Effort:
         layers: the search ends once fates were chosen for this many layers, over all cells.
     """
 
-    quick: int = 16
-    thorough: int = 2000
-    tolerance: float = 1e-9
-    layers: int = 1_000_000
+    quick: int
+    thorough: int
+    tolerance: float
+    layers: int
 
 
+@dataclass(eq=False)
 class StageTable:
-    """The cells of one stage, as matrices with a row for each start and a column for each end."""
+    """The cells of one stage, as matrices with a row for each start and a column for each end.
 
-    def __init__(self, pricing: Pricing, block: CutBlock) -> None:
-        self.pricing = pricing
-        self.block = block
+    Attributes:
+        pricing: the choices of the layers.
+        block: the cells, with what does not depend on fates.
+        seconds: the seconds of settled cells, and the lower bounds of open cells.
+        settled: whether a cell is settled.
+    """
+
+    pricing: Pricing
+    block: CutBlock
+    seconds: Matrix
+    settled: Bool[np.ndarray, "_ _"]
+
+    @staticmethod
+    def of(pricing: Pricing, block: CutBlock) -> "StageTable":
+        """Makes the table of a block, and settles the cells that keep everything or cannot fit."""
         limit = pricing.limit_bytes
         least_s = np.maximum(block.compute_s, block.traffic_s)
-        keeps = block.inside & (self._keeping_bytes() <= limit)
-        may_fit = keeps | (pricing.least_bytes(block) <= limit)
-        fits = block.inside & may_fit
-        if block.reducing_bytes.any():
-            can_reduce = block.reducing_bytes <= limit
-            keeps = keeps & can_reduce
-            fits = fits & can_reduce
-        self.bounds_s = np.where(fits, least_s, np.inf)
-        self.settled = keeps | ~fits
-        self.known_s = np.where(keeps, least_s, np.inf)  # read only for settled cells
-
-    @property
-    def seconds(self) -> Matrix:
-        """The seconds of settled cells, and the lower bounds of open cells."""
-        return np.where(self.settled, self.known_s, self.bounds_s)
-
-    def _keeping_bytes(self) -> Matrix:
-        """Counts the bytes of segments that keep everything; infinite if that may not be fastest.
-
-        It may not be if another choice of some layer takes fewer seconds, or if the choice that
-        keeps everything swaps something. Then a cell that could keep everything stays open.
-        """
-        block = self.block
-        choices = self.pricing.choices
-        segments = self.pricing.segments
-        layers = slice(block.starts[0], block.ends[-1])
-        kept_s = choices.own_s[layers, :1]
-        others_s = np.c_[choices.own_s, choices.forward_s][layers]
-        is_slower = (others_s < kept_s).any()
-        swaps = (choices.swapped_bytes[layers, 0] > 0).any()
-        if is_slower or swaps:
-            return np.full(block.inside.shape, np.inf)
-        left = choices.left_bytes[:, 0]
-        working = choices.working_bytes[:, 0]
-        kept = KeptBytes.of(segments, block, left, working)
-        return kept.peak(segments.in_flight[block.s], block.fixed_bytes)
+        possible = block.inside & (block.reducing_bytes <= limit)
+        keeps = possible & (_keeping_bytes(pricing, block) <= limit)
+        fits = keeps | (possible & (pricing.least_bytes(block) <= limit))
+        seconds = np.where(fits, least_s, np.inf)
+        return StageTable(pricing, block, seconds, keeps | ~fits)
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""
@@ -147,16 +127,35 @@ class StageTable:
 
     def price(self, prices: Prices) -> None:
         """Raises the lower bound of each cell to the one that these prices prove, if higher."""
-        proven_s = self.pricing.bound_s(self.block, *prices)
-        self.bounds_s = np.maximum(self.bounds_s, proven_s)
+        proven_s = np.maximum(self.seconds, self.pricing.bound_s(self.block, prices))
+        self.seconds = np.where(self.settled, self.seconds, proven_s)
 
-    def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Drops all cells but those of the starts and the ends at these indices."""
+    def at(self, rows: Cuts, columns: Cuts) -> "StageTable":
+        """Returns the cells of the starts and the ends at these indices."""
         at = np.ix_(rows, columns)
-        self.block = self.block.at(rows, columns)
-        self.bounds_s = self.bounds_s[at]
-        self.settled = self.settled[at]
-        self.known_s = self.known_s[at]
+        block = self.block.at(rows, columns)
+        return StageTable(self.pricing, block, self.seconds[at], self.settled[at])
+
+
+def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
+    """Counts the bytes of segments that keep everything; infinite if that may not be fastest.
+
+    It may not be if another choice of some layer takes fewer seconds, or if the choice that keeps
+    everything swaps something. Then a cell that could keep everything stays open.
+    """
+    choices = pricing.choices
+    segments = pricing.segments
+    layers = slice(block.starts[0], block.ends[-1])
+    kept_s = choices.own_s[layers, :1]
+    others_s = np.c_[choices.own_s, choices.forward_s][layers]
+    is_slower = (others_s < kept_s).any()
+    swaps = (choices.swapped_bytes[layers, 0] > 0).any()
+    if is_slower or swaps:
+        return np.full(block.inside.shape, np.inf)
+    left = choices.left_bytes[:, 0]
+    working = choices.working_bytes[:, 0]
+    kept = KeptBytes.of(segments, block, left, working)
+    return kept.peak(segments.in_flight[block.s], block.fixed_bytes)
 
 
 class Table:
@@ -173,42 +172,38 @@ class Table:
         self.effort = effort
         self.cuts = list(cuts)
         blocks = [pricing.segments.block(s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
-        self.stages = [StageTable(pricing.at(block.s), block) for block in blocks]
+        self.stages = [StageTable.of(pricing.at(block.s), block) for block in blocks]
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
-        self.fates: dict[Cell, StageChoices] = {}
+        self.fates: dict[Cell, tuple[int, ...]] = {}
         self.prices: dict[Cell, Prices] = {}
         # Lower bounds of the settled cells whose known choices may not be the best.
         self.unproven: dict[Cell, float] = {}
         self.layers = 0  # for how many layers fates were chosen so far, over all cells
 
-    def stage(self, cell: Cell) -> StageTable:
-        """Finds the stage of a cell."""
-        return self.stages[cell[0]]
-
-    def _found(self, cell: Cell) -> tuple[StageTable, tuple[int, int]]:
+    def found(self, cell: Cell) -> tuple[StageTable, tuple[int, int]]:
         """Finds the stage of a cell, and the cell's row and column in that stage."""
         stage = self.stages[cell[0]]
         return stage, stage.place(*cell[1:])
-
-    @property
-    def seconds(self) -> list[Matrix]:
-        """The seconds of all cells, one matrix per stage; lower bounds for open cells."""
-        return [stage.seconds for stage in self.stages]
 
     @property
     def proven(self) -> bool:
         """Whether the seconds of every settled cell are the least possible."""
         return not self.unproven
 
-    def lower_s(self, stage: StageTable) -> Matrix:
-        """Returns proven lower bounds of the seconds of a stage's cells."""
-        lower = stage.seconds
+    def lower(self) -> list[StageTable]:
+        """Returns the stages with proven lower bounds in place of the seconds of all cells."""
+        stages = [replace(stage, seconds=stage.seconds.copy()) for stage in self.stages]
         for (s, i, j), bound_s in self.unproven.items():
-            block = stage.block
+            stage = stages[s]
             # `narrow` may have removed the cell's cuts from the table.
-            if s == block.s and i in block.starts and j in block.ends:
-                lower[stage.place(i, j)] = bound_s
-        return lower
+            if i in stage.block.starts and j in stage.block.ends:
+                stage.seconds[stage.place(i, j)] = bound_s
+        return stages
+
+    def along(self, path: Path) -> list[StageTable]:
+        """Returns the stages with the cells of a path alone."""
+        found = map(self.found, cells(path))
+        return [stage.at(np.array([row]), np.array([column])) for stage, (row, column) in found]
 
     @property
     def exhausted(self) -> bool:
@@ -218,13 +213,8 @@ class Table:
     def narrow(self, places: Sequence[np.ndarray]) -> None:
         """Drops all cuts of each bound but those at these indices."""
         self.cuts = [cuts[kept] for cuts, kept in zip(self.cuts, places, strict=True)]
-        for s, stage in enumerate(self.stages):
-            stage.narrow(places[s], places[s + 1])
-
-    def shortest(self, matrices: Sequence[Matrix]) -> tuple[float, Path | None]:
-        """Returns the least sum of these matrices over a path, and the path; None if infinite."""
-        total, places = least_sum(matrices)
-        return total, self.path(places) if places else None
+        ends = zip(self.stages, pairwise(places), strict=True)
+        self.stages = [stage.at(*kept) for stage, kept in ends]
 
     def path(self, places: Sequence[int] | np.ndarray) -> Path:
         """Returns the cuts at these indices, one for each bound."""
@@ -232,7 +222,7 @@ class Table:
 
     def open_cells(self, path: Path) -> list[Cell]:
         """Lists the open cells of a path."""
-        every = ((cell, *self._found(cell)) for cell in cells(path))
+        every = ((cell, *self.found(cell)) for cell in cells(path))
         return [cell for cell, stage, at in every if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
@@ -246,29 +236,24 @@ class Table:
 
     def _price(self, open_cells: Sequence[Cell]) -> None:
         """Finds the best prices of some cells, which also raise the bounds of their neighbors."""
-        bounds = DualBounds([self._relaxed(cell) for cell in open_cells])
+        asked = []
+        for cell in open_cells:
+            query = self.query(cell)
+            room = query.room_bytes
+            pricing = self.pricing.at(cell[0])
+            asked.append(pricing.relaxed(cell, room, query.compute_s, query.traffic_s))
+        bounds = DualBounds(asked)
         every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
         for cell, prices, bound_s in every:
             self.prices[cell] = prices
-            stage, at = self._found(cell)
-            if bound_s > stage.bounds_s[at] * (1 + self.effort.tolerance):
+            stage, at = self.found(cell)
+            if bound_s > stage.seconds[at] * (1 + self.effort.tolerance):
                 stage.price(prices)
-
-    def _relaxed(self, cell: Cell) -> Relaxation:
-        """Describes a cell for the bounds by prices."""
-        query = self.query(cell)
-        pricing = self.stage(cell).pricing
-        return pricing.relaxed(
-            cell,
-            query.room_bytes,
-            query.compute_s,
-            query.traffic_s,
-        )
 
     def _choose(self, cell: Cell) -> None:
         """Searches the best choices of a cell, and settles the cell with what is found."""
-        stage, at = self._found(cell)
-        bound_s = float(stage.bounds_s[at])
+        stage, at = self.found(cell)
+        bound_s = float(stage.seconds[at])
         self.layers += cell[2] - cell[1]
         search = FateSearch(
             stage.pricing,
@@ -284,16 +269,16 @@ class Table:
             fates = better if better.choices else replace(fates, bound_s=within_s)
         # Nothing was found, but states were dropped that may have led to choices that fit.
         if not fates.choices and np.isfinite(fates.bound_s):
-            fates = self._min_bytes_choices(cell)
-        self.fates[cell] = fates
+            fates = search.emptiest()
+        self.fates[cell] = fates.choices
         if not fates.proven and enough_s < fates.seconds:
             self.unproven[cell] = bound_s
         stage.settled[at] = True
-        stage.known_s[at] = fates.seconds
+        stage.seconds[at] = fates.seconds
 
     def query(self, cell: Cell) -> FateQuery:
         """Makes the query by which fates are chosen for a cell."""
-        stage, at = self._found(cell)
+        stage, at = self.found(cell)
         block = stage.block
         room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
         return FateQuery(
@@ -304,34 +289,10 @@ class Table:
             self.most_swapped_bytes[cell[0]],
         )
 
-    def _min_bytes_choices(self, cell: Cell) -> StageChoices:
-        """Finds the choices that hold the fewest bytes; empty if even they do not fit."""
-        query = self.query(cell)
-        pricing = self.stage(cell).pricing
-        choices = pricing.choices
-        held_bytes, choices_of = fewest_bytes(pricing, query.lot, exact=False)
-        layers = np.arange(*cell[1:])
-        swapped = float(choices.swapped_bytes[layers, choices_of].sum())
-        if held_bytes > query.room_bytes or swapped > query.most_swapped_bytes:
-            return StageChoices((), np.inf, np.inf, np.inf)
-        host = pricing.segments.problem.host
-        link_s = query.traffic_s + 2 * host.seconds(swapped)
-        extra_s = pricing.extra_s(cell[0])[layers, choices_of]
-        compute_s = query.compute_s + float(extra_s.sum())
-        return StageChoices(choices_of, max(compute_s, link_s), held_bytes, 0.0)
-
-    def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """Returns the seconds of a cell, of its forward, and of the link before its stage."""
-        stage, at = self._found(cell)
-        return (
-            float(stage.seconds[at]),
-            float(stage.block.forward_s[at]),
-            float(stage.block.comm_s[at]),
-        )
-
-    def fits(self, cell: Cell) -> bool:
-        """Tells whether choices that fit are known for a settled cell."""
-        return bool(np.isfinite(self.parts_s(cell)[0]))
+    def seconds(self, cell: Cell) -> float:
+        """Returns the seconds of a settled cell, infinite if nothing fits, or an open one's bound."""
+        stage, at = self.found(cell)
+        return float(stage.seconds[at])
 
     def choices(self, path: Path) -> tuple[int, ...]:
         """Returns the choices of a path whose cells are all settled and fit."""
@@ -339,10 +300,8 @@ class Table:
 
     def cell_choices(self, cell: Cell) -> tuple[int, ...]:
         """Returns the choices of a settled cell that fits; it keeps all if no search was needed."""
-        if cell in self.fates:
-            return self.fates[cell].choices
         _, i, j = cell
-        return (0,) * (j - i)
+        return self.fates.get(cell, (0,) * (j - i))
 
 
 def cells(path: Path) -> list[Cell]:

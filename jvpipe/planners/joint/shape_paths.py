@@ -94,11 +94,8 @@ class Ground:
         for r, b in zip(self.counts, shares, strict=True):
             links = [reducing(self.devices(m, r)) for m in range(self.places)]
             # Many m have equal links for the all-reduce. The seconds of a link are counted once.
-            shown_s = {}
-            for link in links:
-                if link not in shown_s:
-                    reduce_s = self.here(segments.reduce_s(b, link))
-                    shown_s[link] = np.maximum(reduce_s - hidden_s, 0)
+            reduce_s = {link: self.here(segments.reduce_s(b, link)) for link in set(links)}
+            shown_s = {link: np.maximum(x - hidden_s, 0) for link, x in reduce_s.items()}
             every.append(np.stack([shown_s[link] for link in links], axis=-1))
         return every
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise, product
 from math import gcd, inf
+from operator import attrgetter
 
 import numpy as np
 
@@ -42,12 +43,16 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 Replicas = tuple[int, ...]
 Bounds = tuple[int, ...]
+_step_s = attrgetter("step_s")
 
 
 def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     """Finds the shapes that are worth an exact plan, the fastest simulated first.
 
     The list is empty if no rough plan keeps the limits.
+
+    Args:
+        shapes: the possible shapes, and the limits.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.cluster_file import find_cluster
@@ -92,6 +97,9 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
     """Finds shapes that hold few bytes, the emptiest first, whatever the limit.
 
     They have the smallest micro-batches, and recompute everything.
+
+    Args:
+        shapes: the possible shapes; their memory limit is ignored.
     """
     costs = tuple(map(computing_again, shapes.local.costs))
     again = LocalCosts(shapes.local.batches, costs)
@@ -242,7 +250,7 @@ class _Search:
             plan = self.counted(path)
             if plan:
                 plans[path] = plan
-        return sorted(plans.values(), key=lambda plan: plan.estimate_s)
+        return sorted(plans.values(), key=attrgetter("estimate_s"))
 
     def simulate(self, plans: Iterable[RoughPlan]) -> None:
         """Simulates the plans that were not simulated before."""
@@ -345,11 +353,6 @@ class _Search:
             return ()
         bounds = self.segments.coarse[list(places)]
         return tuple(bounds.tolist())
-
-
-def _step_s(plan: RoughPlan) -> float:
-    """Returns the simulated seconds of a plan."""
-    return plan.step_s
 
 
 def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:

@@ -17,7 +17,7 @@ from math import comb
 
 import numpy as np
 
-from jvpipe.planners.joint.cut_windows import Reach, area, bounded
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded, halved
 from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
@@ -39,7 +39,11 @@ class MinBytesPlan:
 
 
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
-    """Finds the plan that keeps the smallest limit, whatever its seconds."""
+    """Finds the plan that keeps the smallest limit, whatever its seconds.
+
+    Args:
+        pricing: the choices of all layers; its own limit is ignored.
+    """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     if area(cuts) <= LIMIT.all_cells:
@@ -53,7 +57,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     plan = None
     for slack in (1.02, 1.2, 3.0):
         limit = least * slack
-        windows = _reach(pricing, limit).windows(np.inf)
+        windows = Reach(replace(pricing, limit_bytes=limit)).windows(np.inf)
         plan = _min_bytes_plan(pricing, bounded(windows))
         if plan and plan.peak_bytes <= limit:
             break
@@ -71,28 +75,21 @@ def _least_reached_bytes(pricing: Pricing) -> float:
     problem = segments.problem
     again = pricing.choices.run_bytes.sum() * max(segments.in_flight)
     less = max(map(problem.less_bytes, range(problem.stages)))
-    low = 0.0
     high = float(segments.static_bytes(0)[-1] + again + 1) + less
-    while high - low > LIMIT.tolerance * high:
-        middle = (low + high) / 2
-        reached = _reach(pricing, middle).left(np.inf)
-        if reached[-1] == segments.n:
-            high = middle
-        else:
-            low = middle
-    return high
 
+    def suffices(limit_bytes: float) -> bool:
+        return Reach(replace(pricing, limit_bytes=limit_bytes)).reaches_end(np.inf)
 
-def _reach(pricing: Pricing, limit_bytes: float) -> Reach:
-    """Describes how far stages reach under a limit, whatever their seconds."""
-    stages = pricing.segments.problem.stages
-    return Reach(replace(pricing, limit_bytes=limit_bytes), ((),) * stages)
+    return halved(suffices, 0.0, high, LIMIT.tolerance)
 
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     """Yields the emptiest plan of each choice of cuts, the emptiest first.
 
-    It yields nothing if there are more choices than `LIMIT.cuts`.
+    It yields nothing if there are more choices of cuts than `LIMIT.cuts`.
+
+    Args:
+        pricing: the choices of all layers; its own limit is ignored.
     """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
@@ -264,7 +261,11 @@ def longer_bytes(
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
-    """Makes the error for a limit that no plan keeps; it names the smallest limit that suffices."""
+    """Makes the error for a limit that no plan keeps; it names the smallest limit that suffices.
+
+    Args:
+        pricing: the choices of all layers, and the limit.
+    """
     plan = min_bytes_plan(pricing)
     limit = int(pricing.limit_bytes)
     i, j = plan.decision.bounds[plan.stage : plan.stage + 2]

@@ -32,8 +32,9 @@ from jvpipe.planners.joint.dominance import (
     follow,
     to_come,
 )
-from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
+from jvpipe.planners.joint.dual_bounds import DualBounds, Offers, Prices, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 
 BELOW_FACTOR = 1 - 1e-12
 """The best known seconds are lowered by this factor, more than rounding may raise a bound."""
@@ -62,12 +63,11 @@ class FateQuery:
 class StageChoices:
     """Choices for the layers of a device; empty, with infinite seconds, if none were found to fit.
 
-    No choices that fit take less than `bound_s`. `bytes` counts held and working bytes.
+    No choices that fit take less than `bound_s`.
     """
 
     choices: tuple[int, ...]
     seconds: float
-    bytes: float
     bound_s: float
 
     @property
@@ -79,63 +79,52 @@ class StageChoices:
 class FateSearch:
     """A search that answers a query; lower bounds come from prices (`dual_bounds.py` defines them).
 
-    `prices` are (alpha, mu): the weight of compute, and seconds per byte. If they are not given,
-    those that prove the highest bound are used. A lot may have several moments, all of which have
-    to fit. The price of bytes is put on one of them: the one that holds the most if everything is
-    kept.
+    If no `prices` are given, those that prove the highest bound are used. A lot may have several
+    moments, and choices must fit at all of them. The price of bytes is put on the moment that holds
+    the most if everything is kept.
     """
 
     def __init__(
         self,
         pricing: Pricing,
         query: FateQuery,
-        prices: tuple[float, float] | None = None,
+        prices: Prices | None = None,
     ) -> None:
+        self.pricing = pricing
         self.query = query
         self.host = pricing.segments.problem.host
         self.growth = growth = Growth(pricing, query.lot)
         table = pricing.choices
         at = growth.at
-        there = table.allowed[at]
-        extra_s = np.where(there, growth.extra_s[at], np.inf)
         link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
         base = np.array(query.lot.base_bytes)
         keeping = base + growth.held[..., 0].sum(1)
         self.moment = int(keeping.argmax())
         held_bytes = growth.held[self.moment]
         self.room = query.room_bytes - base[self.moment]
+        offers = Offers(table.allowed[at], growth.extra_s[at], link_s, held_bytes)
         # A device needs at least what all layers hold plus what the last layer works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
+        with_last = offers._replace(held_bytes=held_bytes + last)
         if prices is None:
-            asked = Relaxation(
-                extra_s,
-                link_s,
-                held_bytes + last,
-                self.room,
-                query.compute_s,
-                query.traffic_s,
-            )
+            asked = Relaxation(with_last, self.room, query.compute_s, query.traffic_s)
             prices = DualBounds([asked]).solve()[0]
         self.prices = self.alpha, self.mu = prices
         # Lower bounds of what the layers to come cost at these prices.
-        finite_s = np.where(there, extra_s, 0.0)
-        seconds = self.alpha * finite_s + (1 - self.alpha) * link_s
-        cost = np.where(there, seconds, np.inf)
-        priced = cost + self.mu * held_bytes
+        priced = offers.cost(*prices)
         paid = priced.min(1)
         # A backward goes from the last layer to the first. So while an earlier layer works, the
         # layers to come have already freed what they left of the same micro-batch.
         left = table.left_bytes[at]
-        others = cost + self.mu * (held_bytes - left)
+        others = offers._replace(held_bytes=held_bytes - left).cost(*prices)
         spared = others.min(1) - self.mu * growth.given
-        with_last = cost + self.mu * (held_bytes + last)
-        self.cost_to_come = to_come(with_last.min(1))
+        self.cost_to_come = to_come(with_last.cost(*prices).min(1))
         self.paid_to_come = to_come(paid)
         self.spare_to_come = growth.until_end(spared, paid)
-        self.extra_to_come = to_come(extra_s.min(1))
+        self.extra_to_come = to_come(offers.cost(1.0, 0.0).min(1))  # of compute alone
         self.last_bytes = float(table.least_working_bytes[at[-1]])
-        self.expected = self._expected(priced, finite_s, link_s, held_bytes, left)
+        self.expected = self._expected(priced, offers.extra_s, link_s, held_bytes, left)
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
         """Estimates what the layers to come take: means over choices, mostly over the cheap ones.
@@ -187,18 +176,32 @@ class FateSearch:
         )
         states = last.states
         if not states.shape[1]:
-            return StageChoices((), np.inf, np.inf, last.dropped)
-        seconds = self._seconds(states)
+            return StageChoices((), np.inf, last.dropped)
+        seconds = np.maximum(*self._loads_s(states))
         used = self.growth.least_bytes(states, self.growth.n)
         order = np.lexsort((used, states[SWAPPED], seconds))
         best = int(order[0])
         found_s = float(seconds[best])
         return StageChoices(
-            self.growth.path(last.steps, best),
+            tuple(last.chosen[best].tolist()),
             found_s,
-            float(used[best]),
             min(found_s, last.dropped),
         )
+
+    def emptiest(self) -> StageChoices:
+        """Finds choices that hold few bytes; none if they break a limit on bytes.
+
+        The search keeps few states (`FATE.few_states`), so other choices may hold fewer bytes.
+        """
+        query = self.query
+        at = self.growth.at
+        taken, choices = fewest_bytes(self.pricing, query.lot, exact=False)
+        swapped = float(self.growth.table.swapped_bytes[at, choices].sum())
+        if taken > query.room_bytes or swapped > query.most_swapped_bytes:
+            return StageChoices((), np.inf, np.inf)
+        compute_s = query.compute_s + float(self.growth.extra_s[at, choices].sum())
+        link_s = query.traffic_s + 2 * self.host.seconds(swapped)
+        return StageChoices(choices, max(compute_s, link_s), 0.0)
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """Bounds from below the seconds that states lead to; infinite if they cannot fit."""
@@ -207,8 +210,7 @@ class FateSearch:
         fits &= states[SWAPPED] <= query.most_swapped_bytes
         # There are three bounds: compute alone, the link alone, and the weighted mean of both with
         # the price of bytes.
-        compute_s = query.compute_s + states[EXTRA]
-        link_s = query.traffic_s + 2 * self._swap_s(states)
+        compute_s, link_s = self._loads_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
             over = self._held_bytes(states) - query.room_bytes
@@ -243,12 +245,11 @@ class FateSearch:
         if self.growth.fixed_rows > MOST:
             beyond = np.maximum(beyond, states[MOST])
         over = held_bytes + to_hold + beyond - self.query.room_bytes
-        compute_s = self.query.compute_s + states[EXTRA] + extra_s
-        link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
+        compute_so_far_s, link_so_far_s = self._loads_s(states)
         may = np.isfinite(bound)
         overrun = np.maximum(np.where(may, over, 0.0), 0.0)
         penalty_s = FATE.overrun_price * self.mu * overrun
-        seconds = np.maximum(compute_s, link_s) + penalty_s
+        seconds = np.maximum(compute_so_far_s + extra_s, link_so_far_s + link_s) + penalty_s
         expected_s = np.where(may, seconds, np.inf)
         near = np.argpartition(expected_s, width)[:width]
         low = np.argpartition(bound, width)[:width]
@@ -260,14 +261,9 @@ class FateSearch:
         """Returns the bytes that states hold at the moment that prices are put on."""
         return states[self.growth.fixed_rows + self.moment]
 
-    def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
-        """Counts the seconds that states take: of compute or of the link, the larger number."""
-        compute_s = self.query.compute_s + states[EXTRA]
-        link_s = self.query.traffic_s + 2 * self._swap_s(states)
-        return np.maximum(compute_s, link_s)
-
-    def _swap_s(self, states: States) -> Float[np.ndarray, "M"]:
-        """Counts the seconds of copying what states swap, in one direction."""
+    def _loads_s(self, states: States) -> tuple[Float[np.ndarray, "M"], Float[np.ndarray, "M"]]:
+        """Counts the seconds of compute and of the link that states take."""
+        query = self.query
         swapped = states[SWAPPED]
-        seconds = self.host.latency_s + swapped / self.host.bytes_per_s
-        return np.where(swapped > 0, seconds, 0.0)
+        one_way_s = np.where(swapped > 0, self.host.latency_s + swapped / self.host.bytes_per_s, 0)
+        return query.compute_s + states[EXTRA], query.traffic_s + 2 * one_way_s

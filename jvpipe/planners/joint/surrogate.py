@@ -11,51 +11,22 @@ of `CUTS` in `effort.py`, may be changed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.cap_search import SearchResult, search
+from jvpipe.planners.joint.cap_search import Solution, search
+from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
+from jvpipe.planners.joint.segment_table import Effort, Table, cells
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 from jvpipe.util.sizes import MOST_BYTES
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The paths (cuts of plans) that a search found, the best first, and the table it searched.
-
-    A plan whose cuts are in the table takes at least `result.bound_s`. Any other plan has a stage
-    that takes longer than `cap_s`, and so takes at least `beyond_s`, unless the windows of the
-    table were thinned out (`bounded`).
-    """
-
-    result: SearchResult
-    table: Table
-    beyond_s: float = np.inf
-    cap_s: float = np.inf
-
-    @property
-    def bound_s(self) -> float:
-        """A lower bound on the seconds of any plan."""
-        return min(self.result.bound_s, self.beyond_s)
-
-    @property
-    def feasible(self) -> bool:
-        """Whether the search found a plan that fits."""
-        return bool(self.result.paths)
-
-    def decision(self, path: Path | None = None) -> Decision:
-        """Turns a path into a decision; the best path if none is given."""
-        path = path or self.result.paths[0]
-        return Decision(path, self.table.choices(path))
 
 
 def effort(layers: int) -> Effort:
@@ -70,10 +41,15 @@ def effort(layers: int) -> Effort:
 
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
-    """Makes the pricing of a problem's choices, with or without those that swap."""
+    """Makes the pricing of a problem's choices.
+
+    Args:
+        problem: gives the layers and the limit.
+        swaps: whether choices that swap are included.
+    """
     limit = problem.memory_limit_bytes
     limit_bytes = float(MOST_BYTES if limit is None else limit)
-    return Pricing.of(Segments(problem), limit_bytes, swaps)
+    return Pricing(Segments(problem), Choices.of(problem.costs, swaps), limit_bytes, swaps)
 
 
 def solve(
@@ -92,7 +68,7 @@ def solve(
 
     def between(cuts: Sequence[Cuts]) -> Solution:
         table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
-        return Solution(search(problem, table), table)
+        return search(problem, table)
 
     if area(everything) <= CUTS.all_cells:
         return between(everything)
@@ -109,8 +85,8 @@ def solve(
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
         if solution.feasible:
-            beyond_s = _beyond_s(problem, pricing, cap_s)
-            return replace(solution, beyond_s=beyond_s, cap_s=cap_s)
+            bound_s = min(solution.bound_s, _beyond_s(problem, pricing, cap_s))
+            return replace(solution, bound_s=bound_s, cap_s=cap_s)
     return between(bounded(everything))
 
 
@@ -152,7 +128,7 @@ def trips(
         # The loop ends, because each round prices or settles open cells of the path.
         while opened := table.open_cells(path):
             table.refine(opened)
-        if all(table.fits(cell) for cell in cells(path)):
+        if all(np.isfinite(table.seconds(cell)) for cell in cells(path)):
             decisions.append(Decision(path, table.choices(path)))
     return decisions
 
@@ -170,7 +146,12 @@ def _beyond_s(
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """Returns the solution if the host may hold what it swaps, else one that swaps less."""
+    """Returns the solution if the host may hold what it swaps, else one that swaps less.
+
+    Args:
+        problem: what is asked; its host may have a limit.
+        solution: of the problem.
+    """
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
@@ -180,11 +161,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
-        # `swapped` takes the choices of all layers from 0 on. The choices of earlier stages may not
-        # exist on this stage's devices, so 0 stands for them.
-        inside = (0,) * i + decision.choices[i:j]
-        swapped = pricing.at(s).choices.swapped(inside)
-        moves.append(k[s] * float(swapped[i:j].sum()))
+        swapped = pricing.at(s).choices.swapped_bytes[np.arange(i, j), decision.choices[i:j]]
+        moves.append(k[s] * float(swapped.sum()))
     if sum(moves) <= limit:
         return solution
     # There are two ways out, and the faster one is taken: each stage may swap in proportion to what
@@ -195,4 +173,4 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),
     ]
-    return min(others, key=lambda x: x.result.step_s)
+    return min(others, key=lambda x: x.step_s)

@@ -8,11 +8,13 @@ import numpy as np
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.dominance import Cell
-from jvpipe.planners.joint.segment_table import Table
+from jvpipe.planners.joint.segment_table import Effort, Table
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost
 from jvpipe.schedules import find_schedule
 from tests.planners.small import limited
+
+EFFORT = Effort(quick=16, thorough=4000, tolerance=1e-9, layers=10**6)
 
 
 def tiny(seed: int, schedule: str = "1f1b", share: float = 0.5, layers: int = 4) -> Problem:
@@ -77,6 +79,6 @@ def every_decision(problem: Problem) -> Iterator[Decision]:
 
 def settle(table: Table, cell: Cell) -> None:
     """Refines a cell until it is settled."""
-    stage = table.stage(cell)
-    while not stage.settled[stage.place(*cell[1:])]:
+    stage, at = table.found(cell)
+    while not stage.settled[at]:
         table.refine([cell])

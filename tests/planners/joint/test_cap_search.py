@@ -196,5 +196,5 @@ def test_what_is_found_between_windows_is_what_is_found_between_all_cuts(
     monkeypatch.setattr("jvpipe.planners.joint.surrogate.CUTS", effort)
     between = solve(problem, pricing_of(problem))
     assert max(map(len, between.table.cuts)) < 57
-    assert between.result.step_s == pytest.approx(everywhere, rel=5e-3)
+    assert between.step_s == pytest.approx(everywhere, rel=5e-3)
     assert between.bound_s <= everywhere * (1 + 1e-9)

@@ -14,17 +14,17 @@ def test_states_of_all_choices_take_what_a_stage_takes(seed: int) -> None:
     problem = tiny(seed, ("gpipe", "1f1b", "2bw")[seed], layers=3)
     pricing = pricing_of(problem)
     growth = Growth(pricing, Lot.of_stage(problem.in_flight[0], (0, 0, 3)))
-    states, steps = growth.begin(), []
+    states, choices = growth.begin(), np.empty((1, 0), dtype=int)
     for at in range(3):
         states = growth.grown(states, at)
         possible = np.flatnonzero(np.isfinite(states[-1]))
-        steps.append(growth.step(possible, at))
+        choices = growth.chosen(choices, possible, at)
         states = states[:, possible]
     fixed = float(pricing.segments.fixed_bytes(0, np.array([0]), np.array([3]))[0, 0])
     seen = set()
     taken = growth.least_bytes(states, 3)
     for at in np.flatnonzero(np.isfinite(taken)).tolist():
-        chosen = growth.path(steps, at)
+        chosen = tuple(choices[at].tolist())
         cost = stage_cost(problem, 0, 0, 3, chosen)
         assert fixed + taken[at] == cost.peak_bytes, chosen
         assert states[EXTRA, at] == pytest.approx(cost.recompute_s)

@@ -38,7 +38,7 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             fixed, compute_s, traffic_s = map(float, taken)
             asked = pricing.relaxed((s, i, j), limit - fixed, compute_s, traffic_s)
             prices = DualBounds([asked]).solve()[0]
-            bound_s = float(pricing.bound_s(block, *prices)[at])
+            bound_s = float(pricing.bound_s(block, prices)[at])
             assert bound_s <= min(fits, default=np.inf) * (1 + 1e-9)
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from jvpipe.planners.joint.dominance import Lot
-from jvpipe.planners.joint.segment_table import Effort, Table
+from jvpipe.planners.joint.segment_table import Table
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
-from tests.planners.joint.enumeration import every_cost, settle, tiny
+from tests.planners.joint.enumeration import EFFORT, every_cost, settle, tiny
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -29,12 +29,10 @@ def test_what_a_stage_may_swap_is_kept() -> None:
     problem = tiny(1, share=0.3)
     pricing = pricing_of(problem)
     for most in (0.0, 8.0):
-        table = Table(
-            pricing, [np.array([0]), np.array([2]), np.array([4])], Effort(), (most, most)
-        )
+        table = Table(pricing, [np.array([0]), np.array([2]), np.array([4])], EFFORT, (most, most))
         for cell in ((0, 0, 2), (1, 2, 4)):
             settle(table, cell)
-            if table.fits(cell):
+            if np.isfinite(table.seconds(cell)):
                 swapped = sum(
                     pricing.choices.swapped_bytes[cell[1] + at, choice]
                     for at, choice in enumerate(table.cell_choices(cell))
