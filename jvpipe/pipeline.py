@@ -500,10 +500,10 @@ class Pipeline:
         """
         self.session.check_state(state)
         checkpoints.save_state(
-            self.session, checked_path(path), state, {} if extra is None else extra
+            self.session, checked_path("path", path), state, {} if extra is None else extra
         )
 
     @telling()
     def restore(self, path: str | Path) -> State:
         """Returns the state that `save` wrote, under this pipeline's own plan."""
-        return checkpoints.restore(self.session, checked_path(path))
+        return checkpoints.restore(self.session, checked_path("path", path))

@@ -1,7 +1,7 @@
 """Searches model architectures in one pipeline, which trains one after another for a few steps."""
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -84,12 +84,8 @@ class ArchitectureSearch:
                         self.evolution.report(candidate.architecture, float(np.mean(losses)))
                     yield state, metrics, candidate.architecture
                 if ahead is not None:
-                    candidate, state = self._next(pipe, state, ahead)
-
-    @staticmethod
-    def _next(pipe: Pipeline, state: State, ahead: "Future[Candidate]") -> tuple[Candidate, State]:
-        candidate = ahead.result()
-        return candidate, pipe.update_model(state, candidate.loss_fn, candidate.params)
+                    candidate = ahead.result()
+                    state = pipe.update_model(state, candidate.loss_fn, candidate.params)
 
     def _prepared(self, pipe: Pipeline, architecture: Architecture) -> Candidate:
         with beside_training():

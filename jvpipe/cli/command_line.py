@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, NoReturn, get_args
 
 import jvpipe
@@ -274,7 +274,7 @@ def _resumed(
             "--nas cannot be resumed: a search saves its last architecture alone. Begin a new run"
         )
     kept = {name: config[name] for name in options_of(TrainOptions) if name in config}
-    saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT)
+    saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT, {})
     if saved.get("data") and not options.data:
         print(
             f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now"
@@ -352,7 +352,7 @@ def _typed(
     named: Mapping[str, Any],
     where: str,
     passed_over: Collection[str],
-    at: Mapping[str, str] = MappingProxyType({}),
+    at: Mapping[str, str],
 ) -> dict[str, Any]:
     """Checks the values of a file against the types of their options, and returns them.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -240,16 +240,6 @@ class Job:
         return step % self.options.checkpoint_every == 0
 
 
-class Start(NamedTuple):
-    """What a run starts from; `before` is a resumed run's config.json, or the default options."""
-
-    options: TrainOptions
-    run: RunDir
-    workload: models.Workload
-    before: Mapping[str, Any]
-    plan: jvpipe.Plan | None
-
-
 def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job, Any]:
     """Opens the data, builds the pipeline, and makes or restores the state.
 
@@ -295,8 +285,15 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     return job, state
 
 
-def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
-    """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices."""
+def _start(
+    options: TrainOptions, hosts: Hosts, stack: ExitStack
+) -> tuple[TrainOptions, RunDir, models.Workload, Mapping[str, Any], jvpipe.Plan | None]:
+    """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices.
+
+    Returns:
+        The options of the run, its folder, its model, the entries of a resumed run's config.json
+        (of a new run, the default options), and the plan, if there is one.
+    """
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 
     def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
@@ -344,7 +341,7 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
         return plan
 
-    return Start(options, run, workload, before, hosts.together("run", last_plan))
+    return options, run, workload, before, hosts.together("run", last_plan)
 
 
 def _held_folder(
@@ -371,14 +368,13 @@ def _write(job: Job, files: Mapping[str, str]) -> None:
     # A run that is resumed with the options in config.json uses plan.json. So the plan is written
     # first: it must never be older than the options.
     run.write_plan(job.pipe.plan)
-    config = _config(options, job.workload) | kept_options(options)
-    # A run that is resumed checks that these entries have not changed.
+    # A run that is resumed checks that its data, files and mark have not changed.
     about_run = {
         "data_digest": job.data.digest,
         "files": files,
         MARK: mark(run.path, options.model),
     }
-    run.write_config(config | about_run)
+    run.write_config(_config(options, job.workload) | kept_options(options) | about_run)
     run.explanation.write_text(job.pipe.explain() + "\n")
 
 

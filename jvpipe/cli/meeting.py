@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -45,20 +44,18 @@ def read_secret(path: str | None) -> bytes:
     )
     if path is None:
         return b""
-    with ExitStack() as stack:
-        try:
-            # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.
-            file = stack.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
-            status = os.fstat(file.fileno())
-            secret = file.read(LINE_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
-        except OSError as problem:
-            raise ValueError(f"{named} {path} cannot be read: {problem.strerror}") from problem
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{named} {path} is not a file")
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        mode = stat.S_IMODE(status.st_mode)
+    try:
+        # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ValueError(f"{named} {path} is not a file")
+            secret = file.read(LINE_BYTES + 1).strip()
+    except OSError as problem:
+        raise ValueError(f"{named} {path} cannot be read: {problem.strerror}") from problem
+    if mode & 0o077:
         raise ValueError(
-            f"{named} {path}: others may use the file, its mode is {mode:04o}: chmod 600 {path}"
+            f"{named} {path}: others may use the file, its mode is {stat.S_IMODE(mode):04o}: chmod 600 {path}"
         )
     if not 0 < len(secret) <= LINE_BYTES:
         size = "is empty" if not secret else f"has more than {LINE_BYTES} bytes"

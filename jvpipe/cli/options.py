@@ -10,7 +10,6 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from jvpipe.models.recipe import OPTIMIZERS
@@ -38,14 +37,8 @@ MOST = 2**31 - 1
 _COUNT = partial(whole_number, most=MOST)
 
 
-def file_option(flag: str, value: Any) -> Path:
-    """Returns a text as a path; raises ValueError if it cannot be one. The file need not exist."""
-    return checked_path(value, flag)
-
-
-def name_option(flag: str, value: Any) -> str:
-    """Returns a value if it can be a name, or raises ValueError. The name is looked up later."""
-    return checked_name(flag, value, "tiny")
+name_option = partial(checked_name, usual="tiny")
+"""Checks that a value can be a name, which is looked up later."""
 
 
 def _texts(flag: str, value: Any) -> list[str]:
@@ -55,11 +48,13 @@ def _texts(flag: str, value: Any) -> list[str]:
 
 def fields_option(flag: str, value: Any) -> dict[str, str]:
     """Returns the values in texts of the form NAME=VALUE, by the names of the model's fields."""
+    fields = {}
     for text in value:
-        if "=" not in text:
+        name, equals, field = text.partition("=")
+        if not equals:
             raise ValueError(f"{flag} {text}: give a field of the model and its value, NAME=VALUE")
-    parts = (text.partition("=") for text in value)
-    return {name.strip(): text.strip() for name, _, text in parts}
+        fields[name.strip()] = field.strip()
+    return fields
 
 
 def address_option(flag: str, value: Any) -> tuple[str, int]:
@@ -79,7 +74,6 @@ class ModelOptions(PipelineOptions):
         name_option,
         "The model's size, by name; if left out the smallest one, or your own model as it is.",
         "model",
-        "",
         resumed="fixed",
     )
     dtype: str | None = option(
@@ -87,7 +81,6 @@ class ModelOptions(PipelineOptions):
         name_option,
         "The type to compute in, float32 or bfloat16; the model's own if left out. Parameters are float32.",
         "model",
-        "",
         resumed="fixed",
     )
     sequence_length: int | None = option(
@@ -114,7 +107,7 @@ class ModelOptions(PipelineOptions):
     )
     figure: str | None = option(
         None,
-        file_option,
+        checked_path,
         "Draws the timeline to this file (png, svg or pdf); the figure of a plan also shows its memory.",
         "run",
         "file",
@@ -130,7 +123,7 @@ class TrainOptions(ModelOptions):
 
     config: str | None = option(
         None,
-        file_option,
+        checked_path,
         "A file with any of these options: TOML, YAML, or JSON such as a run's config.json. The command line wins.",
         "run",
         "file",
@@ -141,12 +134,11 @@ class TrainOptions(ModelOptions):
         name_option,
         "Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or package.module:NAME.",
         "model",
-        "",
         resumed="fixed",
     )
     plan: str | None = option(
         None,
-        file_option,
+        checked_path,
         "A plan to use, such as the plan.json of a run; no planner is asked then.",
         "pipeline",
         "file",
@@ -164,7 +156,6 @@ class TrainOptions(ModelOptions):
         one_of("optimizer", OPTIMIZERS),
         f"The optimizer, which gets clipped gradients: {', '.join(OPTIMIZERS)}; the model's own if left out.",
         "model",
-        "",
         resumed="fixed",
     )
     learning_rate: float | None = option(
@@ -183,7 +174,7 @@ class TrainOptions(ModelOptions):
     )
     data: str | None = option(
         None,
-        file_option,
+        checked_path,
         "For models of text: a file or a folder of files, which are text, or .jsonl or .parquet with a field "
         '"text" or "messages"; or OWNER/NAME of a hub; by default the English prose that comes with Python. '
         "For models of images: a folder with a folder for each class; by default the digits of scikit-learn. "
@@ -194,7 +185,7 @@ class TrainOptions(ModelOptions):
     )
     tokenizer: str | None = option(
         None,
-        file_option,
+        checked_path,
         "Reads text with this tokenizer.json of the tokenizers package; by default one is trained on the text.",
         "data",
         "file",
@@ -202,7 +193,7 @@ class TrainOptions(ModelOptions):
     )
     init_from: str | None = option(
         None,
-        file_option,
+        checked_path,
         "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and "
         "model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model's fields are "
         "those in config.json, and its tokenizer is the tokenizer.json if there is one.",
@@ -226,7 +217,7 @@ class TrainOptions(ModelOptions):
     )
     export_weights: str | None = option(
         None,
-        file_option,
+        checked_path,
         "Writes the trained model to this new folder, laid out as that of --init-from, for transformers to load; "
         "adapters are added to the parameters that they adapt.",
         "run",
@@ -243,7 +234,7 @@ class TrainOptions(ModelOptions):
     )
     run_dir: str | None = option(
         None,
-        file_option,
+        checked_path,
         "The folder of the run; by default a new one in runs/.",
         "run",
         "folder",
@@ -254,7 +245,6 @@ class TrainOptions(ModelOptions):
         "Continues the run in --run-dir with its plan. Options that are not given keep the values of the run; other "
         "stages, or another planner, schedule or limit, make a new plan.",
         "run",
-        "",
         resumed="start",
     )
     trust: bool = option(
@@ -262,7 +252,6 @@ class TrainOptions(ModelOptions):
         checked_flag,
         "With --resume of a folder from elsewhere: runs the model's code that its config.json names.",
         "run",
-        "",
         resumed="start",
     )
     checkpoint_every: int = option(
@@ -337,7 +326,7 @@ class TrainOptions(ModelOptions):
     )
     export: str | None = option(
         None,
-        file_option,
+        checked_path,
         "Writes the trained parameters to this .safetensors file.",
         "run",
         "file",
@@ -373,7 +362,6 @@ class TrainOptions(ModelOptions):
         "Finds the other processes through Slurm, Open MPI, Kubernetes or a TPU pod, in place of --coordinator, "
         "--process-id and --num-processes.",
         "processes",
-        "",
         resumed="processes",
     )
     host_address: str | None = option(
@@ -386,7 +374,7 @@ class TrainOptions(ModelOptions):
     )
     secret_file: str | None = option(
         None,
-        file_option,
+        checked_path,
         "A file of mode 0600 with a secret that all processes share; a process with another secret is refused. By "
         "default the file that JVPIPE_SECRET_FILE names. Needs --coordinator.",
         "processes",
@@ -467,30 +455,32 @@ def check_each(options: PipelineOptions, group: Group | None = None) -> None:
 # The tables below say which options a resumed run keeps, and which ones all processes must share.
 
 _OWN = resumed(TrainOptions, "own")
-OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
+OF_PROCESSES = resumed(TrainOptions, "processes", "own")
 FIXED = resumed(TrainOptions, "fixed")
 """The options that a resumed run cannot change, because they decide what is computed. All others
 decide about placement, or about how long to train."""
 DECIDES = resumed(TrainOptions, "plans")
 """The options that decide a plan. If a run is resumed with other values, a new plan is made."""
-NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
+NOT_KEPT = resumed(TrainOptions, "start", "processes", "own")
 """The options that hold for one start of a run only."""
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:
     """Returns the options that config.json keeps, by name."""
     # Options about processes are not kept, because a resumed run may have other processes.
-    names = (name for name in options_of(TrainOptions) if name not in OF_PROCESSES)
-    return {name: getattr(options, name) for name in names}
+    return {
+        name: getattr(options, name)
+        for name in options_of(TrainOptions)
+        if name not in OF_PROCESSES
+    }
 
 
 def agreed_options(options: TrainOptions) -> list[tuple[str, str]]:
     """Returns the flags and values of the options that all processes of a run must share."""
-    options_of_run = options_of(TrainOptions).values()
     return [
-        (one.flag, str(getattr(options, one.name)))
-        for one in options_of_run
-        if one.name not in _OWN
+        (one.flag, str(getattr(options, name)))
+        for name, one in options_of(TrainOptions).items()
+        if name not in _OWN
     ]
 
 

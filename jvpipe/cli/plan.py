@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jvpipe.cli.command_line import read_options
 from jvpipe.cli.job import keep_compiled, stay_on_cpus
-from jvpipe.cli.options import ModelOptions, check_each, fields_of, file_option, name_option
+from jvpipe.cli.options import ModelOptions, check_each, fields_of, name_option
 from jvpipe.cli.outputs import check_figure, check_outputs, progress, writing
 from jvpipe.cli.own_model import find_model
 from jvpipe.cost.cluster_file import find_cluster
@@ -25,7 +25,7 @@ from jvpipe.session.forecast import asked
 from jvpipe.session.forecasts import Forecast, plan_for, planner_names
 from jvpipe.session.options import PLAN, PLAN_FOR, Taker, checked_target, option, options_of, passed
 from jvpipe.session.question import check_shape_planner, on_cluster, profile_slowness
-from jvpipe.util.given import checked_flag
+from jvpipe.util.given import checked_flag, checked_path
 from jvpipe.util.sizes import limits_of_each, parse_limits
 
 
@@ -43,7 +43,7 @@ class PlanOptions(ModelOptions):
     )
     graph: str | None = option(
         None,
-        file_option,
+        checked_path,
         "In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning.",
         "model",
         "file",
@@ -85,14 +85,14 @@ class PlanOptions(ModelOptions):
     )
     json: str | None = option(
         None,
-        file_option,
+        checked_path,
         "Writes the plan to this file; with several planners all their plans, the best first.",
         "run",
         "file",
     )
     timeline: str | None = option(
         None,
-        file_option,
+        checked_path,
         "Writes the simulated timeline to this file, for Perfetto; with several planners that of the best plan.",
         "run",
         "file",

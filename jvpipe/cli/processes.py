@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,19 +55,7 @@ def shared(
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
     answers = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((answer for answer, _ in answers if answer is not None), None)
-    return heard, ours and _merged(
-        ours[0], [(_metrics(line), Busy(*busy)) for _, (line, busy) in answers]
-    )
-
-
-def _metrics(line: Mapping[str, Any]) -> StepMetrics:
-    return StepMetrics(
-        **{
-            **line,
-            "staleness": tuple(line["staleness"]),
-            "architecture": tuple(line["architecture"]),
-        }
-    )
+    return heard, ours and _merged(ours[0], [(line, Busy(*busy)) for _, (line, busy) in answers])
 
 
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
@@ -80,23 +69,30 @@ _JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "r
 slowest process. Bytes are summed, and so are the seconds of copying and recomputing."""
 
 
-def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """Joins what all processes measured of a step; what is equal in all is taken from `ours`."""
-    lines, work = [line for line, _ in every], [busy for _, busy in every]
+def _merged(ours: StepMetrics, measured: Sequence[tuple[Mapping[str, Any], Busy]]) -> StepMetrics:
+    """Joins what all processes measured of a step; what is equal in all is taken from `ours`.
+
+    Args:
+        ours: the metrics that this process measured.
+        measured: for each process, its metrics by name, and how busy its devices were.
+    """
+    lines, work = zip(*measured, strict=True)
     numbers: dict[str, Any] = {}
     for name, join_numbers in _JOINED.items():
-        present = [x for line in lines if (x := getattr(line, name)) is not None]
+        present = [line[name] for line in lines if line[name] is not None]
         numbers[name] = join_numbers(present) if present else None
     elapsed_s = max(busy.elapsed_s for busy in work)
     all_work = Busy(sum(b.seconds for b in work), elapsed_s, sum(b.devices for b in work))
-    peaks = {name: max(line.peak_bytes[name] for line in lines) for name in ours.peak_bytes}
-    busy_fraction = {name: share for line in lines for name, share in line.busy_fraction.items()}
     return replace(
         ours,
         **numbers,
         bubble_fraction=all_work.bubble_fraction,
-        peak_bytes=peaks,
-        busy_fraction=busy_fraction,
+        peak_bytes={
+            name: max(line["peak_bytes"][name] for line in lines) for name in ours.peak_bytes
+        },
+        busy_fraction={
+            name: share for line in lines for name, share in line["busy_fraction"].items()
+        },
     )
 
 
@@ -111,8 +107,8 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     hosts.exchange("clock", b"")
     zero_s = time.perf_counter()
     spans = [
-        [s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)]
-        for s in picture.spans
+        astuple(replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s))
+        for span in picture.spans
     ]
     rest = [
         [x._replace(at_s=x.at_s - zero_s) for x in part] for part in (picture.levels, picture.hops)
@@ -120,9 +116,7 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     answers = [
         json.loads(x) for x in hosts.exchange("timeline", json.dumps([spans, *rest]).encode())
     ]
-    all_spans, levels, hops = (
-        [row for answer in answers for row in answer[part]] for part in range(3)
-    )
+    all_spans, levels, hops = map(chain.from_iterable, zip(*answers, strict=True))
     return Picture(
         tuple(
             Span(device, name, start_s, end_s, Kind(kind), args)
@@ -205,10 +199,10 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
     """
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
-    if all(value is None for value in flags.values()):
+    lacking = [flag for flag, value in flags.items() if value is None]
+    if len(lacking) == len(flags):
         return None
     if coordinator is None or process is None or count is None:
-        lacking = [flag for flag, value in flags.items() if value is None]
         raise ValueError(
             f"{' and '.join(lacking)} must be given too: several processes need {', '.join(flags)}"
         )

@@ -147,7 +147,6 @@ class Recording:
         self._steps = min(count or job.options.timeline_steps, job.steps - first)
         # By the second step, everything has been compiled.
         self._begin = None if count is None else min(first + 1, job.steps - self._steps)
-        self._begun: int | None = None
         self._done = False
         job.pipe.session.monitor(kept=self._steps)
 
@@ -156,8 +155,8 @@ class Recording:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None and not self._done:
-            self._write(self._steps)
-        if self._begun is not None:
+            self._write()
+        if self._job.pipe.session.controller.profiled:
             self._stop_profile()
 
     def after(self, step: int, state: Any) -> None:
@@ -167,28 +166,27 @@ class Recording:
             step: the number of steps that are done.
             state: the state after these steps.
         """
+        if self._begin is None or step not in (self._begin, self._begin + self._steps):
+            return
+        self._job.pipe.wait(state)
         if step == self._begin:
-            self._job.pipe.wait(state)
-            self._start_profile(step)
-        elif self._begun is not None and step == self._begun + self._steps:
-            self._job.pipe.wait(state)
+            self._start_profile()
+        else:
             # `_write` waits until all tasks of these steps have ended. The profile must not be
             # stopped before that.
-            self._write(self._steps)
+            self._write()
             self._stop_profile()
             self._done = True
 
-    def _start_profile(self, step: int) -> None:
+    def _start_profile(self) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # calls of Python functions would swamp the profile
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
-        self._begun = step
         self._job.pipe.session.controller.profiled = True
 
     def _stop_profile(self) -> None:
         self._job.pipe.session.controller.profiled = False
         jax.profiler.stop_trace()
-        self._begun = None
         if self._job.hosts.process == 0:
             print(f"profile in {self._folder}: open it in XProf or Perfetto", flush=True)
 
@@ -198,11 +196,10 @@ class Recording:
         hosts, folder = self._job.hosts, self._job.run.profile
         return folder if hosts.count == 1 else folder / f"process-{hosts.process}"
 
-    def _write(self, steps: int) -> None:
-        """Writes the timeline of the last `steps` steps, with the devices of all processes."""
-        picture = shared_picture(
-            self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps))
-        )
+    def _write(self) -> None:
+        """Writes the timeline of the last steps, with the devices of all processes."""
+        pictures = self._job.pipe.session.pictures(self._steps)
+        picture = shared_picture(self._job.hosts, timeline.joined(pictures))
         if self._job.hosts.process == 0:
             timeline.write_trace(self._job.run.timeline, picture)
             if self._job.options.figure is not None:

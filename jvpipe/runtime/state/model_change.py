@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -267,10 +267,9 @@ class ModelSwitch:
         put = partial(self._put, before, placed, sent, ledger)
         crossing = hosts.together("arrays of the new model", put)
         if crossing:
-            copies = [one.copy for one in crossing]
-            arrived = hosts.carry(copies, [one.array for one in crossing])
-            pairs = zip(crossing, arrived, strict=True)
-            placed |= {one.spot: array for one, array in pairs if array is not None}
+            spots, copies, values = zip(*crossing, strict=True)
+            pairs = zip(spots, hosts.carry(copies, values), strict=True)
+            placed |= {spot: array for spot, array in pairs if array is not None}
 
         def initialize() -> None:
             self._new.placing.initialize_optimizer(placed, self._new.store)
@@ -285,7 +284,7 @@ class ModelSwitch:
         placed: dict[Any, jax.Array],
         sent: list[tuple[int, jax.Array]],
         ledger: Ledger,
-    ) -> list["_Crossing"]:
+    ) -> list[tuple[Spot, Carried, jax.Array | None]]:
         """Puts arrays in their places, except those that come from another process.
 
         Args:
@@ -296,7 +295,8 @@ class ModelSwitch:
             ledger: counts the bytes.
 
         Returns:
-            The copies between processes; all processes return the same ones.
+            For each copy between processes the spot of its array, the copy, and the array, which is
+            None if another process has it. The copies are the same in all processes.
         """
         crossing = []
         for arrival in self.origins.arrivals:
@@ -313,8 +313,7 @@ class ModelSwitch:
                     sharding = self._new.lying(buffer.value, home).sharding
                     value = jax.device_put(value, sharding, may_alias=False)
                     sent.append((home, value))
-                copy = self._new.carried(buffer, process)
-                crossing.append(_Crossing(key_of(buffer), copy, value))
+                crossing.append((key_of(buffer), self._new.carried(buffer, process), value))
             elif is_own and arrival.how == "stay":
                 placed[key_of(buffer)] = value
             elif is_own and value is not None:
@@ -378,11 +377,3 @@ class ModelSwitch:
             buffer = self._old.persistent[i]
             arrays[i].delete()
             ledger.drop(buffer.memory, buffer.bytes)
-
-
-class _Crossing(NamedTuple):
-    """A copy of an array between processes; `array` is None if another process has it."""
-
-    spot: Spot
-    copy: Carried
-    array: jax.Array | None
