@@ -344,7 +344,11 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     named = {present(TrainOptions, name): value for name, value in content_by_name.items()}
     at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
     if isinstance(fields := named.get("set"), Mapping):
-        named["set"] = [f"{name}={_text(value)}" for name, value in fields.items()]
+        # In a text, true and false are written as in JSON and YAML.
+        named["set"] = [
+            f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
+            for name, value in fields.items()
+        ]
     return _typed(named, where, passed_over, at)
 
 
@@ -386,10 +390,6 @@ def _typed(
             )
         values[name] = value
     return values
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")

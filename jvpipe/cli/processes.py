@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.meeting import PATIENCE, Attendance, Bonds, Given, MeetingServer, read_secret
+from jvpipe.cli.meeting import PATIENCE, Attendance, Given, MeetingServer, read_secret
 from jvpipe.cli.options import TrainOptions, address_option, agreed_options
 from jvpipe.cli.shell import ExitCode
 from jvpipe.ir.kinds import Kind
@@ -149,7 +149,7 @@ def join(options: TrainOptions) -> Hosts:
         raise SystemExit(ExitCode.STOPPED + signal.SIGINT) from stop
     if met is None:
         return ALONE
-    where, bonds = met
+    where, farewell = met
     # JAX does not say for which process it waits. All have met before, so it may be any of them.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
@@ -172,14 +172,14 @@ def join(options: TrainOptions) -> Hosts:
     if hosts is None:
         return ALONE
     hosts.timeout_s = hosts.silent_s = options.host_timeout
-    hosts.address, hosts.farewell = options.host_address, bonds.end
+    hosts.address, hosts.farewell = options.host_address, farewell
     return hosts
 
 
-def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
+def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Callable[[], None]]:
     """Prepares `--distributed`, with which JAX itself finds the processes, without a meeting.
 
-    Its result is like that of `_meeting`, but has no arguments and no connections.
+    Its result is like that of `_meeting`, but has no arguments, and its farewell does nothing.
     """
     if secret:
         raise ValueError(
@@ -187,15 +187,17 @@ def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
             "--process-id and --num-processes, or no --secret-file"
         )
     print("waiting for the others", file=sys.stderr)
-    return {}, Bonds()
+    return {}, lambda: None
 
 
-def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bonds] | None:
+def _meeting(
+    options: TrainOptions, secret: bytes
+) -> tuple[dict[str, Any], Callable[[], None]] | None:
     """Holds the meeting of the processes.
 
     Returns:
-        The arguments of `jax.distributed.initialize`, and the connections that stay open after the
-        meeting; None if there is only one process.
+        The arguments of `jax.distributed.initialize`, and the farewell: a function that tells the
+        other processes that this one ends without an error. None if there is only one process.
     """
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
@@ -219,26 +221,26 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
     if process:
         attendance = Attendance(host.strip("[]"), port, process, agreed)
         own_port = attendance.wait(options.host_timeout)
-        address, bonds = {"coordinator_address": f"{host}:{own_port}"}, attendance.bonds
+        address, farewell = {"coordinator_address": f"{host}:{own_port}"}, attendance.end
     else:
-        address, bonds = _opened(
+        address, farewell = _opened(
             options.host_address or host.strip("[]"), port, count, agreed, options.host_timeout
         )
     if count == 1:
         return None
     numbers = {"process_id": process, "num_processes": count}
-    return address | numbers | {"cluster_detection_method": "deactivate"}, bonds
+    return address | numbers | {"cluster_detection_method": "deactivate"}, farewell
 
 
 def _opened(
     host: str, port: int, count: int, agreed: Given, timeout_s: float
-) -> tuple[dict[str, Any], Bonds]:
+) -> tuple[dict[str, Any], Callable[[], None]]:
     """Opens the meeting as process 0, and waits until all have come.
 
     Returns:
         The address where JAX will connect the processes, as arguments of
-        `jax.distributed.initialize`, and the connections that stay open. The port of the address is
-        reserved, so no other program can take it before JAX does.
+        `jax.distributed.initialize`, and the farewell. The port of the address is reserved, so no
+        other program can take it before JAX does.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -268,10 +270,11 @@ def _opened(
     port_holder = socket.socket(family, socket.SOCK_STREAM)
     port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     port_holder.bind((here, 0))
-    bonds = MeetingServer(listener, port_holder, count, agreed).wait(timeout_s)
+    server = MeetingServer(listener, port_holder, count, agreed)
+    server.wait(timeout_s)
     own_port = port_holder.getsockname()[1]
     jax_address = f"[{here}]:{own_port}" if family == socket.AF_INET6 else f"{here}:{own_port}"
-    return {"coordinator_address": jax_address, "coordinator_bind_address": jax_address}, bonds
+    return {"coordinator_address": jax_address, "coordinator_bind_address": jax_address}, server.end
 
 
 def _model_file(model: str) -> tuple[str, str]:
@@ -320,7 +323,7 @@ class Watch:
         say: is called, with what the run does next, at each sign of progress.
     """
 
-    def __init__(self, hosts: Hosts, say: Callable[[str], None] = lambda doing: None) -> None:
+    def __init__(self, hosts: Hosts, say: Callable[[str], None]) -> None:
         self._hosts, self._told, self._stopped = hosts, say, threading.Event()
         self._at_s, self._doing = time.monotonic(), "before the first step"
 

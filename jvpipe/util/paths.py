@@ -33,13 +33,11 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
     names = tuple(separator.join(_keys(path)) for path in paths)
     if len(set(names)) == len(names):
         return names
-    return tuple(separator.join(_escaped(key, separator) for key in _keys(path)) for path in paths)
-
-
-def _escaped(key: str, separator: str) -> str:
-    """Escapes tildes and separators in a key."""
     # Tildes come first, because the tilde of an escaped separator must not be escaped again.
-    return key.replace("~", "~0").replace(separator, "~1")
+    return tuple(
+        separator.join(key.replace("~", "~0").replace(separator, "~1") for key in _keys(path))
+        for path in paths
+    )
 
 
 def _keys(path: Sequence[Any]) -> list[str]:

@@ -59,15 +59,8 @@ class Replay:
         self._optimizer = dict(state)
         self._model_state = list(model_state)
         self._constants = compiled.traced.loss.constants
-        # By parameter and version, for shifts: PipeMare's running mean of updates, or XPipe's last
-        # update.
-        self._memory: dict[tuple[int, int], Any] = {}
-        self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
-        self._weights: list[Any] = []  # the losses' weights since the last update
-        # By parameter and reading layer: the gradients for the next update, one sum for each of the
-        # devices that take turns.
-        self._sums: dict[tuple[int, int], list[Any]] = {}
-        self._done = Counter[int]()  # by layer: how many backwards ran since the last update
+        self.forget()
+        self._forget_gradients()
 
     @property
     def parameters(self) -> list[Any]:
@@ -115,7 +108,18 @@ class Replay:
 
     def forget(self) -> None:
         """Forgets PipeMare's mean and XPipe's last update, as a run does after a drain."""
-        self._memory, self._count = {}, {}
+        # By parameter and version, for shifts: PipeMare's running mean of updates, or XPipe's last
+        # update.
+        self._memory: dict[tuple[int, int], Any] = {}
+        self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
+
+    def _forget_gradients(self) -> None:
+        """Forgets what has been summed for the last update, so that the next sums can begin."""
+        self._weights: list[Any] = []  # the losses' weights since the last update
+        # By parameter and reading layer: the gradients for the next update, one sum for each of the
+        # devices that take turns.
+        self._sums: dict[tuple[int, int], list[Any]] = {}
+        self._done = Counter[int]()  # by layer: how many backwards ran since the last update
 
     def _programs(self, layer: Layer) -> LayerPrograms:
         return self._compiled.programs[0][layer.id]
@@ -205,7 +209,10 @@ class Replay:
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         parameters = [layer.reads[i].index for i in signature.gradients]
-        turn, turns = self._turn(layer)
+        # Devices that share a stage take turns with its micro-batches.
+        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
+        turn = self._done[layer.id] % turns
+        self._done[layer.id] += 1
         sums = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in parameters]
         program = self._compiled.row_programs.backward_program(self._programs(layer))
         # If each micro-batch has an update, the program has no inputs for sums.
@@ -227,16 +234,6 @@ class Replay:
         if layer.reads[i].kind in (ValueKind.PARAMETER, ValueKind.TENSOR):
             return self._back(layer, layer.reads[i])
         return inputs[i]
-
-    def _turn(self, layer: Layer) -> tuple[int, int]:
-        """Counts a backward of a layer.
-
-        Returns the number of the device that ran it, and how many devices take turns.
-        """
-        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
-        turn = self._done[layer.id] % turns
-        self._done[layer.id] += 1
-        return turn, turns
 
     def _zero(self, p: int) -> np.ndarray:
         array = self._graph.parameters[p].array
@@ -268,7 +265,7 @@ class Replay:
                     values[slot] = x
         for layer, versions in before.items():
             self._remember(layer, versions)
-        self._sums, self._done, self._weights = {}, Counter(), []
+        self._forget_gradients()
 
     def _slot(
         self,
