@@ -334,10 +334,9 @@ def _start(
         run.check(config, {"model_config": usual})
         with run.advising():
             run.check_last()
-        # Layers may have moved to other devices during the run. The plan of the last checkpoint is
-        # therefore newer than plan.json.
-        if plan and not from_file and run.checkpoints():
-            with run.advising():
+            # Layers may have moved to other devices during the run. The plan of the last checkpoint
+            # is therefore newer than plan.json.
+            if plan and not from_file and run.checkpoints():
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
         return plan
 

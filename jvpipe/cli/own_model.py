@@ -244,7 +244,7 @@ def completed(
             config=model,
             init=model.init,
             loss_fn=model.loss_fn,
-            abstract_batch=lambda batch_size: shapes(where, model, batch_size),
+            abstract_batch=partial(shapes, where, model),
             open_data=partial(own_data, where, model),
             # `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer
             # ignores the request, and the pipeline checks whether the optimizer fits.

@@ -91,24 +91,23 @@ def plan_model_switch(
     """
     origins = Origins(old, new, values, parked)
     switch = ModelSwitch(origins, by_host=False)
-    way = "while one model takes over from another"
 
     def check_after() -> None:
         replace(limits, parked=origins.parked_after).check(new.peaks, new.devices)
 
-    hosts = origins.hosts
-    hosts.together("new model", origins.check)
-    hosts.together("limits", check_after)
-    if new.hosts is not None:
-        # By host, arrays are freed before all others have arrived. An error in one process could
-        # then not be undone in the others, so several processes do not change models in this way.
-        hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
-        return switch
-    try:
-        replace(limits, host_bytes=None).check(switch.peaks, new.devices)
-    except MemoryLimitExceeded:
-        switch = replace(switch, by_host=True)
-    limits.check(switch.peaks, new.devices, way)
+    def check_change() -> None:
+        limits.check(switch.peaks, new.devices, "while one model takes over from another")
+
+    origins.hosts.together("new model", origins.check)
+    origins.hosts.together("limits", check_after)
+    # By host, arrays are freed before all others have arrived. An error in one process could then
+    # not be undone in the others, so several processes do not change models in this way.
+    if new.hosts is None:
+        try:
+            replace(limits, host_bytes=None).check(switch.peaks, new.devices)
+        except MemoryLimitExceeded:
+            switch = replace(switch, by_host=True)
+    origins.hosts.together("limits", check_change)
     return switch
 
 

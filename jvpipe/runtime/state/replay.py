@@ -82,10 +82,12 @@ class Replay:
         """
         self._enter(compiled)
         self._at = {(use.kind, use.layer): use for use in uses}
-        self._values: dict[Ref, Any] = {Ref(ValueKind.SEED, 0): seed}
-        self._values |= _by_ref(ValueKind.BATCH, batch)
-        self._values |= _by_ref(ValueKind.CONSTANT, self._constants)
-        self._values |= _by_ref(ValueKind.STATE, self._model_state)
+        self._values = {
+            Ref(ValueKind.SEED, 0): seed,
+            **_by_ref(ValueKind.BATCH, batch),
+            **_by_ref(ValueKind.CONSTANT, self._constants),
+            **_by_ref(ValueKind.STATE, self._model_state),
+        }
         self._residuals: dict[int, Sequence[Any]] = {}
         self._again: dict[int, list[Any]] = {}
         inputs = {layer.id: self._forward(layer) for layer in self._graph.layers}
