@@ -52,9 +52,8 @@ class ArchitectureSearch:
         self.steps, self._supernet = steps, supernet
         self.evolution = evolution or RegularizedEvolution(supernet.space, seed)
         self._key = jax.random.key(seed)
-        self._loss_of = cache(
-            supernet.loss_of
-        )  # a pipeline recognizes a model by the identity of its loss function
+        # A pipeline recognizes a model by the identity of its loss function.
+        self._loss_of = cache(supernet.loss_of)
         self.first = self._candidate(next(self.evolution))
 
     def run(

@@ -451,12 +451,12 @@ def _go_back(data: models.Data, last: Path) -> None:
     """Sets the data to the position in a checkpoint; raises DamageError if that is impossible."""
     extra = jvpipe.checkpoint_extra(last)
     if "data" not in extra:
-        raise DamageError(f"{last} tells no place in the data")
+        raise DamageError(f"{last} holds no position in the data")
     try:
         data.train.set_state(extra["data"])
     except Exception as problem:  # the data may be of a class of the user's, with any kind of error
         reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        raise DamageError(f"{last} has no usable place in the data: {reason}") from problem
+        raise DamageError(f"{last} has no usable position in the data: {reason}") from problem
 
 
 def keep_compiled() -> None:
@@ -483,7 +483,7 @@ def _search(
     if not options.nas:
         return None
     if hosts.count > 1:
-        raise ValueError(f"--nas works in one process alone, and there are {hosts.count}")
+        raise ValueError(f"--nas works in a single process, and there are {hosts.count}")
     if workload.supernet is None:
         raise ValueError(
             f"--nas needs a model whose architecture can be searched: evolved-transformer or evolved-amoebanet, not "

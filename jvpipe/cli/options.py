@@ -381,8 +381,8 @@ class TrainOptions(ModelOptions):
             )
         if self.replica_counts and self.stages not in (None, len(self.replica_counts)):
             raise ValueError(
-                f"--replicas {self.replicas} says so of {len(self.replica_counts)} stages, --stages of "
-                f"{self.stages}: give a number for each, or leave out --stages"
+                f"--replicas {self.replicas} is for {len(self.replica_counts)} stages, but --stages is "
+                f"{self.stages}: give a number for each stage, or leave out --stages"
             )
         if self.nas and self.eval_every:
             raise ValueError(
@@ -392,7 +392,7 @@ class TrainOptions(ModelOptions):
             raise ValueError(f"--lora-on {self.lora_on} needs --lora, the rank of the adapters")
         if self.export_weights and not self.init_from:
             raise ValueError(
-                f"--export-weights {self.export_weights} needs --init-from, the folder that it is to be like; "
+                f"--export-weights {self.export_weights} needs --init-from, the folder whose layout it copies; "
                 "--export FILE writes the parameters of any run"
             )
 

@@ -278,7 +278,7 @@ def _sized(name: str, named: Any, size: str | None) -> Any:
     if size in sizes:
         return _made(sizes[size])
     if not sizes:
-        raise ValueError(f"it has no sizes, {size} is none")
+        raise ValueError(f"it has no sizes, so none is called {size}")
     raise ValueError(did_you_mean(f"size of {name}", size, list(sizes)))
 
 
@@ -303,7 +303,7 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
     if not dataclasses.is_dataclass(model):
         name, value = next(iter(options.items()))
         raise ValueError(
-            f"{name}={value} replaces the field of a dataclass, and {kind} is none: make it one, or leave {name} out"
+            f"{name}={value} replaces the field of a dataclass, and {kind} is not one: make it one, or leave {name} out"
         )
     return with_fields(kind, model, options)
 

@@ -107,7 +107,7 @@ class PlanOptions(ModelOptions):
                 shown = " ".join(value) if isinstance(value, tuple) else value
                 flag = options_of(PlanOptions)[name].flag
                 raise ValueError(
-                    f"{flag} {shown} is of a --model, a --graph has its own: leave it out"
+                    f"{flag} {shown} is for a --model; a --graph has its own: leave it out"
                 )
         if self.target is not None and not self.compile:
             raise ValueError(f"--target {self.target} is for --compile: give both")

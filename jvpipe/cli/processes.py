@@ -153,19 +153,20 @@ def join(options: TrainOptions) -> Hosts:
     # JAX does not say for which process it waits. All have met before, so it may be any of them.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
+    # `_given_up_after` ends the process first, with a clearer message than JAX's.
+    jax_timeout_s = round(options.host_timeout) + 60
     with _given_up_after(options.host_timeout, awaited):
         try:
             jax.distributed.initialize(
                 **where,
-                initialization_timeout=round(options.host_timeout)
-                + 60,  # `_given_up_after` ends the process first, with a clearer message than JAX's
-                heartbeat_timeout_seconds=round(options.host_timeout) + 60,
+                initialization_timeout=jax_timeout_s,
+                heartbeat_timeout_seconds=jax_timeout_s,
                 shutdown_timeout_seconds=10,
             )
         except (ValueError, RuntimeError) as problem:
             reason = str(problem).splitlines()[0]
             raise ValueError(
-                f"the processes cannot come together: {reason} Without a cluster that JAX knows give --coordinator "
+                f"the processes cannot connect: {reason} Without a cluster that JAX knows, give --coordinator "
                 "HOST:PORT, --process-id and --num-processes"
             ) from problem
     hosts = present_hosts()
@@ -380,9 +381,8 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     hosts.farewell()
-    if (
-        code == ExitCode.TRY_AGAIN
-    ):  # JAX ends the others once process 0 has ended, so process 0 lets them report the loss first
+    if code == ExitCode.TRY_AGAIN:
+        # JAX ends the others once process 0 has ended, so process 0 lets them report the loss first.
         time.sleep(PATIENCE.ending_s if hosts.process == 0 and hosts.count > 2 else 0)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)

@@ -259,9 +259,8 @@ def train(
             for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
                 watch.progress(f"step {step}")
                 keeper.check()
-                signum = log.tell(
-                    done, before=True
-                )  # the step before: its metrics are read while this step runs
+                # The metrics of the step before are read while this step runs.
+                signum = log.tell(done, before=True)
                 state, done = advanced[0], (step, *advanced[1:])
                 last = step == job.steps or signum is not None
                 if last or job.pauses(step):
@@ -280,9 +279,8 @@ def train(
                 if last:
                     break
             keeper.finish()
-            signum = log.tell(
-                None, before=False
-            )  # the signal may have come during the last step or while its state was saved
+            # A signal may have come during the last step or while its state was saved.
+            signum = log.tell(None, before=False)
         except ValueError:
             # The usual cause is a loss that is not finite. The last step is still logged, but
             # without the numbers of other processes, because they may not get here (`ALONE`).
@@ -301,13 +299,8 @@ class _Log:
     def __init__(
         self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
     ) -> None:
-        self._job, self._stop, self._speech, self._numbers, self.clock = (
-            job,
-            stop,
-            speech,
-            StepNumbers(job),
-            Clock(),
-        )
+        self._job, self._stop, self._speech = job, stop, speech
+        self._numbers, self.clock = StepNumbers(job), Clock()
         writes = job.hosts.process == 0
         self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
         self._trackers: list[Tracker] = []
@@ -409,9 +402,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {_told(mistake)}", file=sys.stderr)
         code = ExitCode.MISTAKE
-        with suppress(
-            Exception
-        ):  # the others may be gone, or the mistake may have come from one of them
+        # The others may be gone, or the mistake may have come from one of them.
+        with suppress(Exception):
             hosts.fail(mistake)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
