@@ -258,6 +258,10 @@ class Pipeline:
 
         Under an asynchronous schedule, this drains the pipeline; `run` keeps it full.
 
+        Args:
+            state: the newest state.
+            batch: a batch; each shape that is new takes the time to compile its programs.
+
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is
                 not consumed.
@@ -426,9 +430,13 @@ class Pipeline:
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
         """Switches adapting on or off: layers move away from devices that became slow, and back.
 
-        `rule` says how much a move must gain. If jvpipe's own planner made the plan, it is asked
-        again under the same limits. `session.history` has the moves and their reasons. If there are
-        several processes, all must call this before the same step.
+        If jvpipe's own planner made the plan, it is asked again under the same limits.
+        `session.history` has the moves and their reasons. If there are several processes, all must
+        call this before the same step.
+
+        Args:
+            on: whether layers move from now on.
+            rule: says how much a move must gain; unless given, the usual rule.
         """
         checked_flag("on", on)
         self.session.adapter.switch(on, checked_rule(rule))

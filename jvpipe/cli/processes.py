@@ -177,10 +177,15 @@ def join(options: TrainOptions) -> Hosts:
     return hosts
 
 
-def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Callable[[], None]]:
+Met = tuple[dict[str, Any], Callable[[], None]]
+"""The arguments of `jax.distributed.initialize`, and the farewell: a function that tells the other
+processes that this one ends without an error."""
+
+
+def _of_cluster(secret: bytes) -> Met:
     """Prepares `--distributed`, with which JAX itself finds the processes, without a meeting.
 
-    Its result is like that of `_meeting`, but has no arguments, and its farewell does nothing.
+    There are no arguments, and the farewell does nothing.
     """
     if secret:
         raise ValueError(
@@ -191,15 +196,8 @@ def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Callable[[], None]]:
     return {}, lambda: None
 
 
-def _meeting(
-    options: TrainOptions, secret: bytes
-) -> tuple[dict[str, Any], Callable[[], None]] | None:
-    """Holds the meeting of the processes.
-
-    Returns:
-        The arguments of `jax.distributed.initialize`, and the farewell: a function that tells the
-        other processes that this one ends without an error. None if there is only one process.
-    """
+def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
+    """Holds the meeting of the processes; returns None if there is only one process."""
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
     lacking = [flag for flag, value in flags.items() if value is None]
@@ -233,15 +231,11 @@ def _meeting(
     return address | numbers | {"cluster_detection_method": "deactivate"}, farewell
 
 
-def _opened(
-    host: str, port: int, count: int, agreed: Given, timeout_s: float
-) -> tuple[dict[str, Any], Callable[[], None]]:
+def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -> Met:
     """Opens the meeting as process 0, and waits until all have come.
 
-    Returns:
-        The address where JAX will connect the processes, as arguments of
-        `jax.distributed.initialize`, and the farewell. The port of the address is reserved, so no
-        other program can take it before JAX does.
+    The arguments in its result have the address where JAX will connect the processes. The port of
+    the address is reserved, so no other program can take it before JAX does.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -242,8 +242,7 @@ def train(
         f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
     )
     print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
-    if job.hosts.process == 0:
-        tidy(job, seen)
+    tidy(job, seen)
     # A run that stopped early also stops when it is resumed.
     if first >= job.steps or seen.over(patience):
         print(seen.told(patience), end="")

@@ -164,7 +164,7 @@ def prepare_migration(
     stream_steps = old.representative(stream_steps)
     ways = _ways(old, new, starts_inside=bool(microbatch or stream_steps))
     for how in ways:
-        lower = partial(_lowered, how, old, new, at, why, stream_steps)
+        lower = partial(_migration_in_way, how, old, new, at, why, stream_steps)
         migration, peaks = together(hosts, "moves", lower)
         check = partial(limits.check, peaks, new.devices, "while layers move")
         try:
@@ -190,7 +190,7 @@ def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[
     return ways
 
 
-def _lowered(
+def _migration_in_way(
     how: str, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
 ) -> tuple[Migration, Sequence[Peak]]:
     """Lowers and compiles a change of plan in one of the ways.
