@@ -192,8 +192,8 @@ class Patience:
 
 PATIENCE = Patience()
 
-Parts = Mapping[str, Sequence[str]]
-"""For each named value, its digest and the first characters of its text."""
+Parts = Mapping[str, list[str]]
+"""For each named value, its digest and the first characters of its text, as JSON has them."""
 
 
 class Given(NamedTuple):
@@ -499,11 +499,11 @@ def _port_in(words: Mapping[str, Any]) -> int:
 
 def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
     """Writes which values differ, those of `process` first; returns an empty text if none do."""
-    absent = ("", "")
+    absent = ["", ""]
     differences = [
         f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"
         for name, part in mine.items()
-        if list(part) != list(theirs.get(name, absent))
+        if part != theirs.get(name, absent)
     ]
     return f"the processes were not given the same: {'; '.join(differences)}" if differences else ""
 

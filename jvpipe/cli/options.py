@@ -406,7 +406,6 @@ def check_each(options: PipelineOptions, group: Group | None = None) -> None:
 
 # The tables below say which options a resumed run keeps, and which ones all processes must share.
 
-_OWN = resumed(TrainOptions, "own")
 OF_PROCESSES = resumed(TrainOptions, "processes", "own")
 FIXED = resumed(TrainOptions, "fixed")
 """The options that a resumed run cannot change, because they decide what is computed. All others
@@ -432,7 +431,7 @@ def agreed_options(options: TrainOptions) -> list[tuple[str, str]]:
     return [
         (one.flag, str(getattr(options, name)))
         for name, one in options_of(TrainOptions).items()
-        if name not in _OWN
+        if one.resumed != "own"
     ]
 
 

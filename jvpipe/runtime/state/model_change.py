@@ -184,7 +184,7 @@ class ModelSwitch:
         waiting = 0
         if self.by_host:
             waiting = sum(self._old.persistent[i].bytes for i in origins.copied)
-        parks = parked_bytes({it: i for it, i in origins.parks.items() if origins.had(i)})
+        parks = parked_bytes(origins.parks)
         holders = (("what is to be parked", parks), ("what moves", waiting))
         return Peak(parks + waiting, None, holders)
 
@@ -204,8 +204,8 @@ class ModelSwitch:
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
         leaves: Parked = {
-            identity: to_host(arrays[i]) if origins.had(i) else Away(origins.process_of(i))
-            for identity, i in origins.parks.items()
+            identity: x if isinstance(x, Away) else to_host(arrays[x])
+            for identity, x in origins.parks.items()
         }
         # By host, arrays that move give up their memory on the device, so they are copied first.
         on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}

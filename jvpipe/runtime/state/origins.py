@@ -140,24 +140,24 @@ class Origins:
         return tuple(i for i in range(len(self.old.persistent)) if i not in stays)
 
     @cached_property
-    def parks(self) -> dict[Identity, int]:
-        """The arrays that the change parks on the host, each with its buffer in the old model."""
-        after, parks = frozenset(self.after), dict[Identity, int]()
+    def parks(self) -> Parked:
+        """The arrays that the change parks on the host.
+
+        For each, the value is the number of its buffer in the old model, or `Away` if another
+        process has this buffer.
+        """
+        after, parks = frozenset(self.after), Parked()
         for i in self.leaving:
             identity = self.before[i]
             if identity[0] != "constant" and identity not in after:
-                parks.setdefault(identity, i)
+                value = i if self.had(i) else Away(self.process_of(i))
+                parks.setdefault(identity, value)
         return parks
 
     @cached_property
     def parked_after(self) -> Parked:
-        """The arrays that are parked after the change.
-
-        For an array that the change itself parks, the value is the number of its old buffer.
-        """
-        parked = dict(self.parked)
-        for identity, i in self.parks.items():
-            parked[identity] = i if self.had(i) else Away(self.process_of(i))
+        """The arrays that are parked after the change; those that it parks are as in `parks`."""
+        parked = self.parked | self.parks
         for arrival in self.arrivals:
             if arrival.how == "return":
                 parked.pop(arrival.identity, None)

@@ -162,9 +162,8 @@ class Replay:
         # of a backward some updates back.
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
-        remembered = self._memory[p, use.version]
-        (shifted, *_) = self._run(weights.shifted([shape], updates), [plain, remembered])
-        return shifted
+        program = weights.shifted([shape], updates)
+        return self._run(program, [plain, self._memory[p, use.version]])[0]
 
     def _run_again(self, layer: Layer) -> list[Any]:
         """Recomputes a layer's forward with the weights of its backward, once per micro-batch.
