@@ -76,7 +76,7 @@ class ArchitectureSearch:
                 count, ahead, losses = min(self.steps, num_steps - done), None, []
                 if done + count < num_steps:
                     ahead = background.submit(self._prepared, pipe, next(self.evolution))
-                for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest is given on
+                for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest state is passed on
                     losses.append(metrics["loss"])
                     # The report comes before the yield: the caller may stop after the last step.
                     if len(losses) == count:

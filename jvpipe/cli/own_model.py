@@ -439,8 +439,11 @@ def _line_of(name: str, problem: Exception) -> str:
 def _member(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
-    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    models_there = [n for n, value in public.items() if all(hasattr(value, must) for must in _MUST)]
+    models_there = [
+        other
+        for other, value in vars(module).items()
+        if not other.startswith("_") and all(hasattr(value, must) for must in _MUST)
+    ]
     suggestion = f"there is no {attribute}, nor any other model"
     if models_there:
         suggestion = did_you_mean("name", attribute, models_there)

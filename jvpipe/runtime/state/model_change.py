@@ -168,7 +168,7 @@ class ModelSwitch:
                 arriving[passed] += buffer.bytes
             if arrival.how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 ready.add(key_of(buffer))
-        # A piece of the optimizer makes all of its state, also what is not missing.
+        # A piece of the optimizer makes all of its state, even arrays that are not missing.
         spare = self._new.placing.spare_bytes(ready)
         peaks = []
         for d in devices:
