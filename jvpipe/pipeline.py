@@ -469,7 +469,6 @@ class Pipeline:
             StageError: a copy failed; the error's `state` is the present model's, drained and
                 whole.
         """
-        self.session.check_state(state)
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)
 

@@ -252,7 +252,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     """
     # Options are compared first: processes with different options would wait for different things.
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
-    options, run, workload, before, plan = _start(options, hosts, stack)
+    options, run, workload, files, plan = _start(options, hosts, stack)
     assert options.steps is not None
     assert options.batch_size is not None
     assert options.microbatches is not None
@@ -264,7 +264,6 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
-    files = before.get("files", {})
     with phase("opening the data"):
         data, new_files = hosts.together(
             "data", lambda: _open_data(options, workload, run, files, hosts)
@@ -287,12 +286,12 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
 
 def _start(
     options: TrainOptions, hosts: Hosts, stack: ExitStack
-) -> tuple[TrainOptions, RunDir, models.Workload, Mapping[str, Any], jvpipe.Plan | None]:
+) -> tuple[TrainOptions, RunDir, models.Workload, Mapping[str, str], jvpipe.Plan | None]:
     """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices.
 
     Returns:
-        The options of the run, its folder, its model, the entries of a resumed run's config.json
-        (of a new run, the default options), and the plan, if there is one.
+        The options of the run, its folder, its model, the digests of the files that a resumed run
+        has in its folder, such as the tokenizer, and the plan, if there is one.
     """
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 
@@ -340,7 +339,7 @@ def _start(
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
         return plan
 
-    return options, run, workload, before, hosts.together("run", last_plan)
+    return options, run, workload, before.get("files", {}), hosts.together("run", last_plan)
 
 
 def _held_folder(
