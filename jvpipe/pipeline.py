@@ -258,6 +258,10 @@ class Pipeline:
 
         Under an asynchronous schedule, this drains the pipeline; `run` keeps it full.
 
+        Args:
+            state: the newest state.
+            batch: a batch; each shape that is new takes the time to compile its programs.
+
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is
                 not consumed.
@@ -426,9 +430,13 @@ class Pipeline:
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
         """Switches adapting on or off: layers move away from devices that became slow, and back.
 
-        `rule` says how much a move must gain. If jvpipe's own planner made the plan, it is asked
-        again under the same limits. `session.history` has the moves and their reasons. If there are
-        several processes, all must call this before the same step.
+        If jvpipe's own planner made the plan, it is asked again under the same limits.
+        `session.history` has the moves and their reasons. If there are several processes, all must
+        call this before the same step.
+
+        Args:
+            on: whether layers move from now on.
+            rule: says how much a move must gain; unless given, the usual rule.
         """
         checked_flag("on", on)
         self.session.adapter.switch(on, checked_rule(rule))
@@ -461,7 +469,6 @@ class Pipeline:
             StageError: a copy failed; the error's `state` is the present model's, drained and
                 whole.
         """
-        self.session.check_state(state)
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)
 
@@ -499,10 +506,10 @@ class Pipeline:
                 `jvpipe.checkpoint_extra` reads them.
         """
         self.session.check_state(state)
-        folder = checked_path(path)
+        folder = checked_path("path", path)
         checkpoints.snapshot(self.session, state, {} if extra is None else extra).write(folder)
 
     @telling()
     def restore(self, path: str | Path) -> State:
         """Returns the state that `save` wrote, under this pipeline's own plan."""
-        return checkpoints.restore(self.session, checked_path(path))
+        return checkpoints.restore(self.session, checked_path("path", path))

@@ -105,7 +105,6 @@ def _begun(session: Session, versions: VersionLedger, params: Tree, model_state:
         jax.tree.leaves(split),
         {(j, layer): moments[j] for j, layer in compiled.optimizer.holders if layer is not None},
         jax.tree.leaves(model_state),
-        compiled.traced.loss.constants,
         min((use.version for use in versions.uses()), default=0),
     )
 

@@ -1,7 +1,7 @@
 """Searches model architectures in one pipeline, which trains one after another for a few steps."""
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,9 +52,8 @@ class ArchitectureSearch:
         self.steps, self._supernet = steps, supernet
         self.evolution = evolution or RegularizedEvolution(supernet.space, seed)
         self._key = jax.random.key(seed)
-        self._loss_of = cache(
-            supernet.loss_of
-        )  # a pipeline recognizes a model by the identity of its loss function
+        # A pipeline recognizes a model by the identity of its loss function.
+        self._loss_of = cache(supernet.loss_of)
         self.first = self._candidate(next(self.evolution))
 
     def run(
@@ -77,19 +76,15 @@ class ArchitectureSearch:
                 count, ahead, losses = min(self.steps, num_steps - done), None, []
                 if done + count < num_steps:
                     ahead = background.submit(self._prepared, pipe, next(self.evolution))
-                for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest is given on
+                for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest state is passed on
                     losses.append(metrics["loss"])
                     # The report comes before the yield: the caller may stop after the last step.
                     if len(losses) == count:
                         self.evolution.report(candidate.architecture, float(np.mean(losses)))
                     yield state, metrics, candidate.architecture
                 if ahead is not None:
-                    candidate, state = self._next(pipe, state, ahead)
-
-    @staticmethod
-    def _next(pipe: Pipeline, state: State, ahead: "Future[Candidate]") -> tuple[Candidate, State]:
-        candidate = ahead.result()
-        return candidate, pipe.update_model(state, candidate.loss_fn, candidate.params)
+                    candidate = ahead.result()
+                    state = pipe.update_model(state, candidate.loss_fn, candidate.params)
 
     def _prepared(self, pipe: Pipeline, architecture: Architecture) -> Candidate:
         with beside_training():

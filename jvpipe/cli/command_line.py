@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, NoReturn, get_args
 
 import jvpipe
@@ -274,7 +274,7 @@ def _resumed(
             "--nas cannot be resumed: a search saves its last architecture alone. Begin a new run"
         )
     kept = {name: config[name] for name in options_of(TrainOptions) if name in config}
-    saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT)
+    saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT, {})
     if saved.get("data") and not options.data:
         print(
             f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now"
@@ -344,7 +344,11 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     named = {present(TrainOptions, name): value for name, value in content_by_name.items()}
     at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
     if isinstance(fields := named.get("set"), Mapping):
-        named["set"] = [f"{name}={_text(value)}" for name, value in fields.items()]
+        # In a text, true and false are written as in JSON and YAML.
+        named["set"] = [
+            f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
+            for name, value in fields.items()
+        ]
     return _typed(named, where, passed_over, at)
 
 
@@ -352,7 +356,7 @@ def _typed(
     named: Mapping[str, Any],
     where: str,
     passed_over: Collection[str],
-    at: Mapping[str, str] = MappingProxyType({}),
+    at: Mapping[str, str],
 ) -> dict[str, Any]:
     """Checks the values of a file against the types of their options, and returns them.
 
@@ -386,10 +390,6 @@ def _typed(
             )
         values[name] = value
     return values
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -240,16 +240,6 @@ class Job:
         return step % self.options.checkpoint_every == 0
 
 
-class Start(NamedTuple):
-    """What a run starts from; `before` is a resumed run's config.json, or the default options."""
-
-    options: TrainOptions
-    run: RunDir
-    workload: models.Workload
-    before: Mapping[str, Any]
-    plan: jvpipe.Plan | None
-
-
 def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job, Any]:
     """Opens the data, builds the pipeline, and makes or restores the state.
 
@@ -262,7 +252,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     """
     # Options are compared first: processes with different options would wait for different things.
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
-    options, run, workload, before, plan = _start(options, hosts, stack)
+    options, run, workload, files, plan = _start(options, hosts, stack)
     assert options.steps is not None
     assert options.batch_size is not None
     assert options.microbatches is not None
@@ -274,7 +264,6 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
-    files = before.get("files", {})
     with phase("opening the data"):
         data, new_files = hosts.together(
             "data", lambda: _open_data(options, workload, run, files, hosts)
@@ -295,8 +284,15 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     return job, state
 
 
-def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
-    """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices."""
+def _start(
+    options: TrainOptions, hosts: Hosts, stack: ExitStack
+) -> tuple[TrainOptions, RunDir, models.Workload, Mapping[str, str], jvpipe.Plan | None]:
+    """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices.
+
+    Returns:
+        The options of the run, its folder, its model, the digests of the files that a resumed run
+        has in its folder, such as the tokenizer, and the plan, if there is one.
+    """
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 
     def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
@@ -337,14 +333,13 @@ def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
         run.check(config, {"model_config": usual})
         with run.advising():
             run.check_last()
-        # Layers may have moved to other devices during the run. The plan of the last checkpoint is
-        # therefore newer than plan.json.
-        if plan and not from_file and run.checkpoints():
-            with run.advising():
+            # Layers may have moved to other devices during the run. The plan of the last checkpoint
+            # is therefore newer than plan.json.
+            if plan and not from_file and run.checkpoints():
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
         return plan
 
-    return Start(options, run, workload, before, hosts.together("run", last_plan))
+    return options, run, workload, before.get("files", {}), hosts.together("run", last_plan)
 
 
 def _held_folder(
@@ -371,14 +366,13 @@ def _write(job: Job, files: Mapping[str, str]) -> None:
     # A run that is resumed with the options in config.json uses plan.json. So the plan is written
     # first: it must never be older than the options.
     run.write_plan(job.pipe.plan)
-    config = _config(options, job.workload) | kept_options(options)
-    # A run that is resumed checks that these entries have not changed.
+    # A run that is resumed checks that its data, files and mark have not changed.
     about_run = {
         "data_digest": job.data.digest,
         "files": files,
         MARK: mark(run.path, options.model),
     }
-    run.write_config(config | about_run)
+    run.write_config(_config(options, job.workload) | kept_options(options) | about_run)
     run.explanation.write_text(job.pipe.explain() + "\n")
 
 
@@ -456,12 +450,12 @@ def _go_back(data: models.Data, last: Path) -> None:
     """Sets the data to the position in a checkpoint; raises DamageError if that is impossible."""
     extra = jvpipe.checkpoint_extra(last)
     if "data" not in extra:
-        raise DamageError(f"{last} tells no place in the data")
+        raise DamageError(f"{last} holds no position in the data")
     try:
         data.train.set_state(extra["data"])
     except Exception as problem:  # the data may be of a class of the user's, with any kind of error
         reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        raise DamageError(f"{last} has no usable place in the data: {reason}") from problem
+        raise DamageError(f"{last} has no usable position in the data: {reason}") from problem
 
 
 def keep_compiled() -> None:
@@ -488,7 +482,7 @@ def _search(
     if not options.nas:
         return None
     if hosts.count > 1:
-        raise ValueError(f"--nas works in one process alone, and there are {hosts.count}")
+        raise ValueError(f"--nas works in a single process, and there are {hosts.count}")
     if workload.supernet is None:
         raise ValueError(
             f"--nas needs a model whose architecture can be searched: evolved-transformer or evolved-amoebanet, not "

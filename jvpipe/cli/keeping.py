@@ -163,22 +163,22 @@ class Keeper:
         self._writer.begin(partial(self._write, copied, step, seen))
 
     def _write(self, copied: Snapshot, step: int, seen: Evaluations) -> None:
-        job = self._job
-        copied.write(job.run.checkpoint(step))
-        if job.hosts.process == 0:
-            tidy(job, seen)
+        copied.write(self._job.run.checkpoint(step))
+        tidy(self._job, seen)
 
 
 def tidy(job: Job, seen: Evaluations) -> None:
     """Writes best.json, and deletes the checkpoints that the run need not keep.
 
     The run keeps its last `--keep` checkpoints and the best one. Incomplete checkpoints, which a
-    killed run leaves, are deleted, too.
+    killed run leaves, are deleted, too. Only the first process does this.
 
     Args:
         job: the run.
         seen: the evaluations so far.
     """
+    if job.hosts.process:
+        return
     # best.json is replaced before checkpoints are deleted, so it never names a deleted one.
     if seen.best_step:
         checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -45,20 +44,18 @@ def read_secret(path: str | None) -> bytes:
     )
     if path is None:
         return b""
-    with ExitStack() as stack:
-        try:
-            # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.
-            file = stack.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
-            status = os.fstat(file.fileno())
-            secret = file.read(LINE_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
-        except OSError as problem:
-            raise ValueError(f"{named} {path} cannot be read: {problem.strerror}") from problem
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{named} {path} is not a file")
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        mode = stat.S_IMODE(status.st_mode)
+    try:
+        # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ValueError(f"{named} {path} is not a file")
+            secret = file.read(LINE_BYTES + 1).strip()
+    except OSError as problem:
+        raise ValueError(f"{named} {path} cannot be read: {problem.strerror}") from problem
+    if mode & 0o077:
         raise ValueError(
-            f"{named} {path}: others may use the file, its mode is {mode:04o}: chmod 600 {path}"
+            f"{named} {path}: others may use the file, its mode is {stat.S_IMODE(mode):04o}: chmod 600 {path}"
         )
     if not 0 < len(secret) <= LINE_BYTES:
         size = "is empty" if not secret else f"has more than {LINE_BYTES} bytes"
@@ -195,8 +192,8 @@ class Patience:
 
 PATIENCE = Patience()
 
-Parts = Mapping[str, Sequence[str]]
-"""For each named value, its digest and the first characters of its text."""
+Parts = Mapping[str, list[str]]
+"""For each named value, its digest and the first characters of its text, as JSON has them."""
 
 
 class Given(NamedTuple):
@@ -211,18 +208,30 @@ class Given(NamedTuple):
         return {name: [digest(value), value[:SHOWN]] for name, value in self.values}
 
 
-class Bonds:
-    """The connections that stay open after a meeting, each until one of its two processes ends."""
+class _Side:
+    """One side of a meeting: a thread, and connections that stay open during the whole run."""
 
     def __init__(self) -> None:
+        self._met: Future[Any] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._held: dict[SignedLines, asyncio.Task[None]] = {}
         self._is_over = False
 
-    def __contains__(self, lines: SignedLines) -> bool:
-        return lines in self._held
+    def _meet(self, meeting: Coroutine[Any, Any, None]) -> Any:
+        """Begins the meeting in a new thread, and waits for its result."""
 
-    def hold(self, lines: SignedLines, left: Awaitable[object], whom: str) -> asyncio.Task[None]:
+        def run() -> None:
+            try:
+                asyncio.run(meeting)
+            except Exception as error:
+                if self._met.done():
+                    raise
+                self._met.set_exception(error)  # without it, this process would wait forever
+
+        threading.Thread(target=run, name="jvpipe-meeting", daemon=True).start()
+        return self._met.result()
+
+    def _hold(self, lines: SignedLines, left: Awaitable[object], whom: str) -> asyncio.Task[None]:
         """Keeps a connection open, and reports at once if it ends without a farewell.
 
         Args:
@@ -256,29 +265,7 @@ class Bonds:
         wait(farewells, PATIENCE.farewell_s)
 
 
-class _Meeting:
-    """One side of a meeting, in a thread of its own that goes on during the whole run."""
-
-    def __init__(self) -> None:
-        self._met: Future[Any] = Future()
-        self.bonds = Bonds()
-
-    def _meet(self, meeting: Coroutine[Any, Any, None]) -> Any:
-        """Begins the meeting in a new thread, and waits for its result."""
-
-        def run() -> None:
-            try:
-                asyncio.run(meeting)
-            except Exception as error:
-                if self._met.done():
-                    raise
-                self._met.set_exception(error)  # without it, this process would wait forever
-
-        threading.Thread(target=run, name="jvpipe-meeting", daemon=True).start()
-        return self._met.result()
-
-
-class MeetingServer(_Meeting):
+class MeetingServer(_Side):
     """Process 0's side: waits for the others, and during the run refuses processes that come late.
 
     One thread serves all connections at the same time, so that a slow, silent or faulty process
@@ -301,8 +288,8 @@ class MeetingServer(_Meeting):
         self._visits: set[asyncio.Task[None]] = set()
         self._refusals: set[str] = set()
 
-    def wait(self, timeout_s: float) -> Bonds:
-        """Waits for all processes, and returns the connections to them.
+    def wait(self, timeout_s: float) -> None:
+        """Waits for all processes.
 
         Args:
             timeout_s: the longest time that this may take, in seconds.
@@ -312,7 +299,6 @@ class MeetingServer(_Meeting):
             HostLost: a process has not come in time.
         """
         _port_in(self._meet(self._serve(timeout_s)))
-        return self.bonds
 
     async def _serve(self, timeout_s: float) -> None:
         self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -345,7 +331,7 @@ class MeetingServer(_Meeting):
             pass
         finally:
             self._visits.discard(visit)
-            if lines not in self.bonds:
+            if lines not in self._held:
                 lines.close()
 
     async def _receive(self, lines: SignedLines, host: str) -> None:
@@ -387,9 +373,9 @@ class MeetingServer(_Meeting):
                 )
             if self._end.done():
                 await lines.say(**self._end.result())
-                self.bonds.hold(lines, left, f"process {process}")
+                self._hold(lines, left, f"process {process}")
         finally:
-            if lines not in self.bonds:
+            if lines not in self._held:
                 left.cancel()
                 await asyncio.gather(left, return_exceptions=True)
             if not self._end.done():
@@ -411,7 +397,7 @@ class MeetingServer(_Meeting):
             _say(f"refused {whom}")
 
 
-class Attendance(_Meeting):
+class Attendance(_Side):
     """The side of every other process: connects to process 0, and stays connected during the run.
 
     Args:
@@ -450,8 +436,8 @@ class Attendance(_Meeting):
                     missing = ascii(words["missing"]).strip("'")
                     _say(f"waiting for {missing}")
                 port = _port_in(words)
-            bond = self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
-            self._met.set_result(port)  # after `hold`, because the caller may say farewell at once
+            bond = self._hold(lines, lines.hear(), f"process 0 at {where}")
+            self._met.set_result(port)  # after `_hold`, because the caller may say farewell at once
             await bond
         except AnotherSecretError as problem:
             raise ValueError(
@@ -513,11 +499,11 @@ def _port_in(words: Mapping[str, Any]) -> int:
 
 def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
     """Writes which values differ, those of `process` first; returns an empty text if none do."""
-    absent = ("", "")
+    absent = ["", ""]
     differences = [
         f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"
         for name, part in mine.items()
-        if list(part) != list(theirs.get(name, absent))
+        if part != theirs.get(name, absent)
     ]
     return f"the processes were not given the same: {'; '.join(differences)}" if differences else ""
 

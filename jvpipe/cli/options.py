@@ -10,7 +10,6 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from jvpipe.models.recipe import OPTIMIZERS
@@ -38,16 +37,6 @@ MOST = 2**31 - 1
 _COUNT = partial(whole_number, most=MOST)
 
 
-def file_option(flag: str, value: Any) -> Path:
-    """Returns a text as a path; raises ValueError if it cannot be one. The file need not exist."""
-    return checked_path(value, flag)
-
-
-def name_option(flag: str, value: Any) -> str:
-    """Returns a value if it can be a name, or raises ValueError. The name is looked up later."""
-    return checked_name(flag, value, "tiny")
-
-
 def _texts(flag: str, value: Any) -> list[str]:
     texts = several(value) or []
     return [checked_name(flag, text, "tensorboard") for text in texts]
@@ -55,11 +44,13 @@ def _texts(flag: str, value: Any) -> list[str]:
 
 def fields_option(flag: str, value: Any) -> dict[str, str]:
     """Returns the values in texts of the form NAME=VALUE, by the names of the model's fields."""
+    fields = {}
     for text in value:
-        if "=" not in text:
+        name, equals, field = text.partition("=")
+        if not equals:
             raise ValueError(f"{flag} {text}: give a field of the model and its value, NAME=VALUE")
-    parts = (text.partition("=") for text in value)
-    return {name.strip(): text.strip() for name, _, text in parts}
+        fields[name.strip()] = field.strip()
+    return fields
 
 
 def address_option(flag: str, value: Any) -> tuple[str, int]:
@@ -70,29 +61,31 @@ def address_option(flag: str, value: Any) -> tuple[str, int]:
     return host, int(port)
 
 
+# Definitions of common options, to which help, group and unit are added. Unless it is given, a flag
+# is False, and the others are None. Names are looked up later, and no file need exist yet.
+
+_NAME = partial(checked_name, usual="tiny")
+name_option = partial(option, None, _NAME)
+path_option = partial(option, None, checked_path)
+count_option = partial(option, None, _COUNT)
+flag_option = partial(option, False, checked_flag)
+
+
 @dataclass(frozen=True)
 class ModelOptions(PipelineOptions):
     """The options about a model that both command lines have."""
 
-    size: str | None = option(
-        None,
-        name_option,
+    size: str | None = name_option(
         "The model's size, by name; if left out the smallest one, or your own model as it is.",
         "model",
-        "",
         resumed="fixed",
     )
-    dtype: str | None = option(
-        None,
-        name_option,
+    dtype: str | None = name_option(
         "The type to compute in, float32 or bfloat16; the model's own if left out. Parameters are float32.",
         "model",
-        "",
         resumed="fixed",
     )
-    sequence_length: int | None = option(
-        None,
-        _COUNT,
+    sequence_length: int | None = count_option(
         "Tokens of a record, for models that have this field or one called tokens.",
         "model",
         "tokens",
@@ -104,17 +97,13 @@ class ModelOptions(PipelineOptions):
         "model",
         "NAME=VALUE",
     )
-    batch_size: int | None = option(
-        None,
-        _COUNT,
+    batch_size: int | None = count_option(
         "Examples per step; the model's own if left out.",
         "data",
         "examples",
         resumed="fixed",
     )
-    figure: str | None = option(
-        None,
-        file_option,
+    figure: str | None = path_option(
         "Draws the timeline to this file (png, svg or pdf); the figure of a plan also shows its memory.",
         "run",
         "file",
@@ -128,9 +117,7 @@ class TrainOptions(ModelOptions):
 
     taker: ClassVar[Taker] = TRAIN
 
-    config: str | None = option(
-        None,
-        file_option,
+    config: str | None = path_option(
         "A file with any of these options: TOML, YAML, or JSON such as a run's config.json. The command line wins.",
         "run",
         "file",
@@ -138,23 +125,18 @@ class TrainOptions(ModelOptions):
     )
     model: str = option(
         "bert",
-        name_option,
+        _NAME,
         "Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or package.module:NAME.",
         "model",
-        "",
         resumed="fixed",
     )
-    plan: str | None = option(
-        None,
-        file_option,
+    plan: str | None = path_option(
         "A plan to use, such as the plan.json of a run; no planner is asked then.",
         "pipeline",
         "file",
         resumed="plans",
     )
-    steps: int | None = option(
-        None,
-        _COUNT,
+    steps: int | None = count_option(
         "The total number of steps, those before a resume included; the model's own if left out.",
         "run",
         "steps",
@@ -164,7 +146,6 @@ class TrainOptions(ModelOptions):
         one_of("optimizer", OPTIMIZERS),
         f"The optimizer, which gets clipped gradients: {', '.join(OPTIMIZERS)}; the model's own if left out.",
         "model",
-        "",
         resumed="fixed",
     )
     learning_rate: float | None = option(
@@ -181,9 +162,7 @@ class TrainOptions(ModelOptions):
         "model",
         "steps",
     )
-    data: str | None = option(
-        None,
-        file_option,
+    data: str | None = path_option(
         "For models of text: a file or a folder of files, which are text, or .jsonl or .parquet with a field "
         '"text" or "messages"; or OWNER/NAME of a hub; by default the English prose that comes with Python. '
         "For models of images: a folder with a folder for each class; by default the digits of scikit-learn. "
@@ -192,41 +171,31 @@ class TrainOptions(ModelOptions):
         "data",
         "path",
     )
-    tokenizer: str | None = option(
-        None,
-        file_option,
+    tokenizer: str | None = path_option(
         "Reads text with this tokenizer.json of the tokenizers package; by default one is trained on the text.",
         "data",
         "file",
         resumed="start",
     )
-    init_from: str | None = option(
-        None,
-        file_option,
+    init_from: str | None = path_option(
         "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and "
         "model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model's fields are "
         "those in config.json, and its tokenizer is the tokenizer.json if there is one.",
         "model",
         "folder",
     )
-    lora: int | None = option(
-        None,
-        _COUNT,
+    lora: int | None = count_option(
         "Trains only adapters of this rank; all other parameters stay as they are.",
         "model",
         "rank",
     )
-    lora_on: str | None = option(
-        None,
-        name_option,
+    lora_on: str | None = name_option(
         "With --lora: patterns for the paths of the linear maps that get adapters, with commas between them; by "
         'default "*attention*".',
         "model",
         "patterns",
     )
-    export_weights: str | None = option(
-        None,
-        file_option,
+    export_weights: str | None = path_option(
         "Writes the trained model to this new folder, laid out as that of --init-from, for transformers to load; "
         "adapters are added to the parameters that they adapt.",
         "run",
@@ -241,28 +210,20 @@ class TrainOptions(ModelOptions):
         "number",
         resumed="fixed",
     )
-    run_dir: str | None = option(
-        None,
-        file_option,
+    run_dir: str | None = path_option(
         "The folder of the run; by default a new one in runs/.",
         "run",
         "folder",
     )
-    resume: bool = option(
-        False,
-        checked_flag,
+    resume: bool = flag_option(
         "Continues the run in --run-dir with its plan. Options that are not given keep the values of the run; other "
         "stages, or another planner, schedule or limit, make a new plan.",
         "run",
-        "",
         resumed="start",
     )
-    trust: bool = option(
-        False,
-        checked_flag,
+    trust: bool = flag_option(
         "With --resume of a folder from elsewhere: runs the model's code that its config.json names.",
         "run",
-        "",
         resumed="start",
     )
     checkpoint_every: int = option(
@@ -279,16 +240,12 @@ class TrainOptions(ModelOptions):
         "run",
         "checkpoints",
     )
-    eval_every: int | None = option(
-        None,
-        _COUNT,
+    eval_every: int | None = count_option(
         "Steps between evaluations on batches that training never sees; the best checkpoint is kept.",
         "run",
         "steps",
     )
-    early_stop: int | None = option(
-        None,
-        _COUNT,
+    early_stop: int | None = count_option(
         "Ends the run once this many evaluations have come after the best one.",
         "run",
         "evaluations",
@@ -301,15 +258,11 @@ class TrainOptions(ModelOptions):
         "run",
         "tracker",
     )
-    adapt: bool = option(
-        False,
-        checked_flag,
+    adapt: bool = flag_option(
         "Lets layers leave a device that has become slow, and come back.",
         "pipeline",
     )
-    nas: bool = option(
-        False,
-        checked_flag,
+    nas: bool = flag_option(
         "Searches architectures by regularized evolution: trains one after another; equal blocks share parameters.",
         "model",
     )
@@ -327,17 +280,13 @@ class TrainOptions(ModelOptions):
         "run",
         "steps",
     )
-    profile: int | None = option(
-        None,
-        _COUNT,
+    profile: int | None = count_option(
         "Profiles this many steps, from the second on, with jax.profiler; timeline.json shows the same steps.",
         "run",
         "steps",
         resumed="start",
     )
-    export: str | None = option(
-        None,
-        file_option,
+    export: str | None = path_option(
         "Writes the trained parameters to this .safetensors file.",
         "run",
         "file",
@@ -359,34 +308,25 @@ class TrainOptions(ModelOptions):
         "number",
         resumed="own",
     )
-    num_processes: int | None = option(
-        None,
-        _COUNT,
+    num_processes: int | None = count_option(
         "How many processes there are.",
         "processes",
         "processes",
         resumed="processes",
     )
-    distributed: bool = option(
-        False,
-        checked_flag,
+    distributed: bool = flag_option(
         "Finds the other processes through Slurm, Open MPI, Kubernetes or a TPU pod, in place of --coordinator, "
         "--process-id and --num-processes.",
         "processes",
-        "",
         resumed="processes",
     )
-    host_address: str | None = option(
-        None,
-        name_option,
+    host_address: str | None = name_option(
         "This host's address for the other processes; by default the one from which it reaches the coordinator.",
         "processes",
         "address",
         resumed="own",
     )
-    secret_file: str | None = option(
-        None,
-        file_option,
+    secret_file: str | None = path_option(
         "A file of mode 0600 with a secret that all processes share; a process with another secret is refused. By "
         "default the file that JVPIPE_SECRET_FILE names. Needs --coordinator.",
         "processes",
@@ -441,8 +381,8 @@ class TrainOptions(ModelOptions):
             )
         if self.replica_counts and self.stages not in (None, len(self.replica_counts)):
             raise ValueError(
-                f"--replicas {self.replicas} says so of {len(self.replica_counts)} stages, --stages of "
-                f"{self.stages}: give a number for each, or leave out --stages"
+                f"--replicas {self.replicas} is for {len(self.replica_counts)} stages, but --stages is "
+                f"{self.stages}: give a number for each stage, or leave out --stages"
             )
         if self.nas and self.eval_every:
             raise ValueError(
@@ -452,7 +392,7 @@ class TrainOptions(ModelOptions):
             raise ValueError(f"--lora-on {self.lora_on} needs --lora, the rank of the adapters")
         if self.export_weights and not self.init_from:
             raise ValueError(
-                f"--export-weights {self.export_weights} needs --init-from, the folder that it is to be like; "
+                f"--export-weights {self.export_weights} needs --init-from, the folder whose layout it copies; "
                 "--export FILE writes the parameters of any run"
             )
 
@@ -466,31 +406,32 @@ def check_each(options: PipelineOptions, group: Group | None = None) -> None:
 
 # The tables below say which options a resumed run keeps, and which ones all processes must share.
 
-_OWN = resumed(TrainOptions, "own")
-OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
+OF_PROCESSES = resumed(TrainOptions, "processes", "own")
 FIXED = resumed(TrainOptions, "fixed")
 """The options that a resumed run cannot change, because they decide what is computed. All others
 decide about placement, or about how long to train."""
 DECIDES = resumed(TrainOptions, "plans")
 """The options that decide a plan. If a run is resumed with other values, a new plan is made."""
-NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
+NOT_KEPT = resumed(TrainOptions, "start", "processes", "own")
 """The options that hold for one start of a run only."""
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:
     """Returns the options that config.json keeps, by name."""
     # Options about processes are not kept, because a resumed run may have other processes.
-    names = (name for name in options_of(TrainOptions) if name not in OF_PROCESSES)
-    return {name: getattr(options, name) for name in names}
+    return {
+        name: getattr(options, name)
+        for name in options_of(TrainOptions)
+        if name not in OF_PROCESSES
+    }
 
 
 def agreed_options(options: TrainOptions) -> list[tuple[str, str]]:
     """Returns the flags and values of the options that all processes of a run must share."""
-    options_of_run = options_of(TrainOptions).values()
     return [
-        (one.flag, str(getattr(options, one.name)))
-        for one in options_of_run
-        if one.name not in _OWN
+        (one.flag, str(getattr(options, name)))
+        for name, one in options_of(TrainOptions).items()
+        if one.resumed != "own"
     ]
 
 

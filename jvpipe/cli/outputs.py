@@ -5,7 +5,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -244,11 +244,9 @@ def places(pipe: Pipeline) -> dict[str, DeviceRow]:
     }
 
 
-@contextmanager
-def progress() -> Iterator[None]:
-    """Shows the log of jvpipe on stderr while the context is open."""
-    with _heard(logging.INFO, [_to_stderr(logging.INFO)]):
-        yield
+def progress() -> AbstractContextManager[None]:
+    """Returns a context manager that shows the log of jvpipe on stderr."""
+    return _heard(logging.INFO, [_to_stderr(logging.INFO)])
 
 
 @contextmanager

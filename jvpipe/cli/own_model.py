@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from jvpipe.models.fields import with_fields
 from jvpipe.models.recipe import Recipe
 from jvpipe.session.arguments import check_loss, shapes_of, whole_number
 from jvpipe.trace.leaves import abstract
+from jvpipe.util.given import checked_flag
 from jvpipe.util.names import did_you_mean
 
 Tree = Any
@@ -234,7 +236,7 @@ def completed(
     usual = (lambda steps: np.full(steps, math.nan)) if has_optimizer else recipe.learning_rates
     rates = getattr(model, "learning_rates", usual)
     with _naming(where):
-        has_state = _flag(model, "has_state")
+        has_state = checked_flag("has_state", getattr(model, "has_state", False))
         _check(model, has_state=has_state)
         return models.Workload(
             name=name,
@@ -242,7 +244,7 @@ def completed(
             config=model,
             init=model.init,
             loss_fn=model.loss_fn,
-            abstract_batch=lambda batch_size: shapes(where, model, batch_size),
+            abstract_batch=partial(shapes, where, model),
             open_data=partial(own_data, where, model),
             # `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer
             # ignores the request, and the pipeline checks whether the optimizer fits.
@@ -253,7 +255,7 @@ def completed(
             batch_size=whole_number("batch_size", getattr(model, "batch_size", _BATCH_SIZE)),
             steps=whole_number("steps", getattr(model, "steps", _STEPS)),
             model_state=model.initial_state if has_state else None,
-            has_aux=_flag(model, "has_aux"),
+            has_aux=checked_flag("has_aux", getattr(model, "has_aux", False)),
             recipe=None if has_optimizer else recipe,
         )
 
@@ -276,7 +278,7 @@ def _sized(name: str, named: Any, size: str | None) -> Any:
     if size in sizes:
         return _made(sizes[size])
     if not sizes:
-        raise ValueError(f"it has no sizes, {size} is none")
+        raise ValueError(f"it has no sizes, so none is called {size}")
     raise ValueError(did_you_mean(f"size of {name}", size, list(sizes)))
 
 
@@ -301,7 +303,7 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
     if not dataclasses.is_dataclass(model):
         name, value = next(iter(options.items()))
         raise ValueError(
-            f"{name}={value} replaces the field of a dataclass, and {kind} is none: make it one, or leave {name} out"
+            f"{name}={value} replaces the field of a dataclass, and {kind} is not one: make it one, or leave {name} out"
         )
     return with_fields(kind, model, options)
 
@@ -329,13 +331,6 @@ def _check_call(name: str, function: Any, arguments: tuple[str, ...]) -> None:
         signature.bind(*arguments)
     except TypeError as problem:
         raise ValueError(f"{name}{signature} is called as {call}: {problem}") from problem
-
-
-def _flag(model: Any, name: str) -> bool:
-    value = getattr(model, name, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, not {value!r}")
-    return value
 
 
 # The value of `--model` is looked up: first among jvpipe's models, then among those of installed
@@ -434,21 +429,21 @@ def _loaded(name: str, load: Any) -> Any:
 
 def _line_of(name: str, problem: Exception) -> str:
     """Writes which line of the user's file led to an error; empty if none did."""
-    at, trace = None, problem.__traceback__
     file = Path(name.rpartition(":")[0]).name
-    while trace is not None:
-        # The traceback ends at the error, so the last frame in the user's file is nearest to it.
-        code = trace.tb_frame.f_code
-        at = trace.tb_lineno if Path(code.co_filename).name == file else at
-        trace = trace.tb_next
-    return "" if at is None else f" (line {at} of {file})"
+    frames = traceback.extract_tb(problem.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == file]
+    # The traceback ends at the error, so the last frame in the user's file is nearest to it.
+    return f" (line {lines[-1]} of {file})" if lines else ""
 
 
 def _member(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
-    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    models_there = [n for n, value in public.items() if all(hasattr(value, must) for must in _MUST)]
+    models_there = [
+        other
+        for other, value in vars(module).items()
+        if not other.startswith("_") and all(hasattr(value, must) for must in _MUST)
+    ]
     suggestion = f"there is no {attribute}, nor any other model"
     if models_there:
         suggestion = did_you_mean("name", attribute, models_there)

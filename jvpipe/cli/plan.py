@@ -11,7 +11,14 @@ from rich.console import Console
 
 from jvpipe.cli.command_line import read_options
 from jvpipe.cli.job import keep_compiled, stay_on_cpus
-from jvpipe.cli.options import ModelOptions, check_each, fields_of, file_option, name_option
+from jvpipe.cli.options import (
+    ModelOptions,
+    check_each,
+    fields_of,
+    flag_option,
+    name_option,
+    path_option,
+)
 from jvpipe.cli.outputs import check_figure, check_outputs, progress, writing
 from jvpipe.cli.own_model import find_model
 from jvpipe.cost.cluster_file import find_cluster
@@ -25,7 +32,6 @@ from jvpipe.session.forecast import asked
 from jvpipe.session.forecasts import Forecast, plan_for, planner_names
 from jvpipe.session.options import PLAN, PLAN_FOR, Taker, checked_target, option, options_of, passed
 from jvpipe.session.question import check_shape_planner, on_cluster, profile_slowness
-from jvpipe.util.given import checked_flag
 from jvpipe.util.sizes import limits_of_each, parse_limits
 
 
@@ -35,15 +41,11 @@ class PlanOptions(ModelOptions):
 
     taker: ClassVar[Taker] = PLAN
 
-    model: str | None = option(
-        None,
-        name_option,
+    model: str | None = name_option(
         "Which model, as `python -m jvpipe.train` takes it; its parameters are never made.",
         "model",
     )
-    graph: str | None = option(
-        None,
-        file_option,
+    graph: str | None = path_option(
         "In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning.",
         "model",
         "file",
@@ -70,9 +72,7 @@ class PlanOptions(ModelOptions):
         "run",
         "FORMAT[:FILE]",
     )
-    lossy: bool = option(
-        False,
-        checked_flag,
+    lossy: bool = flag_option(
         "With --export: writes the nearest plan that the format can express; a comment says what is lost.",
         "run",
     )
@@ -83,26 +83,16 @@ class PlanOptions(ModelOptions):
         "run",
         "FORMAT:FILE",
     )
-    json: str | None = option(
-        None,
-        file_option,
+    json: str | None = path_option(
         "Writes the plan to this file; with several planners all their plans, the best first.",
         "run",
         "file",
     )
-    timeline: str | None = option(
-        None,
-        file_option,
+    timeline: str | None = path_option(
         "Writes the simulated timeline to this file, for Perfetto; with several planners that of the best plan.",
         "run",
         "file",
     )
-
-    @property
-    def shared(self) -> dict[str, int | str]:
-        """The given options by which a stage may have several devices; empty if there are none."""
-        by_name = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
-        return {name: value for name, value in by_name.items() if value is not None}
 
     def check(self) -> list[str]:
         """Checks the options before any work is done; returns the names of the planners to ask.
@@ -117,7 +107,7 @@ class PlanOptions(ModelOptions):
                 shown = " ".join(value) if isinstance(value, tuple) else value
                 flag = options_of(PlanOptions)[name].flag
                 raise ValueError(
-                    f"{flag} {shown} is of a --model, a --graph has its own: leave it out"
+                    f"{flag} {shown} is for a --model; a --graph has its own: leave it out"
                 )
         if self.target is not None and not self.compile:
             raise ValueError(f"--target {self.target} is for --compile: give both")
@@ -126,7 +116,8 @@ class PlanOptions(ModelOptions):
         names = planner_names("--compare", self.compare or [self.planner])
         for name in names:
             check_chooser(schedule, name)
-        if self.shared:
+        # With one of these options, a stage may have several devices.
+        if (self.devices, self.replicas, self.cuts) != (None, None, None):
             check_shape_planner(names, schedule)
         else:
             stages = self.stages or USUAL_STAGES

@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.meeting import PATIENCE, Attendance, Bonds, Given, MeetingServer, read_secret
+from jvpipe.cli.meeting import PATIENCE, Attendance, Given, MeetingServer, read_secret
 from jvpipe.cli.options import TrainOptions, address_option, agreed_options
 from jvpipe.cli.shell import ExitCode
 from jvpipe.ir.kinds import Kind
@@ -54,19 +55,7 @@ def shared(
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
     answers = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((answer for answer, _ in answers if answer is not None), None)
-    return heard, ours and _merged(
-        ours[0], [(_metrics(line), Busy(*busy)) for _, (line, busy) in answers]
-    )
-
-
-def _metrics(line: Mapping[str, Any]) -> StepMetrics:
-    return StepMetrics(
-        **{
-            **line,
-            "staleness": tuple(line["staleness"]),
-            "architecture": tuple(line["architecture"]),
-        }
-    )
+    return heard, ours and _merged(ours[0], [(line, Busy(*busy)) for _, (line, busy) in answers])
 
 
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
@@ -80,23 +69,30 @@ _JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "r
 slowest process. Bytes are summed, and so are the seconds of copying and recomputing."""
 
 
-def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """Joins what all processes measured of a step; what is equal in all is taken from `ours`."""
-    lines, work = [line for line, _ in every], [busy for _, busy in every]
+def _merged(ours: StepMetrics, measured: Sequence[tuple[Mapping[str, Any], Busy]]) -> StepMetrics:
+    """Joins what all processes measured of a step; what is equal in all is taken from `ours`.
+
+    Args:
+        ours: the metrics that this process measured.
+        measured: for each process, its metrics by name, and how busy its devices were.
+    """
+    lines, work = zip(*measured, strict=True)
     numbers: dict[str, Any] = {}
     for name, join_numbers in _JOINED.items():
-        present = [x for line in lines if (x := getattr(line, name)) is not None]
+        present = [line[name] for line in lines if line[name] is not None]
         numbers[name] = join_numbers(present) if present else None
     elapsed_s = max(busy.elapsed_s for busy in work)
     all_work = Busy(sum(b.seconds for b in work), elapsed_s, sum(b.devices for b in work))
-    peaks = {name: max(line.peak_bytes[name] for line in lines) for name in ours.peak_bytes}
-    busy_fraction = {name: share for line in lines for name, share in line.busy_fraction.items()}
     return replace(
         ours,
         **numbers,
         bubble_fraction=all_work.bubble_fraction,
-        peak_bytes=peaks,
-        busy_fraction=busy_fraction,
+        peak_bytes={
+            name: max(line["peak_bytes"][name] for line in lines) for name in ours.peak_bytes
+        },
+        busy_fraction={
+            name: share for line in lines for name, share in line["busy_fraction"].items()
+        },
     )
 
 
@@ -111,8 +107,8 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     hosts.exchange("clock", b"")
     zero_s = time.perf_counter()
     spans = [
-        [s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)]
-        for s in picture.spans
+        astuple(replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s))
+        for span in picture.spans
     ]
     rest = [
         [x._replace(at_s=x.at_s - zero_s) for x in part] for part in (picture.levels, picture.hops)
@@ -120,9 +116,7 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     answers = [
         json.loads(x) for x in hosts.exchange("timeline", json.dumps([spans, *rest]).encode())
     ]
-    all_spans, levels, hops = (
-        [row for answer in answers for row in answer[part]] for part in range(3)
-    )
+    all_spans, levels, hops = map(chain.from_iterable, zip(*answers, strict=True))
     return Picture(
         tuple(
             Span(device, name, start_s, end_s, Kind(kind), args)
@@ -155,37 +149,43 @@ def join(options: TrainOptions) -> Hosts:
         raise SystemExit(ExitCode.STOPPED + signal.SIGINT) from stop
     if met is None:
         return ALONE
-    where, bonds = met
+    where, farewell = met
     # JAX does not say for which process it waits. All have met before, so it may be any of them.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
+    # `_given_up_after` ends the process first, with a clearer message than JAX's.
+    jax_timeout_s = round(options.host_timeout) + 60
     with _given_up_after(options.host_timeout, awaited):
         try:
             jax.distributed.initialize(
                 **where,
-                initialization_timeout=round(options.host_timeout)
-                + 60,  # `_given_up_after` ends the process first, with a clearer message than JAX's
-                heartbeat_timeout_seconds=round(options.host_timeout) + 60,
+                initialization_timeout=jax_timeout_s,
+                heartbeat_timeout_seconds=jax_timeout_s,
                 shutdown_timeout_seconds=10,
             )
         except (ValueError, RuntimeError) as problem:
             reason = str(problem).splitlines()[0]
             raise ValueError(
-                f"the processes cannot come together: {reason} Without a cluster that JAX knows give --coordinator "
+                f"the processes cannot connect: {reason} Without a cluster that JAX knows, give --coordinator "
                 "HOST:PORT, --process-id and --num-processes"
             ) from problem
     hosts = present_hosts()
     if hosts is None:
         return ALONE
     hosts.timeout_s = hosts.silent_s = options.host_timeout
-    hosts.address, hosts.farewell = options.host_address, bonds.end
+    hosts.address, hosts.farewell = options.host_address, farewell
     return hosts
 
 
-def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
+Met = tuple[dict[str, Any], Callable[[], None]]
+"""The arguments of `jax.distributed.initialize`, and the farewell: a function that tells the other
+processes that this one ends without an error."""
+
+
+def _of_cluster(secret: bytes) -> Met:
     """Prepares `--distributed`, with which JAX itself finds the processes, without a meeting.
 
-    Its result is like that of `_meeting`, but has no arguments and no connections.
+    There are no arguments, and the farewell does nothing.
     """
     if secret:
         raise ValueError(
@@ -193,22 +193,17 @@ def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
             "--process-id and --num-processes, or no --secret-file"
         )
     print("waiting for the others", file=sys.stderr)
-    return {}, Bonds()
+    return {}, lambda: None
 
 
-def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bonds] | None:
-    """Holds the meeting of the processes.
-
-    Returns:
-        The arguments of `jax.distributed.initialize`, and the connections that stay open after the
-        meeting; None if there is only one process.
-    """
+def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
+    """Holds the meeting of the processes; returns None if there is only one process."""
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
-    if all(value is None for value in flags.values()):
+    lacking = [flag for flag, value in flags.items() if value is None]
+    if len(lacking) == len(flags):
         return None
     if coordinator is None or process is None or count is None:
-        lacking = [flag for flag, value in flags.items() if value is None]
         raise ValueError(
             f"{' and '.join(lacking)} must be given too: several processes need {', '.join(flags)}"
         )
@@ -225,26 +220,22 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
     if process:
         attendance = Attendance(host.strip("[]"), port, process, agreed)
         own_port = attendance.wait(options.host_timeout)
-        address, bonds = {"coordinator_address": f"{host}:{own_port}"}, attendance.bonds
+        address, farewell = {"coordinator_address": f"{host}:{own_port}"}, attendance.end
     else:
-        address, bonds = _opened(
+        address, farewell = _opened(
             options.host_address or host.strip("[]"), port, count, agreed, options.host_timeout
         )
     if count == 1:
         return None
     numbers = {"process_id": process, "num_processes": count}
-    return address | numbers | {"cluster_detection_method": "deactivate"}, bonds
+    return address | numbers | {"cluster_detection_method": "deactivate"}, farewell
 
 
-def _opened(
-    host: str, port: int, count: int, agreed: Given, timeout_s: float
-) -> tuple[dict[str, Any], Bonds]:
+def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -> Met:
     """Opens the meeting as process 0, and waits until all have come.
 
-    Returns:
-        The address where JAX will connect the processes, as arguments of
-        `jax.distributed.initialize`, and the connections that stay open. The port of the address is
-        reserved, so no other program can take it before JAX does.
+    The arguments in its result have the address where JAX will connect the processes. The port of
+    the address is reserved, so no other program can take it before JAX does.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -274,10 +265,11 @@ def _opened(
     port_holder = socket.socket(family, socket.SOCK_STREAM)
     port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     port_holder.bind((here, 0))
-    bonds = MeetingServer(listener, port_holder, count, agreed).wait(timeout_s)
+    server = MeetingServer(listener, port_holder, count, agreed)
+    server.wait(timeout_s)
     own_port = port_holder.getsockname()[1]
     jax_address = f"[{here}]:{own_port}" if family == socket.AF_INET6 else f"{here}:{own_port}"
-    return {"coordinator_address": jax_address, "coordinator_bind_address": jax_address}, bonds
+    return {"coordinator_address": jax_address, "coordinator_bind_address": jax_address}, server.end
 
 
 def _model_file(model: str) -> tuple[str, str]:
@@ -326,7 +318,7 @@ class Watch:
         say: is called, with what the run does next, at each sign of progress.
     """
 
-    def __init__(self, hosts: Hosts, say: Callable[[str], None] = lambda doing: None) -> None:
+    def __init__(self, hosts: Hosts, say: Callable[[str], None]) -> None:
         self._hosts, self._told, self._stopped = hosts, say, threading.Event()
         self._at_s, self._doing = time.monotonic(), "before the first step"
 
@@ -383,9 +375,8 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     hosts.farewell()
-    if (
-        code == ExitCode.TRY_AGAIN
-    ):  # JAX ends the others once process 0 has ended, so process 0 lets them report the loss first
+    if code == ExitCode.TRY_AGAIN:
+        # JAX ends the others once process 0 has ended, so process 0 lets them report the loss first.
         time.sleep(PATIENCE.ending_s if hosts.process == 0 and hosts.count > 2 else 0)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)

@@ -208,7 +208,7 @@ class RunDir:
             path = self.path / name
             if path.exists() and file_digest(path) != digest:
                 raise DamageError(
-                    f"{path} is not what the run began with: put it back, or delete it and it is made again of the data"
+                    f"{path} is not what the run began with: put it back, or delete it, and it is remade from the data"
                 )
 
     def identity(self) -> str:

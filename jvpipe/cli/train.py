@@ -147,7 +147,6 @@ class Recording:
         self._steps = min(count or job.options.timeline_steps, job.steps - first)
         # By the second step, everything has been compiled.
         self._begin = None if count is None else min(first + 1, job.steps - self._steps)
-        self._begun: int | None = None
         self._done = False
         job.pipe.session.monitor(kept=self._steps)
 
@@ -156,8 +155,8 @@ class Recording:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None and not self._done:
-            self._write(self._steps)
-        if self._begun is not None:
+            self._write()
+        if self._job.pipe.session.controller.profiled:
             self._stop_profile()
 
     def after(self, step: int, state: Any) -> None:
@@ -167,28 +166,27 @@ class Recording:
             step: the number of steps that are done.
             state: the state after these steps.
         """
+        if self._begin is None or step not in (self._begin, self._begin + self._steps):
+            return
+        self._job.pipe.wait(state)
         if step == self._begin:
-            self._job.pipe.wait(state)
-            self._start_profile(step)
-        elif self._begun is not None and step == self._begun + self._steps:
-            self._job.pipe.wait(state)
+            self._start_profile()
+        else:
             # `_write` waits until all tasks of these steps have ended. The profile must not be
             # stopped before that.
-            self._write(self._steps)
+            self._write()
             self._stop_profile()
             self._done = True
 
-    def _start_profile(self, step: int) -> None:
+    def _start_profile(self) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # calls of Python functions would swamp the profile
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
-        self._begun = step
         self._job.pipe.session.controller.profiled = True
 
     def _stop_profile(self) -> None:
         self._job.pipe.session.controller.profiled = False
         jax.profiler.stop_trace()
-        self._begun = None
         if self._job.hosts.process == 0:
             print(f"profile in {self._folder}: open it in XProf or Perfetto", flush=True)
 
@@ -198,11 +196,10 @@ class Recording:
         hosts, folder = self._job.hosts, self._job.run.profile
         return folder if hosts.count == 1 else folder / f"process-{hosts.process}"
 
-    def _write(self, steps: int) -> None:
-        """Writes the timeline of the last `steps` steps, with the devices of all processes."""
-        picture = shared_picture(
-            self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps))
-        )
+    def _write(self) -> None:
+        """Writes the timeline of the last steps, with the devices of all processes."""
+        pictures = self._job.pipe.session.pictures(self._steps)
+        picture = shared_picture(self._job.hosts, timeline.joined(pictures))
         if self._job.hosts.process == 0:
             timeline.write_trace(self._job.run.timeline, picture)
             if self._job.options.figure is not None:
@@ -245,8 +242,7 @@ def train(
         f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
     )
     print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
-    if job.hosts.process == 0:
-        tidy(job, seen)
+    tidy(job, seen)
     # A run that stopped early also stops when it is resumed.
     if first >= job.steps or seen.over(patience):
         print(seen.told(patience), end="")
@@ -262,9 +258,8 @@ def train(
             for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
                 watch.progress(f"step {step}")
                 keeper.check()
-                signum = log.tell(
-                    done, before=True
-                )  # the step before: its metrics are read while this step runs
+                # The metrics of the step before are read while this step runs.
+                signum = log.tell(done, before=True)
                 state, done = advanced[0], (step, *advanced[1:])
                 last = step == job.steps or signum is not None
                 if last or job.pauses(step):
@@ -283,9 +278,8 @@ def train(
                 if last:
                     break
             keeper.finish()
-            signum = log.tell(
-                None, before=False
-            )  # the signal may have come during the last step or while its state was saved
+            # A signal may have come during the last step or while its state was saved.
+            signum = log.tell(None, before=False)
         except ValueError:
             # The usual cause is a loss that is not finite. The last step is still logged, but
             # without the numbers of other processes, because they may not get here (`ALONE`).
@@ -304,13 +298,8 @@ class _Log:
     def __init__(
         self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
     ) -> None:
-        self._job, self._stop, self._speech, self._numbers, self.clock = (
-            job,
-            stop,
-            speech,
-            StepNumbers(job),
-            Clock(),
-        )
+        self._job, self._stop, self._speech = job, stop, speech
+        self._numbers, self.clock = StepNumbers(job), Clock()
         writes = job.hosts.process == 0
         self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
         self._trackers: list[Tracker] = []
@@ -412,9 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {_told(mistake)}", file=sys.stderr)
         code = ExitCode.MISTAKE
-        with suppress(
-            Exception
-        ):  # the others may be gone, or the mistake may have come from one of them
+        # The others may be gone, or the mistake may have come from one of them.
+        with suppress(Exception):
             hosts.fail(mistake)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

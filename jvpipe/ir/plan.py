@@ -318,7 +318,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        file = checked_path(path)
+        file = checked_path("path", path)
         if file.is_dir():
             raise ValueError(f"{file} is a folder, and a plan is a file: save under another name")
         file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
@@ -330,7 +330,7 @@ class Plan:
         Raises:
             ValueError: the file cannot be read, or does not hold a plan.
         """
-        file = checked_path(path)
+        file = checked_path("path", path)
         try:
             return Plan.from_json(json.loads(file.read_text()))
         except OSError as error:

@@ -36,14 +36,13 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     >>> checked_frozen("frozen", ["base/*"])
     ('base/*',)
     """
-    patterns = [] if frozen is None else several(frozen)
     # A single text is refused, because it would pass as a sequence of one-letter patterns.
-    is_one = patterns is None or isinstance(frozen, str)
-    if is_one or not all(isinstance(pattern, str) and pattern for pattern in patterns or ()):
+    patterns = None if isinstance(frozen, str) else several(() if frozen is None else frozen)
+    if patterns is None or not all(isinstance(x, str) and x for x in patterns):
         raise ValueError(
             f"{name} must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
         )
-    return tuple(patterns or ())
+    return tuple(patterns)
 
 
 def check_callback(on_step: Any) -> None:
@@ -55,17 +54,17 @@ def check_callback(on_step: Any) -> None:
         raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
 
 
-def checked_path(path: Any, name: str = "path") -> Path:
-    """Returns a path that was given as a text or as a `pathlib.Path`.
+def checked_path(name: str, path: Any) -> Path:
+    """Returns a path that was given as a text or as a `pathlib.Path`; no file need exist there.
 
     Args:
-        path: the path as the user gave it.
         name: the name of the argument or option, for the message.
+        path: the path as the user gave it.
 
     Raises:
         ValueError: `path` is neither a text nor a path, or no file system allows such a name.
 
-    >>> checked_path(3)
+    >>> checked_path("path", 3)
     Traceback (most recent call last):
     ValueError: path must be a text or a pathlib.Path, not 3
     """

@@ -24,12 +24,12 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     return f"unknown {kind} {brief(name)}: {guess}There are {', '.join(names) or 'none'}"
 
 
-def nearest(name: str, names: Sequence[str], count: int = 4) -> list[str]:
-    """Finds the names that are most similar to a name or a pattern, the most similar first.
+def nearest(name: str, names: Sequence[str]) -> list[str]:
+    """Finds the four names that are most similar to a name or a pattern, the most similar first.
 
     >>> names = ["embed/dot_0", "blocks/0/mlp/dot_0", "blocks/0/attention/dot_0"]
-    >>> nearest("*/atention/*", names, count=1)
-    ['blocks/0/attention/dot_0']
+    >>> nearest("*/atention/*", names)[0]
+    'blocks/0/attention/dot_0'
     """
     # The matcher analyzes its second sequence `b` only once, and its first one at each comparison.
     # So `b` is the name that all others are compared with.
@@ -40,4 +40,4 @@ def nearest(name: str, names: Sequence[str], count: int = 4) -> list[str]:
         return -matcher.ratio()
 
     distinct = dict.fromkeys(names)
-    return sorted(distinct, key=unlikeness)[:count]
+    return sorted(distinct, key=unlikeness)[:4]

@@ -26,6 +26,10 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
     A key may contain the separator, so two paths may have the same text. Then the keys of all paths
     are escaped as in JSON pointers: ~1 stands for a separator inside a key, and ~0 for a tilde.
 
+    Args:
+        paths: the key paths of all leaves of a tree.
+        separator: the text between two keys.
+
     >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
     >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
     ('a/b~1c', 'a~1b/c')
@@ -33,13 +37,11 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
     names = tuple(separator.join(_keys(path)) for path in paths)
     if len(set(names)) == len(names):
         return names
-    return tuple(separator.join(_escaped(key, separator) for key in _keys(path)) for path in paths)
-
-
-def _escaped(key: str, separator: str) -> str:
-    """Escapes tildes and separators in a key."""
     # Tildes come first, because the tilde of an escaped separator must not be escaped again.
-    return key.replace("~", "~0").replace(separator, "~1")
+    return tuple(
+        separator.join(key.replace("~", "~0").replace(separator, "~1") for key in _keys(path))
+        for path in paths
+    )
 
 
 def _keys(path: Sequence[Any]) -> list[str]:

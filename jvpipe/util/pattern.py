@@ -89,17 +89,14 @@ def number(where: str, data: Any) -> None:
     _need(type(data) in (int, float), where, "a number", data)
 
 
-def anything(where: str, data: Any) -> None:
+def anything(where: str, data: Any, depth: int = 0) -> None:
     """Matches all that JSON can hold, unless lists or mappings are nested too deeply."""
-    level, depth = [data], 0
-    # The search goes level by level, because Python's recursion would fail on deep data.
-    while level:
-        if depth > _DEEPEST:
-            raise ValueError(f"{where} holds lists or mappings more than {_DEEPEST} deep")
-        values = [value.values() if isinstance(value, dict) else value for value in level]
-        nested = [value for value in values if not isinstance(value, str | int | float | None)]
-        level = [element for value in nested for element in value]
-        depth += 1
+    # The limit also keeps this recursion far from the depth at which Python's calls fail.
+    if depth > _DEEPEST:
+        raise ValueError(f"{where} holds lists or mappings more than {_DEEPEST} deep")
+    if isinstance(data, list | dict):
+        for element in data.values() if isinstance(data, dict) else data:
+            anything(where, element, depth + 1)
 
 
 def maybe(pattern: Pattern) -> Pattern:

@@ -64,7 +64,7 @@ def parse_limits(
     """
     if isinstance(sizes, str) and "," in sizes:
         sizes = sizes.split(",")
-    if sizes is None or isinstance(sizes, int | str) or not isinstance(sizes, Sequence):
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         return parse_bytes(sizes)
     limits = [parse_bytes(size) for size in sizes]
     if not limits or None in limits:

@@ -17,7 +17,7 @@ import pytest
 
 from jvpipe import HostLost
 from jvpipe.cli import meeting
-from jvpipe.cli.meeting import Attendance, Bonds, Given, MeetingServer, SignedLines
+from jvpipe.cli.meeting import Attendance, Given, MeetingServer, SignedLines
 
 HERE, LIMIT_S = "127.0.0.1", 20.0
 VALUES = [("--seed", "0"), ("--steps", "100")]
@@ -30,7 +30,8 @@ class Room:
 
     port: int
     coordinator: int
-    first: Future[Bonds]
+    server: MeetingServer
+    first: Future[None]
     threads: ThreadPoolExecutor
 
     def come(self, process: int, given: Given = GIVEN, timeout_s: float = LIMIT_S) -> Future[int]:
@@ -48,14 +49,14 @@ def room(count: int, given: Given = GIVEN, timeout_s: float = LIMIT_S) -> Iterat
         listener = held.enter_context(socket.create_server((HERE, 0)))
         server = MeetingServer(listener, kept, count, given)
         first = threads.submit(server.wait, timeout_s)
-        yield Room(listener.getsockname()[1], kept.getsockname()[1], first, threads)
+        yield Room(listener.getsockname()[1], kept.getsockname()[1], server, first, threads)
 
 
 def differing(*values: tuple[str, str]) -> Given:
     return Given(list((dict(VALUES) | dict(values)).items()), GIVEN.secret)
 
 
-def refusal(of: Future[int] | Future[Bonds]) -> str:
+def refusal(of: Future[int] | Future[None]) -> str:
     """Why a process was refused for good: a mistake, not something to try again."""
     with pytest.raises(ValueError) as told:
         of.result(LIMIT_S)
@@ -138,9 +139,9 @@ def test_a_connection_that_ends_without_a_farewell_is_named_by_both_at_once(
     with room(3) as here:
         one, two = (Attendance(HERE, here.port, i, GIVEN) for i in (1, 2))
         come = [here.threads.submit(each.wait, LIMIT_S) for each in (one, two)]
-        bonds = here.first.result(LIMIT_S)
+        here.first.result(LIMIT_S)
         assert [each.result(LIMIT_S) for each in come] == [here.coordinator] * 2
-        one.bonds.end()
+        one.end()
         while not said.empty():
             assert "has ended" not in said.get()
         for writer in opened:
@@ -150,7 +151,7 @@ def test_a_connection_that_ends_without_a_farewell_is_named_by_both_at_once(
             "warning: the connection to process 2 has ended",
             f"warning: the connection to process 0 at {HERE}:{here.port} has ended",
         }
-        bonds.end()
+        here.server.end()
     assert said.empty()
 
 
@@ -289,7 +290,7 @@ def test_the_secret_is_never_sent() -> None:
         client, server = held.enter_context(relay.accept()[0]), held.enter_context(here.stranger())
         passing = [more.submit(passed_on, *ends) for ends in ((client, server), (server, client))]
         assert come.result(LIMIT_S) == here.coordinator
-        attendance.bonds.end()
+        attendance.end()
         for each in passing:
             each.result(LIMIT_S)
     assert GIVEN.secret not in b"".join(heard)

@@ -93,12 +93,12 @@ def test_what_is_no_model_is_told_why(found: Any, told: str) -> None:
 def test_sizes_and_fields_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="unknown size of full 'dep': did you mean 'deep'"):
         completed("own.py:full", "full", full, "dep")
-    with pytest.raises(ValueError, match="it has no sizes, deep is none"):
+    with pytest.raises(ValueError, match="it has no sizes, so none is called deep"):
         completed("own.py:Full", "Full", Full, "deep")
     with pytest.raises(ValueError, match=r"--model own\.py:Plain: unknown option of Plain 'dtype'"):
         completed("own.py:Plain", "Plain", Plain, None, {"dtype": "bfloat16"})
     with pytest.raises(
         ValueError,
-        match="blocks=3 replaces the field of a dataclass, and Mine is none: make it one",
+        match="blocks=3 replaces the field of a dataclass, and Mine is not one: make it one",
     ):
         completed("own.py:mine", "mine", without(""), None, {"blocks": "3"})

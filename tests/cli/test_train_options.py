@@ -86,7 +86,7 @@ def test_how_many_stages_and_devices_there_are(
         ),
         (
             ["--replicas", "2,1", "--stages", "3"],
-            "--replicas 2,1 says so of 2 stages, --stages of 3",
+            "--replicas 2,1 is for 2 stages, but --stages is 3",
         ),
         (
             ["--checkpoint-every", "-1"],

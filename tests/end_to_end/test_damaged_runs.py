@@ -146,8 +146,8 @@ def test_lines_that_are_no_metrics_are_left_out(run: Path) -> None:
 
 EXTRA: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another step": (put("step", value=2), "holds the state of step 2, not of step 4"),
-    "no place in the data": (lacking("extra", "data"), "tells no place in the data"),
-    "another place in the data": (put("extra", "data", value=[1]), "place in the data"),
+    "no place in the data": (lacking("extra", "data"), "holds no position in the data"),
+    "another place in the data": (put("extra", "data", value=[1]), "usable position in the data"),
     "evaluations of nothing": (put("extra", "evaluations", value=[]), "evaluations must be"),
     "evaluations of another name": (put("extra", "evaluations", "x", value=1), "evaluations has"),
     "a best step that is a text": (

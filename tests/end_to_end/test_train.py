@@ -254,7 +254,7 @@ def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
             "checkpoints/00000006/generation-000001/arrays.safetensors",
             "00000003 is whole: move .*00000006 out of the",
         ),
-        ("tokenizer.json", "put it back, or delete it and it is made again of the data"),
+        ("tokenizer.json", "put it back, or delete it, and it is remade from the data"),
         ("plan.json", "plan.json is not what the run wrote"),
     ):
         content = (run / name).read_bytes()

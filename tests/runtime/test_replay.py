@@ -21,7 +21,7 @@ def gradients(params: Sequence[Any], m: int) -> list[np.ndarray]:
 
 def replayed(schedule: str, uses: Sequence[Sequence[Use]]) -> tuple[list[Any], list[float]]:
     compiled = begun(HERE, schedule=schedule)[0].session.compiled
-    run = Replay(compiled, PARAMS, {}, [], compiled.traced.loss.constants)
+    run = Replay(compiled, PARAMS, {}, [])
     losses = [
         run.microbatch(compiled, uses[m], [MICRO_BATCHES[m]["x"]], None) for m in range(MICRO)
     ]

@@ -23,7 +23,7 @@ its copies. So an error in one process leaves all of them with the old state.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -132,23 +132,6 @@ class Migration:
         return foreseen == (current.plan, current.previous, stream_steps, microbatch)
 
 
-class _Way(NamedTuple):
-    """A way to make a change of plan.
-
-    `after` is the compiled plan of the steps that follow. `lowered` has the rows of all processes,
-    and `bound` those of this process. `peaks` has the most bytes during the change. The other
-    fields are those of `PlanChange` and `Migration`.
-    """
-
-    after: CompiledPlan
-    lowered: Lowered
-    bound: Bound
-    peaks: Sequence[Peak]
-    microbatch: int = 0
-    steps: int = 0
-    leaving: Bound | None = None
-
-
 def prepare_migration(
     old: CompiledPlan,
     new: CompiledPlan,
@@ -177,23 +160,20 @@ def prepare_migration(
         MemoryLimitExceeded: the new plan, or every way to it, exceeds a limit.
     """
     together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
-    step, microbatch = at
+    _, microbatch = at
     stream_steps = old.representative(stream_steps)
     ways = _ways(old, new, starts_inside=bool(microbatch or stream_steps))
     for how in ways:
-        lower = partial(_way, how, old, new, microbatch, stream_steps)
-        way = together(hosts, "moves", lower)
-        check = partial(limits.check, way.peaks, new.devices, "while layers move")
+        lower = partial(_migration_in_way, how, old, new, at, why, stream_steps)
+        migration, peaks = together(hosts, "moves", lower)
+        check = partial(limits.check, peaks, new.devices, "while layers move")
         try:
             together(hosts, "limits", check)
         except MemoryLimitExceeded:
             if how == ways[-1]:
                 raise
-            continue
-        moved_bytes = copied_bytes(way.lowered, Kind.OUT if how == "by host" else Kind.MOVE)
-        layers = moved_layers(old.plan, new.plan)
-        change = PlanChange(step, way.microbatch, why, old.plan, new.plan, layers, moved_bytes, how)
-        return Migration(change, old, way.after, way.bound, stream_steps, way.steps, way.leaving)
+        else:
+            return migration
     raise AssertionError("the last way raises")
 
 
@@ -210,32 +190,40 @@ def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[
     return ways
 
 
-def _way(
-    how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream_steps: int
-) -> _Way:
-    """Lowers and compiles a change of plan in one of the ways."""
+def _migration_in_way(
+    how: str, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
+) -> tuple[Migration, Sequence[Peak]]:
+    """Lowers and compiles a change of plan in one of the ways.
+
+    Returns:
+        The migration, and the most bytes on each device, and last on the host, while it is made.
+    """
+    step, microbatch = at
+    after, steps, leaving = new, 0, None
     if how != "inside":
-        return _between_steps(old, new, by_host=how == "by host")
-    if old.schedule.synchronous:
+        microbatch, graph = 0, new.traced.graph
+        lowered = rows = lower_move(
+            graph, old.plan, new.plan, new.optimizer, by_host=how == "by host"
+        )
+        if new.hosts is not None:
+            # The rows that free memory at the old places run once all processes have copied.
+            rows, ends = divided_move(lowered)
+            leaving = new.bound(ends)
+        bound = new.bound(rows)
+    elif old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
-        return _Way(new, lowered, bound, new.peaks_of(bound), microbatch)
-    # The stream of the new plan continues that of the old plan. Plans before the old one are
-    # dropped if nothing of theirs is in flight.
-    alone, steps = old.without_previous(stream_steps)
-    after = replace(new, previous=(alone, steps * new.microbatches + microbatch))
-    step, bound = after.stream_step(steps)
-    return _Way(after, step.lowered, bound, after.peaks, microbatch, steps)
-
-
-def _between_steps(old: CompiledPlan, new: CompiledPlan, *, by_host: bool) -> _Way:
-    move = lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=by_host)
-    if new.hosts is None:
-        bound = new.bound(move)
-        return _Way(new, move, bound, new.peaks_of(bound))
-    # The rows that free memory at the old places are apart, to run when all processes have copied.
-    copies, leaving = divided_move(move)
-    bound = new.bound(copies)
-    return _Way(new, move, bound, new.peaks_of(bound), leaving=new.bound(leaving))
+    else:
+        # The stream of the new plan continues that of the old plan. Plans before the old one are
+        # dropped if nothing of theirs is in flight.
+        alone, steps = old.without_previous(stream_steps)
+        after = replace(new, previous=(alone, steps * new.microbatches + microbatch))
+        stream_step, bound = after.stream_step(steps)
+        lowered = stream_step.lowered
+    peaks = new.peaks_of(bound) if after is new else after.peaks
+    moved_bytes = copied_bytes(lowered, Kind.OUT if how == "by host" else Kind.MOVE)
+    layers = moved_layers(old.plan, new.plan)
+    change = PlanChange(step, microbatch, why, old.plan, new.plan, layers, moved_bytes, how)
+    return Migration(change, old, after, bound, stream_steps, steps, leaving), peaks
 
 
 def moved_between_steps(

@@ -11,10 +11,11 @@ another process needs are copied there from device to device. No array leaves a 
 arrays have arrived in all processes. So an error in one process leaves all with the old model.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -28,7 +29,6 @@ from jvpipe.runtime.engine.hosts import Carried
 from jvpipe.runtime.engine.placing import key_of, name_of
 from jvpipe.runtime.engine.tensors import (
     Away,
-    Identity,
     Ledger,
     Limits,
     MemoryLimitExceeded,
@@ -91,24 +91,23 @@ def plan_model_switch(
     """
     origins = Origins(old, new, values, parked)
     switch = ModelSwitch(origins, by_host=False)
-    way = "while one model takes over from another"
 
     def check_after() -> None:
         replace(limits, parked=origins.parked_after).check(new.peaks, new.devices)
 
-    hosts = origins.hosts
-    hosts.together("new model", origins.check)
-    hosts.together("limits", check_after)
-    if new.hosts is not None:
-        # By host, arrays are freed before all others have arrived. An error in one process could
-        # then not be undone in the others, so several processes do not change models in this way.
-        hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
-        return switch
-    try:
-        replace(limits, host_bytes=None).check(switch.peaks, new.devices)
-    except MemoryLimitExceeded:
-        switch = replace(switch, by_host=True)
-    limits.check(switch.peaks, new.devices, way)
+    def check_change() -> None:
+        limits.check(switch.peaks, new.devices, "while one model takes over from another")
+
+    origins.hosts.together("new model", origins.check)
+    origins.hosts.together("limits", check_after)
+    # By host, arrays are freed before all others have arrived. An error in one process could then
+    # not be undone in the others, so several processes do not change models in this way.
+    if new.hosts is None:
+        try:
+            replace(limits, host_bytes=None).check(switch.peaks, new.devices)
+        except MemoryLimitExceeded:
+            switch = replace(switch, by_host=True)
+    origins.hosts.together("limits", check_change)
     return switch
 
 
@@ -138,13 +137,12 @@ class ModelSwitch:
         paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
         for arrival in self.origins.arrivals:
             kind, array = arrival.identity
-            how = arrival.source.how
             if kind == "parameter":
-                paths[how if how in paths else "kept"][array.name] = None
+                paths[arrival.how if arrival.how in paths else "kept"][array.name] = None
         kept, returned, new = map(tuple, paths.values())
         parked = tuple(array.name for kind, array in self.origins.parks if kind == "parameter")
-        copied = (one.buffer for one in self.origins.arrivals if one.source.how == "copy")
-        moved_bytes = sum(buffer.bytes for buffer in copied)
+        copied = (arrival for arrival in self.origins.arrivals if arrival.how == "copy")
+        moved_bytes = sum(arrival.buffer.bytes for arrival in copied)
         how = "by host" if self.by_host else "beside"
         return ModelChange(step, kept, returned, new, parked, moved_bytes, how)
 
@@ -155,29 +153,29 @@ class ModelSwitch:
         The bytes on the host do not include the arrays that were parked before the change.
         """
         devices = range(len(self._new.devices))
-        before, gone, arriving = ([0] * (len(devices) + 1) for _ in range(3))  # the host is last
+        before, staying, arriving = Counter[int](), Counter[int](), Counter[int]()
         for i, buffer in enumerate(self._old.persistent):
             before[buffer.memory] += buffer.bytes
-            if self.by_host and i in self.origins.leaving:
-                gone[buffer.memory] += buffer.bytes
+            if not self.by_host or i not in self.origins.leaving:
+                staying[buffer.memory] += buffer.bytes
         ready: set[Any] = set()  # the keys of arrays that the optimizer need not make
         for arrival in self.origins.arrivals:
-            buffer, how = arrival.buffer, arrival.source.how
-            if how != "stay":
+            buffer = arrival.buffer
+            if arrival.how != "stay":
                 arriving[buffer.memory] += buffer.bytes
             passed = self.origins.home(arrival)
             if passed is not None:
                 arriving[passed] += buffer.bytes
-            if how != "make" or buffer.owner is not Owner.OPTIMIZER:
+            if arrival.how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 ready.add(key_of(buffer))
-        # A piece of the optimizer makes all of its state, also what is not missing.
+        # A piece of the optimizer makes all of its state, even arrays that are not missing.
         spare = self._new.placing.spare_bytes(ready)
-        staying = [before[d] - gone[d] for d in devices]
-        peak_bytes = [max(before[d], staying[d] + arriving[d] + spare[d]) for d in devices]
-        holders = [
-            (("the model before", staying[d]), ("what arrives", arriving[d])) for d in devices
-        ]
-        return (*map(_peak, peak_bytes, holders), self._host_peak)
+        peaks = []
+        for d in devices:
+            peak_bytes = max(before[d], staying[d] + arriving[d] + spare[d])
+            holders = (("the model before", staying[d]), ("what arrives", arriving[d]))
+            peaks.append(Peak(peak_bytes, None, holders))
+        return (*peaks, self._host_peak)
 
     @property
     def _host_peak(self) -> Peak:
@@ -186,8 +184,9 @@ class ModelSwitch:
         waiting = 0
         if self.by_host:
             waiting = sum(self._old.persistent[i].bytes for i in origins.copied)
-        parks = parked_bytes({it: i for it, i in origins.parks.items() if origins.had(i)})
-        return _peak(parks + waiting, (("what is to be parked", parks), ("what moves", waiting)))
+        parks = parked_bytes(origins.parks)
+        holders = (("what is to be parked", parks), ("what moves", waiting))
+        return Peak(parks + waiting, None, holders)
 
     def run(self, arrays: Sequence[jax.Array], ledger: Ledger) -> tuple[jax.Array, ...]:
         """Makes the change; returns the new model's arrays.
@@ -205,8 +204,8 @@ class ModelSwitch:
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
         leaves: Parked = {
-            identity: to_host(arrays[i]) if origins.had(i) else Away(origins.process_of(i))
-            for identity, i in origins.parks.items()
+            identity: x if isinstance(x, Away) else to_host(arrays[x])
+            for identity, x in origins.parks.items()
         }
         # By host, arrays that move give up their memory on the device, so they are copied first.
         on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
@@ -267,10 +266,9 @@ class ModelSwitch:
         put = partial(self._put, before, placed, sent, ledger)
         crossing = hosts.together("arrays of the new model", put)
         if crossing:
-            copies = [one.copy for one in crossing]
-            arrived = hosts.carry(copies, [one.array for one in crossing])
-            pairs = zip(crossing, arrived, strict=True)
-            placed |= {one.spot: array for one, array in pairs if array is not None}
+            spots, copies, values = zip(*crossing, strict=True)
+            pairs = zip(spots, hosts.carry(copies, values), strict=True)
+            placed |= {spot: array for spot, array in pairs if array is not None}
 
         def initialize() -> None:
             self._new.placing.initialize_optimizer(placed, self._new.store)
@@ -285,7 +283,7 @@ class ModelSwitch:
         placed: dict[Any, jax.Array],
         sent: list[tuple[int, jax.Array]],
         ledger: Ledger,
-    ) -> list["_Crossing"]:
+    ) -> list[tuple[Spot, Carried, jax.Array | None]]:
         """Puts arrays in their places, except those that come from another process.
 
         Args:
@@ -296,15 +294,16 @@ class ModelSwitch:
             ledger: counts the bytes.
 
         Returns:
-            The copies between processes; all processes return the same ones.
+            For each copy between processes the spot of its array, the copy, and the array, which is
+            None if another process has it. The copies are the same in all processes.
         """
         crossing = []
         for arrival in self.origins.arrivals:
-            buffer, how = arrival.buffer, arrival.source.how
+            buffer = arrival.buffer
             device = self._new.devices[buffer.place]
             is_own = _jax.is_own(device)
             process, value = self._value(arrival, before)
-            if is_own and how != "stay":
+            if is_own and arrival.how != "stay":
                 ledger.hold(buffer.memory, buffer.bytes)
             if process != device.process_index:
                 home = self.origins.home(arrival)
@@ -313,9 +312,8 @@ class ModelSwitch:
                     sharding = self._new.lying(buffer.value, home).sharding
                     value = jax.device_put(value, sharding, may_alias=False)
                     sent.append((home, value))
-                copy = self._new.carried(buffer, process)
-                crossing.append(_Crossing(key_of(buffer), copy, value))
-            elif is_own and how == "stay":
+                crossing.append((key_of(buffer), self._new.carried(buffer, process), value))
+            elif is_own and arrival.how == "stay":
                 placed[key_of(buffer)] = value
             elif is_own and value is not None:
                 placed[key_of(buffer)] = self._new.placing.put(value, buffer, may_alias=False)
@@ -330,13 +328,12 @@ class ModelSwitch:
             arrival: the arrival of the array.
             before: the old model's arrays, by buffer.
         """
-        identity, source = arrival.identity, arrival.source
-        here, kind = self._new.devices[arrival.buffer.place].process_index, identity[0]
-        match source.how:
+        here, kind = self._new.devices[arrival.buffer.place].process_index, arrival.identity[0]
+        match arrival.how:
             case "stay" | "copy":
-                return self.origins.process_of(source.index), before[source.index]
+                return self.origins.process_of(arrival.old_index), before[arrival.old_index]
             case "return":
-                value = self.origins.parked[identity]
+                value = self.origins.parked[arrival.identity]
                 if isinstance(value, Away):
                     return value.process, None
                 return self.origins.hosts.process, value
@@ -348,7 +345,7 @@ class ModelSwitch:
                 return here, values[kind][leaf]
 
     def _restored(
-        self, arrays: Sequence[jax.Array], placed: Iterable[jax.Array], left: Mapping[Identity, Any]
+        self, arrays: Sequence[jax.Array], placed: Iterable[jax.Array], left: Parked
     ) -> tuple[jax.Array, ...]:
         """Deletes the new model's arrays; returns the old model's arrays, restored from the host.
 
@@ -363,19 +360,14 @@ class ModelSwitch:
             if id(x) not in staying:
                 x.delete()
         pairs = zip(self.origins.before, arrays, strict=True)
-        values: dict[Identity, Any] = {it: x for it, x in pairs if not x.is_deleted()}
-        values.update(left)
-        constants = self._old.traced.loss.constants
-        restored = []
-        for x, identity, buffer in zip(
-            arrays, self.origins.before, self._old.persistent, strict=True
-        ):
-            if not x.is_deleted():
-                restored.append(x)
-                continue
-            kind, index = name_of(buffer)
-            value = constants[index] if kind == "constant" else values[identity]
-            restored.append(self._old.placing.put(value, buffer, may_alias=False))
+        values = {it: x for it, x in pairs if not x.is_deleted()} | left
+        restored = list(arrays)
+        for i, buffer in enumerate(self._old.persistent):
+            if arrays[i].is_deleted():
+                kind, index = name_of(buffer)
+                constants = self._old.traced.loss.constants
+                value = constants[index] if kind == "constant" else values[self.origins.before[i]]
+                restored[i] = self._old.placing.put(value, buffer, may_alias=False)
         return tuple(restored)
 
     def _leave(self, arrays: Sequence[jax.Array], ledger: Ledger) -> None:
@@ -384,15 +376,3 @@ class ModelSwitch:
             buffer = self._old.persistent[i]
             arrays[i].delete()
             ledger.drop(buffer.memory, buffer.bytes)
-
-
-class _Crossing(NamedTuple):
-    """A copy of an array between processes; `array` is None if another process has it."""
-
-    spot: Spot
-    copy: Carried
-    array: jax.Array | None
-
-
-def _peak(size: int, holders: tuple[tuple[Any, int], ...]) -> Peak:
-    return Peak(size, None, holders)

@@ -10,7 +10,7 @@ parameter, and lines join the parameters that both models have:
     new model    A  B     D      D returns from the host if it was parked earlier, else it is made
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -30,25 +30,18 @@ Parked = dict[Identity, Any]
 """Arrays of earlier models that lie on the host; `Away` if they lie on another process's host."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The origin of an array of the new model.
+class Arrival(NamedTuple):
+    """A persistent buffer of the new model, with the identity and the origin of its array.
 
     The array may "stay" where the old model has it, be a "copy" from another place of the old
     model, "return" from the host, where it was parked, or be new ("make"). If it stays or is
-    copied, `index` is the number of its buffer in the old model.
+    copied, `old_index` is the number of its buffer in the old model.
     """
-
-    how: Literal["stay", "copy", "return", "make"]
-    index: int = -1
-
-
-class Arrival(NamedTuple):
-    """A persistent buffer of the new model, with the identity and the origin of its array."""
 
     identity: Identity
     buffer: Buffer
-    source: Source
+    how: Literal["stay", "copy", "return", "make"]
+    old_index: int = -1
 
 
 @dataclass(frozen=True)
@@ -78,9 +71,9 @@ class Origins:
         # Arrays with equal paths must have equal shapes and types. Otherwise the new one would be
         # another array, and training would silently begin again with new values.
         before = {(kind, array.name): array for kind, array in self.before}
-        for kind, array in dict.fromkeys(self.after):
+        for kind, array in self.after:
             old = before.get((kind, array.name), array)
-            if kind in ("parameter", "state") and old != array:
+            if kind in self.values and old != array:
                 raise ValueError(
                     f"{kind} '{array.name}' is {array.dtype}{list(array.shape)} in the new model, "
                     f"{old.dtype}{list(old.shape)} in the present one: give it another path, for instance a name that "
@@ -88,7 +81,7 @@ class Origins:
                 )
         for arrival in self.arrivals:
             kind, array = arrival.identity
-            if kind not in self.values or arrival.source.how != "make":
+            if kind not in self.values or arrival.how != "make":
                 continue
             _, leaf = name_of(arrival.buffer)
             if isinstance(self.values[kind][leaf], jax.ShapeDtypeStruct):
@@ -112,66 +105,63 @@ class Origins:
         return _identities(self.new)
 
     @cached_property
-    def sources(self) -> tuple[Source, ...]:
-        """The origin of each persistent buffer of the new model."""
+    def arrivals(self) -> tuple[Arrival, ...]:
+        """The persistent buffers of the new model, with the origins of their arrays."""
         owners, before = _parameters_of_state(self.new), frozenset(self.before)
-        # The old buffers of each array at each place and memory. `source` takes each only once.
+        # The old buffers of each array at each place and memory. `arrival` takes each only once.
         staying: dict[tuple[Identity, int, int], list[int]] = {}
         anywhere: dict[Identity, int] = {}
         for i, (identity, buffer) in enumerate(zip(self.before, self.old.persistent, strict=True)):
             staying.setdefault((identity, buffer.place, buffer.memory), []).append(i)
             anywhere.setdefault(identity, i)
 
-        def source(identity: Identity, buffer: Buffer) -> Source:
+        def arrival(identity: Identity, buffer: Buffer) -> Arrival:
             if identity[0] == "constant":
-                return Source("make")
+                return Arrival(identity, buffer, "make")
             # Optimizer state stays or returns only if its parameter does: it fits no other values.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # An array stays if the old model has it at this place and in this memory. Otherwise it
             # is copied from any buffer of the old model that has it.
             if identity in before and (owner is None or owner in before):
-                here = staying.get((identity, buffer.place, buffer.memory))
-                return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])
+                if here := staying.get((identity, buffer.place, buffer.memory)):
+                    return Arrival(identity, buffer, "stay", here.pop(0))
+                return Arrival(identity, buffer, "copy", anywhere[identity])
             owner_returns = owner is None or (owner in self.parked and owner not in before)
-            return Source("return" if identity in self.parked and owner_returns else "make")
+            returns = identity in self.parked and owner_returns
+            return Arrival(identity, buffer, "return" if returns else "make")
 
-        return tuple(map(source, self.after, self.new.persistent))
-
-    @cached_property
-    def arrivals(self) -> tuple[Arrival, ...]:
-        """The new model's buffers, with the identities and origins of their arrays."""
-        return tuple(map(Arrival, self.after, self.new.persistent, self.sources))
+        return tuple(map(arrival, self.after, self.new.persistent))
 
     @cached_property
     def leaving(self) -> tuple[int, ...]:
         """The old model's buffers whose arrays do not stay where they are."""
-        stays = {source.index for source in self.sources if source.how == "stay"}
+        stays = {arrival.old_index for arrival in self.arrivals if arrival.how == "stay"}
         return tuple(i for i in range(len(self.old.persistent)) if i not in stays)
 
     @cached_property
-    def parks(self) -> dict[Identity, int]:
-        """The arrays that the change parks on the host, each with its buffer in the old model."""
-        after, parks = frozenset(self.after), dict[Identity, int]()
+    def parks(self) -> Parked:
+        """The arrays that the change parks on the host.
+
+        For each, the value is the number of its buffer in the old model, or `Away` if another
+        process has this buffer.
+        """
+        after, parks = frozenset(self.after), Parked()
         for i in self.leaving:
             identity = self.before[i]
             if identity[0] != "constant" and identity not in after:
-                parks.setdefault(identity, i)
+                value = i if self.had(i) else Away(self.process_of(i))
+                parks.setdefault(identity, value)
         return parks
 
     @cached_property
     def parked_after(self) -> Parked:
-        """The arrays that are parked after the change.
-
-        For an array that the change itself parks, the value is the number of its old buffer.
-        """
-        returned = {one.identity for one in self.arrivals if one.source.how == "return"}
-        parks: Parked = {
-            identity: i if self.had(i) else Away(self.process_of(i))
-            for identity, i in self.parks.items()
-        }
-        parked = (self.parked | parks).items()
-        return {identity: value for identity, value in parked if identity not in returned}
+        """The arrays that are parked after the change; those that it parks are as in `parks`."""
+        parked = self.parked | self.parks
+        for arrival in self.arrivals:
+            if arrival.how == "return":
+                parked.pop(arrival.identity, None)
+        return parked
 
     def had(self, index: int) -> bool:
         """Tells whether a buffer of the old model is on a device of this process."""
@@ -184,7 +174,7 @@ class Origins:
     @cached_property
     def copied(self) -> frozenset[int]:
         """The old model's buffers whose arrays the new model has at other places."""
-        return frozenset(source.index for source in self.sources if source.how == "copy")
+        return frozenset(arrival.old_index for arrival in self.arrivals if arrival.how == "copy")
 
     def home(self, arrival: Arrival) -> int | None:
         """Returns the place from which a parked array is sent to another process.
@@ -195,29 +185,29 @@ class Origins:
         parked, devices = self.parked.get(arrival.identity), self.new.devices
         process = parked.process if isinstance(parked, Away) else self.hosts.process
         target = devices[arrival.buffer.place].process_index
-        if arrival.source.how != "return" or target == process:
+        if arrival.how != "return" or target == process:
             return None
         return next(d for d, device in enumerate(devices) if device.process_index == process)
 
 
 def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
     """Returns the identity of each persistent buffer's array."""
-    graph, optimizer = compiled.traced.graph, compiled.optimizer
-    arrays: dict[str, Callable[[int], Array]] = {
-        "parameter": lambda i: graph.parameters[i].array,
-        "optimizer": lambda i: optimizer.state[i].array,
-        "state": lambda i: graph.state[i],
-        "constant": lambda i: graph.constants[i],
+    graph = compiled.traced.graph
+    arrays: dict[str, Sequence[Array]] = {
+        "parameter": [parameter.array for parameter in graph.parameters],
+        "optimizer": [leaf.array for leaf in compiled.optimizer.state],
+        "state": graph.state,
+        "constant": graph.constants,
     }
     names = map(name_of, compiled.persistent)
-    return tuple((kind, arrays[kind](index)) for kind, index in names)
+    return tuple((kind, arrays[kind][index]) for kind, index in names)
 
 
 def _parameters_of_state(compiled: CompiledPlan) -> dict[Any, Identity]:
     """Returns the parameter to which each leaf of the optimizer's state belongs, by index."""
-    parameters = [parameter.array for parameter in compiled.traced.graph.parameters]
-    owners: dict[Any, Identity] = {}
-    for j, leaf in enumerate(compiled.optimizer.state):
-        if leaf.parameter is not None:
-            owners[j] = "parameter", parameters[leaf.parameter]
-    return owners
+    parameters = compiled.traced.graph.parameters
+    return {
+        j: ("parameter", parameters[leaf.parameter].array)
+        for j, leaf in enumerate(compiled.optimizer.state)
+        if leaf.parameter is not None
+    }

@@ -10,6 +10,7 @@ programs give bitwise identical results.
 """
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any, assert_never
@@ -40,7 +41,6 @@ class Replay:
         parameters: the parameters at the start, in the order of the graph.
         state: the leaves of the optimizer's state at the start, by index and layer.
         model_state: the leaves of the model state at the start.
-        constants: the arrays that the loss closes over.
         version: the version of the parameters at the start.
     """
 
@@ -50,31 +50,22 @@ class Replay:
         parameters: Sequence[Any],
         state: dict[tuple[int, int], Any],
         model_state: Sequence[Any],
-        constants: Sequence[Any],
         version: int = 0,
     ) -> None:
         self._graph = compiled.traced.graph
         self._first = version
         self._enter(compiled)
-        self._versions = {(p, version): x for p, x in enumerate(parameters)}
+        self._versions = [{version: x} for x in parameters]  # by parameter, then by version
         self._optimizer = dict(state)
         self._model_state = list(model_state)
-        self._constants = constants
-        # By parameter and version, for shifts: PipeMare's running mean of updates, or XPipe's last
-        # update.
-        self._memory: dict[tuple[int, int], Any] = {}
-        self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
-        self._weights: list[Any] = []  # the losses' weights since the last update
-        # By parameter and reading layer: the gradients for the next update, one sum for each of the
-        # devices that take turns.
-        self._sums: dict[tuple[int, int], list[Any]] = {}
-        self._done: dict[int, int] = {}  # by layer: how many backwards ran since the last update
+        self._constants = compiled.traced.loss.constants
+        self.forget()
+        self._forget_gradients()
 
     @property
     def parameters(self) -> list[Any]:
         """The newest version of each parameter."""
-        newest = dict(sorted(self._versions))
-        return [self._versions[p, newest[p]] for p in range(len(self._graph.parameters))]
+        return [versions[max(versions)] for versions in self._versions]
 
     def microbatch(
         self, compiled: CompiledPlan, uses: Iterable[Use], batch: Sequence[Any], seed: Any
@@ -91,10 +82,12 @@ class Replay:
         """
         self._enter(compiled)
         self._at = {(use.kind, use.layer): use for use in uses}
-        self._values: dict[Ref, Any] = {Ref(ValueKind.SEED, 0): seed}
-        self._values |= _by_ref(ValueKind.BATCH, batch)
-        self._values |= _by_ref(ValueKind.CONSTANT, self._constants)
-        self._values |= _by_ref(ValueKind.STATE, self._model_state)
+        self._values = {
+            Ref(ValueKind.SEED, 0): seed,
+            **_by_ref(ValueKind.BATCH, batch),
+            **_by_ref(ValueKind.CONSTANT, self._constants),
+            **_by_ref(ValueKind.STATE, self._model_state),
+        }
         self._residuals: dict[int, Sequence[Any]] = {}
         self._again: dict[int, list[Any]] = {}
         inputs = {layer.id: self._forward(layer) for layer in self._graph.layers}
@@ -117,7 +110,18 @@ class Replay:
 
     def forget(self) -> None:
         """Forgets PipeMare's mean and XPipe's last update, as a run does after a drain."""
-        self._memory, self._count = {}, {}
+        # By parameter and version, for shifts: PipeMare's running mean of updates, or XPipe's last
+        # update.
+        self._memory: dict[tuple[int, int], Any] = {}
+        self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
+
+    def _forget_gradients(self) -> None:
+        """Forgets what has been summed for the last update, so that the next sums can begin."""
+        self._weights: list[Any] = []  # the losses' weights since the last update
+        # By parameter and reading layer: the gradients for the next update, one sum for each of the
+        # devices that take turns.
+        self._sums: dict[tuple[int, int], list[Any]] = {}
+        self._done = Counter[int]()  # by layer: how many backwards ran since the last update
 
     def _programs(self, layer: Layer) -> LayerPrograms:
         return self._compiled.programs[0][layer.id]
@@ -146,21 +150,20 @@ class Replay:
         if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
         use, p = self._at[kind, layer.id], ref.index
-        tied = dict(use.tied)
+        versions, tied = self._versions[p], dict(use.tied)
         if p in tied:
-            return self._versions[p, tied[p]]
+            return versions[tied[p]]
         if self._graph.parameters[p].frozen:
-            return self._versions[p, self._first]
-        plain = self._versions[p, use.version]
+            return versions[self._first]
+        plain = versions[use.version]
         if not use.shift:
             return plain
         # XPipe predicts the weights of a forward some updates ahead. PipeMare corrects the weights
         # of a backward some updates back.
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
-        remembered = self._memory[p, use.version]
-        (shifted, *_) = self._run(weights.shifted([shape], updates), [plain, remembered])
-        return shifted
+        program = weights.shifted([shape], updates)
+        return self._run(program, [plain, self._memory[p, use.version]])[0]
 
     def _run_again(self, layer: Layer) -> list[Any]:
         """Recomputes a layer's forward with the weights of its backward, once per micro-batch.
@@ -207,7 +210,10 @@ class Replay:
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         parameters = [layer.reads[i].index for i in signature.gradients]
-        turn, turns = self._turn(layer)
+        # Devices that share a stage take turns with its micro-batches.
+        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
+        turn = self._done[layer.id] % turns
+        self._done[layer.id] += 1
         sums = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in parameters]
         program = self._compiled.row_programs.backward_program(self._programs(layer))
         # If each micro-batch has an update, the program has no inputs for sums.
@@ -230,16 +236,6 @@ class Replay:
             return self._back(layer, layer.reads[i])
         return inputs[i]
 
-    def _turn(self, layer: Layer) -> tuple[int, int]:
-        """Counts a backward of a layer.
-
-        Returns the number of the device that ran it, and how many devices take turns.
-        """
-        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
-        done = self._done.get(layer.id, 0)
-        self._done[layer.id] = done + 1
-        return done % turns, turns
-
     def _zero(self, p: int) -> np.ndarray:
         array = self._graph.parameters[p].array
         return np.zeros(array.shape, array.dtype)
@@ -258,22 +254,19 @@ class Replay:
                 continue
             if layer not in before:
                 trained = self._graph.trained(self._graph.owned(layer))
-                before[layer] = {p: self._newest(p) for p in trained}
+                before[layer] = {p: max(self._versions[p]) for p in trained}
             reads = [self._slot(slot, layer, before[layer], total, values) for slot in piece.reads]
             out = self._run(piece_program(piece), reads)
             for slot, x in zip(piece.writes, out, strict=False):
                 if slot.kind is SlotKind.PARAMETER:
-                    self._versions[slot.index, self._at[Kind.U, layer].version] = x
+                    self._versions[slot.index][self._at[Kind.U, layer].version] = x
                 elif slot.kind is SlotKind.STATE:
                     self._optimizer[slot.index, layer] = x
                 else:
                     values[slot] = x
         for layer, versions in before.items():
             self._remember(layer, versions)
-        self._sums, self._done, self._weights = {}, {}, []
-
-    def _newest(self, p: int) -> int:
-        return max(version for q, version in self._versions if q == p)
+        self._forget_gradients()
 
     def _slot(
         self,
@@ -300,7 +293,7 @@ class Replay:
             case SlotKind.WEIGHT:
                 return total[0]
             case SlotKind.PARAMETER:
-                return self._versions[slot.index, before.get(slot.index, self._first)]
+                return self._versions[slot.index][before.get(slot.index, self._first)]
             case SlotKind.STATE:
                 return self._optimizer[slot.index, layer]
             case SlotKind.KEPT | SlotKind.PARTIAL | SlotKind.GLOBAL | SlotKind.GRAD_NORM:
@@ -322,9 +315,9 @@ class Replay:
             self._count.pop(layer, None)
             return
         now = self._at[Kind.U, layer].version
-        old = [self._versions[p, version] for p, version in before.items()]
-        new = [self._versions[p, now] for p in before]
-        memory = [self._memory.get((p, version), self._zero(p)) for p, version in before.items()]
+        old = [self._versions[p][version] for p, version in before.items()]
+        new = [self._versions[p][now] for p in before]
+        memory = [self._memory.get(at, self._zero(at[0])) for at in before.items()]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
         if schedule.decay is None:
             memory = self._run(weights.difference(shapes), [*old, *new, *memory])
@@ -333,7 +326,8 @@ class Replay:
             count = self._count.get(layer, np.int32(0))
             out = self._run(program, [*old, *new, *memory, count])
             # PipeMare also scales the update itself, so the new version is replaced.
-            self._versions |= {(p, now): x for p, x in zip(before, out, strict=False)}
+            for p, x in zip(before, out, strict=False):
+                self._versions[p][now] = x
             memory = out[len(before) :]
             self._count[layer] = out[2 * len(before)]
         self._memory |= {(p, now): x for p, x in zip(before, memory, strict=False)}

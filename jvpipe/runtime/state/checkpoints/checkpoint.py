@@ -139,7 +139,7 @@ def open_checkpoint(path: str | Path) -> Saved:
         ValueError: there is no checkpoint.
         DamageError: its `meta.json` has changed since it was saved.
     """
-    folder = checked_path(path).absolute()
+    folder = checked_path("path", path).absolute()
     generation = generations.newest(folder)
     if generation is None:
         raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
