@@ -249,7 +249,7 @@ class Climb:
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
         for run in range(1, 1 + min(2, self.places)):
-            for bounds in moved_bounds(decision.bounds, self._cuts, run, count, first=s):
+            for bounds in moved_bounds(decision.bounds, self._cuts, s, run, count):
                 yield from self.refitted(bounds)
 
     def _shifted(self, decision: Decision) -> Iterator[Decision]:

@@ -30,9 +30,10 @@ from itertools import islice
 from random import Random
 from typing import NamedTuple
 
+from jvpipe.ir.task import TaskLists
 from jvpipe.planners.joint.effort import ORDER
 from jvpipe.planners.joint.order_course import Course, CourseBlock
-from jvpipe.planners.joint.order_loads import Loads, Order
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.util.sizes import ROUNDING
 
 
@@ -46,29 +47,28 @@ class Move(NamedTuple):
         draw: a random number that decides between moves with equal `path_s`.
         device: the device whose list changes.
         first: the first index of the list that changes.
-        steps: the new entries of the list from `first` on.
+        end: the index after the last one that changes.
+        steps: what stands in place of the entries from `first` to `end`.
         moved: the step that moves.
-        cell: the cell (see `order_course.py`) of the backward that is split or joined; -1 if none.
-        more: by how many entries the list becomes longer: 1 if a backward is split, -1 if it is
-            joined, else 0.
+        flips: the cell (see `order_course.py`) of the backward that is split or joined; -1 if none.
     """
 
     path_s: float
     draw: float
     device: int
     first: int
+    end: int
     steps: list[int]
     moved: int
-    cell: int = -1
-    more: int = 0
+    flips: int
 
 
 def climbed(
     loads: Loads,
-    order: Order,
+    order: TaskLists,
     tries: int,
     seed: int = 0,
-) -> Order:
+) -> TaskLists:
     """Returns the best order that the search finds, which may be the given one.
 
     Args:
@@ -80,7 +80,7 @@ def climbed(
     draw = Random(seed)
     course = Course(loads, order)
     bound_s = loads.bound_s() * (1 + ROUNDING)  # no order can be faster
-    best, best_s = course.copy(), course.step_s
+    best, best_s = order, course.step_s
     gainless = 0  # turns since the last gain; turns without a move count several times
     rest_until = dict[int, int]()  # by step: the turn from which it may move again
     course.follow()
@@ -106,11 +106,10 @@ def climbed(
             rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
         if course.step_s < short_s:
-            best = course.copy()
+            best = course.order
             best_s = course.step_s
             gainless = 0
-    course.lists, course.half = best
-    return course.order
+    return best
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
@@ -133,16 +132,15 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     # Each move was judged by itself. Two moves that are possible alone may be impossible together.
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
-        if move.more:
-            course.cut(move.cell, half=move.more > 0)
-        end = move.first + len(move.steps) - move.more
-        course.lists[move.device][move.first : end] = move.steps
+        if move.flips >= 0:
+            course.flip(move.flips)
+        course.lists[move.device][move.first : move.end] = move.steps
         course.placed(move.device)
     course.run()
     if course.step_s == float("inf"):
         for move, steps in zip(moves, before, strict=True):
-            if move.more:
-                course.cut(move.cell, half=move.more < 0)
+            if move.flips >= 0:
+                course.flip(move.flips)
             course.lists[move.device] = steps
             course.placed(move.device)
         if len(moves) > 1:
@@ -185,7 +183,7 @@ class _Neighbors:
             step = steps[at]
             passed = steps[first:at]
             if all(self._may_pass(step, other) for other in passed):
-                yield from self._move(d, first, [step, *passed], step)
+                yield from self._move(d, first, at + 1, [step, *passed], step)
 
     def _behind(self, block: CourseBlock) -> Iterator[Move]:
         """Yields the moves of a step to the end of its block, and moves that split or join."""
@@ -197,62 +195,51 @@ class _Neighbors:
             step = steps[at]
             passed = steps[at + 1 : last + 1]
             if passed and all(self._may_pass(other, step) for other in passed):
-                yield from self._move(d, at, [*passed, step], step)
+                yield from self._move(d, at, last + 1, [*passed, step], step)
             cell = step - cells
             is_backward = 0 <= cell < cells
             # Only backwards are split or joined. The first stage's (`cell < M`) stay whole, because
             # no stage waits for their cotangents.
-            if not is_backward or cell < course.M or not course.loads.splits[cell // course.M]:
-                continue
-            if course.half[cell]:
-                yield from self._whole(d, at, cell)
-            else:
-                yield from self._split(d, at, cell, passed)
+            if is_backward and cell >= course.M and course.loads.splits[cell // course.M]:
+                yield from self._flip(d, at, last, cell)
 
-    def _split(
+    def _flip(
         self,
         d: int,
         at: int,
+        last: int,
         cell: int,
-        passed: Sequence[int],
     ) -> Iterator[Move]:
-        """Yields the move that splits a backward and puts its second half after other steps.
+        """Yields the move that splits a backward, or that joins its halves at the first one.
+
+        After a split, the second half is at the end of the block. Halves that are far apart are not
+        joined.
 
         Args:
             d: the device.
-            at: the index of the backward in the device's list.
-            cell: the backward's cell.
-            passed: the steps between the two halves after the move.
-        """
-        course = self.course
-        step = course.cells + cell
-        weight = 2 * course.cells + cell
-        if not any(self._bound(weight, other) for other in passed):
-            # Judging the move needs the seconds and bytes of halves. So the course has the backward
-            # split for a moment.
-            course.cut(cell, half=True)
-            every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
-            course.cut(cell, half=False)
-            yield from every
-
-    def _whole(self, d: int, at: int, cell: int) -> Iterator[Move]:
-        """Yields the move that joins two halves at the first one, unless they are far apart.
-
-        Args:
-            d: the device.
-            at: the index of the first half in the device's list.
+            at: the index of the backward, or of its first half, in the device's list.
+            last: the index of the block's last step.
             cell: the backward's cell.
         """
         course = self.course
         steps = course.lists[d]
-        weight = 2 * course.cells + cell
-        passed = steps[at + 1 : course.place[weight]]
-        is_near = len(passed) <= ORDER.farthest
-        if is_near and not any(self._bound(weight, other) for other in passed):
-            course.cut(cell, half=False)
-            every = list(self._move(d, at, [steps[at], *passed], weight, cell, -1))
-            course.cut(cell, half=True)
-            yield from every
+        step = steps[at]
+        weight = step + course.cells
+        joins = course.half[cell]
+        end = course.place[weight] if joins else last + 1
+        passed = steps[at + 1 : end]
+        is_far = joins and len(passed) > ORDER.farthest
+        if is_far or any(self._bound(weight, other) for other in passed):
+            return
+        # Judging the move needs the seconds and bytes after it. So the backward is split or joined
+        # for a moment.
+        course.flip(cell)
+        if joins:
+            every = list(self._move(d, at, end + 1, [step, *passed], weight, cell))
+        else:
+            every = list(self._move(d, at, end, [step, *passed, weight], step, cell))
+        course.flip(cell)
+        yield from every
 
     def _may_pass(self, step: int, other: int) -> bool:
         """Tells whether a step may run before `other`, and may gain something by that.
@@ -285,10 +272,10 @@ class _Neighbors:
         self,
         d: int,
         first: int,
+        end: int,
         steps: list[int],
         moved: int,
-        cell: int = -1,
-        more: int = 0,
+        flips: int = -1,
     ) -> Iterator[Move]:
         """Yields a move, judged by the longest path through its steps, if the device has room.
 
@@ -309,7 +296,6 @@ class _Neighbors:
             if held_bytes > room:
                 return
         here = course.lists[d]
-        end = first + len(steps) - more
         seconds = course.seconds
         source = course.source
         to = course.to
@@ -336,4 +322,4 @@ class _Neighbors:
             tails[step] = max(later_s, answer)
             path_s = max(path_s, ends[step] + tails[step])
             later_s = tails[step] + seconds[step]
-        yield Move(path_s, self.draw.random(), d, first, steps, moved, cell, more)
+        yield Move(path_s, self.draw.random(), d, first, end, steps, moved, flips)

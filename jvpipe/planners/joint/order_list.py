@@ -23,11 +23,13 @@ compares both (tests/planners/joint/test_order_list.py).
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.order_loads import Loads, Order, Step
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.planners.joint.order_loads import Loads
 
 NEVER = float("inf")
 
@@ -45,7 +47,7 @@ class _Device:
     unit_bytes: float
     free_s: float = 0.0
     held_bytes: float = 0.0
-    steps: list[Step] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
     late: deque[tuple[int, int]] = field(default_factory=deque)
 
 
@@ -60,11 +62,6 @@ class _Way:
 
     there: list[list[float]]
     next: list[int]
-
-    @staticmethod
-    def of(stages: int, microbatches: int) -> "_Way":
-        there = [[NEVER] * (microbatches + 1) for _ in range(stages)]
-        return _Way(there, [0] * stages)
 
 
 class Listing:
@@ -101,8 +98,10 @@ class Listing:
             on = loads.stages_on(d)
             unit = sum(loads.kept_bytes[s] for s in on)
             self.devices.append(_Device(on, cap, unit))
-        self.forward = _Way.of(stages, loads.microbatches)
-        self.backward = _Way.of(stages, loads.microbatches)
+        self.forward, self.backward = (
+            _Way([[NEVER] * (loads.microbatches + 1) for _ in range(stages)], [0] * stages)
+            for _ in range(2)
+        )
         self.forward.there[0][:-1] = [0.0] * loads.microbatches
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
@@ -114,23 +113,31 @@ class Listing:
                 self._turn(now, d)
         all_back = all(n == loads.microbatches for n in self.backward.next)
         is_whole = all_back and not any(device.late for device in self.devices)
-        steps = [device.steps for device in self.devices]
-        self.order: Order | None = steps if is_whole else None
+        order = tuple(tuple(device.tasks) for device in self.devices)
+        self.order: TaskLists | None = order if is_whole else None
 
     def _turn(self, now: float, d: int) -> None:
         """Gives a free device its next task, or an entry in the queue for when it may have one."""
         device = self.devices[d]
-        backward, following = self._first_backward(device, now)
-        forward, arrival = self._first_forward(device, now)
-        if backward is not None and not (self.eager and forward):
+        backwards = list(self._arrivals(device, self.backward))
+        forwards = [
+            (arrives, s, m)
+            for arrives, s, m in self._arrivals(device, self.forward)
+            if arrives < NEVER and self._room(device, s, m)
+        ]
+        # Stages are listed from the last to the first, so that a later stage goes first.
+        ready = [(s, m) for arrives, s, m in backwards if arrives <= now]
+        backward = min(ready, key=itemgetter(1), default=None)
+        forward = next(((s, m) for arrives, s, m in forwards if arrives <= now), None)
+        if backward and not (self.eager and forward):
             kind = self._half_or_whole(device, backward[0])
             task = device.late.popleft() if kind is Kind.W else backward
             self._run(now, d, kind, *task)
             return
-        if forward is not None:
+        if forward:
             self._run(now, d, Kind.F, *forward)
             return
-        following = min(following, arrival)
+        following = min(arrives for arrives, _, _ in [*backwards, *forwards])
         # No forward and no backward is ready. A W may fill the gap until `following`, or end later
         # by no more than `patience` allows.
         if device.late:
@@ -150,52 +157,21 @@ class Listing:
         """
         if s == 0 or not self.loads.splits[s]:
             return Kind.B
-        between = device.held_bytes + self.loads.handed_bytes[s] - self.loads.kept_bytes[s]
+        between = device.held_bytes + self.loads.more_bytes[Kind.I][s]
         if between <= max(device.cap_bytes, device.held_bytes):
             return Kind.I
         return Kind.W if device.late else Kind.B
 
-    def _first_backward(
-        self,
-        device: _Device,
-        now: float,
-    ) -> tuple[tuple[int, int] | None, float]:
-        """Picks the ready backward of the lowest micro-batch, on the last stage that has it ready.
+    def _arrivals(self, device: _Device, way: _Way) -> Iterator[tuple[float, int, int]]:
+        """Yields the next task of each stage of a device in a direction, the last stage first.
 
-        Also returns the earliest time at which any backward of this device is ready; `NEVER` if no
-        such time is known.
+        Yields:
+            When the task's input arrives, which is `NEVER` if that is not known yet; the stage; and
+            the micro-batch.
         """
-        first = None
-        following = NEVER
-        way = self.backward
-        for s in device.stages:
-            m = way.next[s]
-            arrives = way.there[s][m]
-            following = min(following, arrives)
-            if arrives <= now and (first is None or m <= first[1]):
-                first = s, m
-        return first, following
-
-    def _first_forward(
-        self,
-        device: _Device,
-        now: float,
-    ) -> tuple[tuple[int, int] | None, float]:
-        """Picks a ready forward that has room, on the last stage that has one.
-
-        Also returns the earliest time at which a forward that has room is ready; `NEVER` if no such
-        time is known.
-        """
-        following = NEVER
-        way = self.forward
         for s in reversed(device.stages):
             m = way.next[s]
-            arrives = way.there[s][m]
-            if arrives < following and self._room(device, s, m):
-                if arrives <= now:
-                    return (s, m), arrives
-                following = arrives
-        return None, following
+            yield way.there[s][m], s, m
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
         """Tells whether a forward fits and leaves room for the first micro-batch not yet through.
@@ -231,37 +207,30 @@ class Listing:
         """Runs a task, counts what its device holds then, and notes when its result arrives."""
         loads = self.loads
         device = self.devices[d]
-        kept = loads.kept_bytes[s]
-        handed = loads.handed_bytes[s]
-        device.steps.append((kind, s, m))
+        device.tasks.append(Task(s, kind, m))
+        device.held_bytes += loads.more_bytes[kind][s]
         device.free_s = end = now + loads.seconds[kind][s]
         heapq.heappush(self.queue, (end, d))
         if kind is Kind.W:
-            device.held_bytes -= handed
             return
-        forward = kind is Kind.F
-        last = len(loads.places) - 1
-        (self.forward if forward else self.backward).next[s] += 1
-        device.held_bytes += kept if forward else -kept
+        way = self.forward if kind is Kind.F else self.backward
+        way.next[s] += 1
         if kind is Kind.I:
-            device.held_bytes += handed
             device.late.append((s, m))
         # A forward goes on to the next stage, a backward to the stage before; the last stage's
         # forward is followed by its own backward.
-        turns = forward and s == last
-        to = s if turns else s + 1 if forward else s - 1
+        to = s + 1 if kind is Kind.F else s - 1
+        if to == len(loads.places):
+            to, way = s, self.backward
         if to < 0:
             return
         e = loads.places[to]
-        takes = loads.send_s[s] if forward else loads.return_s[s]
         arrives = end
-        if e != d and takes:
-            arrives = max(end, self.links.get((d, e), 0.0)) + takes
+        if takes_s := loads.send_s[min(s, to)]:
+            arrives = max(end, self.links.get((d, e), 0.0)) + takes_s
             self.links[d, e] = arrives
-        goes_on = forward and not turns
-        if not goes_on:  # a backward may begin earlier with what it recomputes
+        if way is self.backward:  # it may begin earlier with what it recomputes
             arrives = max(now, arrives - loads.early_s[to])
-        way = self.forward if goes_on else self.backward
         way.there[to][m] = arrives
         ready = max(arrives, self.devices[e].free_s)
         heapq.heappush(self.queue, (ready, e))

@@ -23,7 +23,7 @@ from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_loads import Loads, order_lists
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.rule_search import RuledPlan, fitting
 from jvpipe.schedules.auto import given_lists, lines_of
 
@@ -120,7 +120,7 @@ def _moved(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 def _with_moved_bounds(one: RuledPlan) -> Iterator[RuledPlan]:
     """Yields the candidate in the same order with better bounds and fates, if any are found."""
-    lines = lines_of(order_lists(one.order))
+    lines = lines_of(one.order)
     problem = replace(one.problem, schedule=given_lists(lines))
     are_many = len(one.decision.choices) > PLAN.hasty_layers
     is_hasty = are_many and problem.memory_limit_bytes is not None

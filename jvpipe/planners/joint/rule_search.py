@@ -22,13 +22,14 @@ import numpy as np
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.order_floor import emptied
-from jvpipe.planners.joint.order_loads import Loads, Order, Step, order_of
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
@@ -50,10 +51,28 @@ class RuledPlan:
     problem: Problem
     decision: Decision
     loads: Loads
-    order: Order
+    order: TaskLists
     family: str
     fates: DeviceFates | None = None
     step_s: float = 0.0
+
+    @staticmethod
+    def of(
+        problem: Problem,
+        decision: Decision,
+        fates: DeviceFates | None = None,
+    ) -> "RuledPlan":
+        """Makes the plan in the rule's own order, which is not timed and may not fit.
+
+        Args:
+            problem: whose schedule is the rule.
+            decision: cuts and fates.
+            fates: chooses fates for other cuts.
+        """
+        loads = Loads.of(problem, decision)
+        schedule = problem.schedule
+        order = schedule.tasks(problem.devices, problem.microbatches)
+        return RuledPlan(problem, decision, loads, order, schedule.name, fates)
 
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
@@ -128,28 +147,9 @@ def _asked(problem: Problem) -> list[Decision]:
     return [on_devices(partial(jvpipe, refine=refine))(problem)]
 
 
-def ruled(
-    problem: Problem,
-    decision: Decision,
-    fates: DeviceFates,
-) -> Iterator[RuledPlan]:
-    """Yields the plan in the rule's own order, if that order fits.
-
-    Args:
-        problem: whose schedule is the rule.
-        decision: cuts and fates.
-        fates: chooses fates for other cuts.
-    """
-    loads = Loads.of(problem, decision)
-    schedule = problem.schedule
-    one = RuledPlan(problem, decision, loads, [], schedule.name, fates)
-    lists = schedule.tasks(problem.devices, problem.microbatches)
-    yield from fitting(one, order_of(lists))
-
-
 def fitting(
     one: RuledPlan,
-    order: Order,
+    order: TaskLists,
     family: str = "",
 ) -> Iterator[RuledPlan]:
     """Yields the candidate in another order, if that order fits.
@@ -164,19 +164,17 @@ def fitting(
     loads = one.loads
     # A rule's order has halves for all stages, even those whose backwards cannot be split.
     if not all(loads.splits):
-        order = [_whole_where_not_split(steps, loads.splits) for steps in order]
+        order = tuple(tuple(_whole_where_not_split(tasks, loads.splits)) for tasks in order)
     if loads.fits(order):
         step_s = Course(loads, order).step_s
         if np.isfinite(step_s):
             yield replace(one, order=order, family=family or one.family, step_s=step_s)
 
 
-def _whole_where_not_split(steps: Sequence[Step], splits: Sequence[bool]) -> list[Step]:
-    """Makes backwards whole in a device's steps, for the stages that cannot be split."""
-    whole = list[Step]()
-    for kind, s, m in steps:
-        if splits[s] or kind is Kind.F:
-            whole.append((kind, s, m))
-        elif kind is not Kind.W:
-            whole.append((Kind.B, s, m))
-    return whole
+def _whole_where_not_split(tasks: Sequence[Task], splits: Sequence[bool]) -> Iterator[Task]:
+    """Yields a device's tasks, with whole backwards on the stages that cannot be split."""
+    for task in tasks:
+        if splits[task.stage] or task.kind is Kind.F:
+            yield task
+        elif task.kind is not Kind.W:
+            yield task._replace(kind=Kind.B)
