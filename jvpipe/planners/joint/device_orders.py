@@ -82,10 +82,11 @@ def _distinct(kinds: Sequence[Kind], left: Sequence[int]) -> Iterator[list[int]]
     if not left:
         yield []
     for kind in dict.fromkeys(kinds):
-        # The first device of a kind comes first, so devices of a kind stay in the given order.
-        of_kind = [d for d in left if kinds[d] == kind]
-        others = [d for d in left if d not in of_kind[:1]]
-        yield from ([of_kind[0], *rest] for rest in _distinct(kinds, others) if of_kind)
+        # The first device of a kind is taken, so devices of a kind stay in the given order.
+        first = next((d for d in left if kinds[d] == kind), None)
+        if first is not None:
+            others = [d for d in left if d != first]
+            yield from ([first, *rest] for rest in _distinct(kinds, others))
 
 
 def worth_searching(problem: Problem) -> list[Problem]:

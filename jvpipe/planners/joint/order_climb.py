@@ -25,7 +25,6 @@ a step is a task as a number (`order_course.py`), not a training step.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from random import Random
 from typing import NamedTuple
@@ -44,7 +43,7 @@ class Move(NamedTuple):
 
     Attributes:
         path_s: seconds of the longest path through the steps that change; less is better.
-        draw: a random number that decides between moves with equal `path_s`.
+        draw: a random number that decides between moves with equal `path_s`; 0 until it is drawn.
         device: the device whose list changes.
         first: the first index of the list that changes.
         end: the index after the last one that changes.
@@ -67,17 +66,17 @@ def climbed(
     loads: Loads,
     order: TaskLists,
     tries: int,
-    seed: int = 0,
 ) -> TaskLists:
     """Returns the best order that the search finds, which may be the given one.
+
+    The random numbers have a fixed seed, so that equal arguments give equal orders.
 
     Args:
         loads: the seconds and bytes of the plan's stages.
         order: where the search begins; it must fit the devices.
         tries: the most turns.
-        seed: of the random numbers; the same seed gives the same order.
     """
-    draw = Random(seed)
+    draw = Random(0)
     course = Course(loads, order)
     bound_s = loads.bound_s() * (1 + ROUNDING)  # no order can be faster
     best, best_s = order, course.step_s
@@ -88,11 +87,10 @@ def climbed(
         if best_s <= bound_s or gainless > ORDER.gainless:
             break
         short_s = best_s * (1 - ROUNDING)
+        drawn = (move._replace(draw=draw.random()) for move in _neighbors(course, draw))
         # Even a resting step may move if that promises an order faster than the best (aspiration).
         free = (
-            move
-            for move in _Neighbors(course, draw).moves()
-            if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
+            move for move in drawn if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
         # If no move is possible, the next turn may draw another longest path, or find that steps
@@ -130,19 +128,13 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     Moves are impossible if steps then wait for each other in a circle.
     """
     # Each move was judged by itself. Two moves that are possible alone may be impossible together.
-    before = [list(course.lists[move.device]) for move in moves]
-    for move in moves:
-        if move.flips >= 0:
-            course.flip(move.flips)
-        course.lists[move.device][move.first : move.end] = move.steps
-        course.placed(move.device)
+    before = [course.lists[move.device] for move in moves]
+    for move, steps in zip(moves, before, strict=True):
+        _put(course, move, [*steps[: move.first], *move.steps, *steps[move.end :]])
     course.run()
     if course.step_s == float("inf"):
         for move, steps in zip(moves, before, strict=True):
-            if move.flips >= 0:
-                course.flip(move.flips)
-            course.lists[move.device] = steps
-            course.placed(move.device)
+            _put(course, move, steps)
         if len(moves) > 1:
             _make(course, moves[:1])
             return
@@ -150,176 +142,180 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     course.follow()
 
 
-@dataclass(frozen=True)
-class _Neighbors:
-    """The moves that lead from an order to its neighbors, in a random order."""
+def _put(course: Course, move: Move, steps: list[int]) -> None:
+    """Gives the device of a move another list: the one after the move, or the one before it."""
+    if move.flips >= 0:  # flipping twice undoes the flip
+        course.flip(move.flips)
+    course.put(move.device, steps)
 
-    course: Course
-    draw: Random
 
-    def moves(self) -> Iterator[Move]:
-        """Yields the moves that fit, block by block of one longest path.
+def _neighbors(course: Course, draw: Random) -> Iterator[Move]:
+    """Yields the moves that fit and that lead to the order's neighbors.
 
-        The path is drawn among the longest paths, and the order of its blocks is random.
-        """
-        course = self.course
-        blocks = course.path(self.draw)
-        self.draw.shuffle(blocks)
-        for block in blocks:
-            steps = course.lists[block.device]
-            # The first block of the path starts at time 0: it waits for no other device, so another
-            # front gains nothing. No other device waits for the last block, so that another end
-            # gains nothing.
-            if course.starts[steps[block.first]] > 0.0:
-                yield from self._ahead(block)
-            if course.tails[steps[block.last]] > course.updates_s[block.device]:
-                yield from self._behind(block)
+    They come block by block of one longest path.
 
-    def _ahead(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields the moves of a step to the front of its block."""
-        d, first, last = block
-        steps = self.course.lists[d]
-        for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
-            step = steps[at]
-            passed = steps[first:at]
-            if all(self._may_pass(step, other) for other in passed):
-                yield from self._move(d, first, at + 1, [step, *passed], step)
+    The path is drawn among the longest paths, and the order of its blocks is random.
+    """
+    blocks = course.path(draw)
+    draw.shuffle(blocks)
+    for block in blocks:
+        steps = course.lists[block.device]
+        # The first block of the path starts at time 0: it waits for no other device, so another
+        # front gains nothing. No other device waits for the last block, so that another end
+        # gains nothing.
+        if course.starts[steps[block.first]] > 0.0:
+            yield from _ahead(course, block)
+        if course.tails[steps[block.last]] > course.updates_s[block.device]:
+            yield from _behind(course, block)
 
-    def _behind(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields the moves of a step to the end of its block, and moves that split or join."""
-        d, first, last = block
-        course = self.course
-        steps = course.lists[d]
-        cells = course.cells
-        for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
-            step = steps[at]
-            passed = steps[at + 1 : last + 1]
-            if passed and all(self._may_pass(other, step) for other in passed):
-                yield from self._move(d, at, last + 1, [*passed, step], step)
-            cell = step - cells
-            is_backward = 0 <= cell < cells
-            # Only backwards are split or joined. The first stage's (`cell < M`) stay whole, because
-            # no stage waits for their cotangents.
-            if is_backward and cell >= course.M and course.loads.splits[cell // course.M]:
-                yield from self._flip(d, at, last, cell)
 
-    def _flip(
-        self,
-        d: int,
-        at: int,
-        last: int,
-        cell: int,
-    ) -> Iterator[Move]:
-        """Yields the move that splits a backward, or that joins its halves at the first one.
-
-        After a split, the second half is at the end of the block. Halves that are far apart are not
-        joined.
-
-        Args:
-            d: the device.
-            at: the index of the backward, or of its first half, in the device's list.
-            last: the index of the block's last step.
-            cell: the backward's cell.
-        """
-        course = self.course
-        steps = course.lists[d]
+def _ahead(course: Course, block: CourseBlock) -> Iterator[Move]:
+    """Yields the moves of a step to the front of its block."""
+    d, first, last = block
+    steps = course.lists[d]
+    for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
         step = steps[at]
-        weight = step + course.cells
-        joins = course.half[cell]
-        end = course.place[weight] if joins else last + 1
-        passed = steps[at + 1 : end]
-        is_far = joins and len(passed) > ORDER.farthest
-        if is_far or any(self._bound(weight, other) for other in passed):
+        passed = steps[first:at]
+        if all(_may_pass(course, step, other) for other in passed):
+            yield from _move(course, d, first, at + 1, [step, *passed], step)
+
+
+def _behind(course: Course, block: CourseBlock) -> Iterator[Move]:
+    """Yields the moves of a step to the end of its block, and moves that split or join."""
+    d, first, last = block
+    steps = course.lists[d]
+    cells = course.cells
+    for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
+        step = steps[at]
+        passed = steps[at + 1 : last + 1]
+        if passed and all(_may_pass(course, other, step) for other in passed):
+            yield from _move(course, d, at, last + 1, [*passed, step], step)
+        cell = step - cells
+        is_backward = 0 <= cell < cells
+        # Only backwards are split or joined. The first stage's (`cell < M`) stay whole, because
+        # no stage waits for their cotangents.
+        if is_backward and cell >= course.M and course.loads.splits[cell // course.M]:
+            yield from _flip(course, d, at, last, cell)
+
+
+def _flip(
+    course: Course,
+    d: int,
+    at: int,
+    last: int,
+    cell: int,
+) -> Iterator[Move]:
+    """Yields the move that splits a backward, or that joins its halves at the first one.
+
+    After a split, the second half is at the end of the block. Halves that are far apart are not
+    joined.
+
+    Args:
+        course: the order, which stays as it is.
+        d: the device.
+        at: the index of the backward, or of its first half, in the device's list.
+        last: the index of the block's last step.
+        cell: the backward's cell.
+    """
+    steps = course.lists[d]
+    step = steps[at]
+    weight = step + course.cells
+    joins = course.half[cell]
+    end = course.place[weight] if joins else last + 1
+    passed = steps[at + 1 : end]
+    is_far = joins and len(passed) > ORDER.farthest
+    if is_far or any(_bound(course, weight, other) for other in passed):
+        return
+    # Judging the move needs the seconds and bytes after it. So the backward is split or joined
+    # for a moment.
+    course.flip(cell)
+    if joins:
+        every = list(_move(course, d, at, end + 1, [step, *passed], weight, cell))
+    else:
+        every = list(_move(course, d, at, end, [step, *passed, weight], step, cell))
+    course.flip(cell)
+    yield from every
+
+
+def _may_pass(course: Course, step: int, other: int) -> bool:
+    """Tells whether a step may run before `other`, and may gain something by that.
+
+    It gains nothing if its input arrives only after `other` ends: it would just wait.
+    """
+    there_s = course.there[step]
+    end_s = course.ends[other]
+    return there_s < end_s and not _bound(course, step, other)
+
+
+def _bound(course: Course, step: int, other: int) -> bool:
+    """Tells whether two steps of a device must stay in order.
+
+    Steps of different stages need not. Two steps of one stage must if they have the same kind
+    or the same micro-batch, or if both add to the gradients: floating-point sums depend on
+    their order.
+    """
+    kind, cell = divmod(step, course.cells)
+    other_kind, other_cell = divmod(other, course.cells)
+    if cell // course.M != other_cell // course.M:
+        return False
+    if kind == other_kind or cell == other_cell:
+        return True
+    # A second half (kind 2) adds to the gradients. So does a step of kind 1 if it is a whole
+    # backward, but not if it is a first half.
+    return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
+
+
+def _move(
+    course: Course,
+    d: int,
+    first: int,
+    end: int,
+    steps: list[int],
+    moved: int,
+    flips: int = -1,
+) -> Iterator[Move]:
+    """Yields a move, judged by the longest path through its steps, if the device has room.
+
+    The longest path through a step takes the step's end plus its tail (the seconds of all that
+    must follow). New ends are counted from the step before the change onwards, new tails from
+    the step after the change backwards. Steps on other devices count with their present ends
+    and tails. If the move changes these, `path_s` is only an estimate.
+
+    The arguments are the attributes of the `Move`.
+    """
+    held_bytes = course.held[d][first - 1] if first else 0.0
+    room = course.loads.room_bytes[d]
+    # After the changed steps the device holds as many bytes as without the move, so only the
+    # changed steps can exceed the room.
+    for step in steps:
+        held_bytes += course.bytes[step]
+        if held_bytes > room:
             return
-        # Judging the move needs the seconds and bytes after it. So the backward is split or joined
-        # for a moment.
-        course.flip(cell)
-        if joins:
-            every = list(self._move(d, at, end + 1, [step, *passed], weight, cell))
-        else:
-            every = list(self._move(d, at, end, [step, *passed, weight], step, cell))
-        course.flip(cell)
-        yield from every
-
-    def _may_pass(self, step: int, other: int) -> bool:
-        """Tells whether a step may run before `other`, and may gain something by that.
-
-        It gains nothing if its input arrives only after `other` ends: it would just wait.
-        """
-        there_s = self.course.there[step]
-        end_s = self.course.ends[other]
-        return there_s < end_s and not self._bound(step, other)
-
-    def _bound(self, step: int, other: int) -> bool:
-        """Tells whether two steps of a device must stay in order.
-
-        Steps of different stages need not. Two steps of one stage must if they have the same kind
-        or the same micro-batch, or if both add to the gradients: floating-point sums depend on
-        their order.
-        """
-        course = self.course
-        kind, cell = divmod(step, course.cells)
-        other_kind, other_cell = divmod(other, course.cells)
-        if cell // course.M != other_cell // course.M:
-            return False
-        if kind == other_kind or cell == other_cell:
-            return True
-        # A second half (kind 2) adds to the gradients. So does a step of kind 1 if it is a whole
-        # backward, but not if it is a first half.
-        return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
-
-    def _move(
-        self,
-        d: int,
-        first: int,
-        end: int,
-        steps: list[int],
-        moved: int,
-        flips: int = -1,
-    ) -> Iterator[Move]:
-        """Yields a move, judged by the longest path through its steps, if the device has room.
-
-        The longest path through a step takes the step's end plus its tail (the seconds of all that
-        must follow). New ends are counted from the step before the change onwards, new tails from
-        the step after the change backwards. Steps on other devices count with their present ends
-        and tails. If the move changes these, `path_s` is only an estimate.
-
-        The arguments are the attributes of the `Move`.
-        """
-        course = self.course
-        held_bytes = course.held[d][first - 1] if first else 0.0
-        room = course.loads.room_bytes[d]
-        # After the changed steps the device holds as many bytes as without the move, so only the
-        # changed steps can exceed the room.
-        for step in steps:
-            held_bytes += course.bytes[step]
-            if held_bytes > room:
-                return
-        here = course.lists[d]
-        seconds = course.seconds
-        source = course.source
-        to = course.to
-        answers = course.answers
-        now = course.ends[here[first - 1]] if first else 0.0
-        ends = dict[int, float]()
-        for step in steps:
-            # If one of the changed steps makes the input, the input arrives when that step ends.
-            begin = course.there[step]
-            if source[step] in ends:
-                begin = ends[source[step]] - course.early_s[step]
-            now = max(now, begin) + seconds[step]
-            ends[step] = now
-        path_s = 0.0
-        tails = dict[int, float]()
-        later_s = course.updates_s[d]
-        if end < len(here):
-            later_s = seconds[here[end]] + course.tails[here[end]]
-        for step in reversed(steps):
-            target = to[step]
-            answer = answers[step]
-            if target in tails:
-                answer = seconds[target] - course.early_s[target] + tails[target]
-            tails[step] = max(later_s, answer)
-            path_s = max(path_s, ends[step] + tails[step])
-            later_s = tails[step] + seconds[step]
-        yield Move(path_s, self.draw.random(), d, first, end, steps, moved, flips)
+    here = course.lists[d]
+    seconds = course.seconds
+    source = course.source
+    to = course.to
+    answers = course.answers
+    now = course.ends[here[first - 1]] if first else 0.0
+    ends = dict[int, float]()
+    for step in steps:
+        # If one of the changed steps makes the input, the input arrives when that step ends.
+        begin = course.there[step]
+        if source[step] in ends:
+            begin = ends[source[step]] - course.early_s[step]
+        now = max(now, begin) + seconds[step]
+        ends[step] = now
+    path_s = 0.0
+    tails = dict[int, float]()
+    later_s = course.updates_s[d]
+    if end < len(here):
+        later_s = seconds[here[end]] + course.tails[here[end]]
+    for step in reversed(steps):
+        target = to[step]
+        answer = answers[step]
+        if target in tails:
+            answer = seconds[target] - course.early_s[target] + tails[target]
+        tails[step] = max(later_s, answer)
+        path_s = max(path_s, ends[step] + tails[step])
+        later_s = tails[step] + seconds[step]
+    yield Move(path_s, 0.0, d, first, end, steps, moved, flips)

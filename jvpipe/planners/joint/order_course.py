@@ -54,9 +54,8 @@ class CourseBlock(NamedTuple):
 class Course:
     """An order whose lists may be changed, and its times as of the last `run`.
 
-    A caller that changes `lists[d]` must then call `placed(d)`. It must call `run` to update the
-    times, and `follow` after that to update the tails. `half` is changed only by `flip`, which also
-    updates seconds and bytes.
+    Only `put` changes `lists`, and only `flip` changes `half`. After them, `run` updates the times,
+    and then `follow` updates the tails.
 
     Attributes:
         M: the number of micro-batches.
@@ -92,7 +91,6 @@ class Course:
         # A whole backward and a first half have the same number, so that splitting a backward
         # changes no other number.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
-        self.lists = [[base[kind] + s * M + m for s, kind, m in tasks] for tasks in order]
 
         def by_step(kinds: Iterable[Sequence[_T]]) -> list[_T]:
             return [each for of_stages in kinds for each in of_stages for _ in range(M)]
@@ -112,9 +110,10 @@ class Course:
             if kind is Kind.I:
                 self.flip(s * M + m)
         self.place = [-1] * (3 * cells)
-        self.held = [[0.0]] * len(order)
-        for d in range(len(order)):
-            self.placed(d)
+        self.lists = [list[int]()] * len(order)
+        self.held = [list[float]()] * len(order)
+        for d, tasks in enumerate(order):
+            self.put(d, [base[kind] + s * M + m for s, kind, m in tasks])
         self.run()
 
     @property
@@ -138,9 +137,9 @@ class Course:
         self.seconds[step] = self.loads.seconds[kind][s]
         self.bytes[step] = self.loads.more_bytes[kind][s]
 
-    def placed(self, d: int) -> None:
-        """Records where a device's steps stand in its list, and what it holds after each step."""
-        steps = self.lists[d]
+    def put(self, d: int, steps: list[int]) -> None:
+        """Gives a device another list, and counts what it holds after each step; no time changes."""
+        self.lists[d] = steps
         for at, step in enumerate(steps):
             self.place[step] = at
         self.held[d] = list(accumulate(map(self.bytes.__getitem__, steps)))

@@ -22,8 +22,8 @@ def moved_bounds(
     bounds: Sequence[int],
     cuts: Cuts,
     s: int,
-    run: int = 1,
-    count: int = 1,
+    run: int,
+    count: int,
 ) -> list[tuple[int, ...]]:
     """Lists the neighbors in which adjacent bounds have moved together, by as many cuts each.
 
@@ -35,7 +35,7 @@ def moved_bounds(
             neighbor.
         count: the most cuts by which they move, towards either end of the model.
 
-    >>> moved_bounds((0, 2, 4, 6), np.arange(7), 1, run=2)
+    >>> moved_bounds((0, 2, 4, 6), np.arange(7), 1, run=2, count=1)
     [(0, 1, 3, 6), (0, 3, 5, 6)]
     """
     end = s + run

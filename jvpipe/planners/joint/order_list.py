@@ -55,13 +55,12 @@ class _Device:
 class _Way:
     """One direction, all forwards or all backwards: the next micro-batches, and when inputs arrive.
 
-    `next[s]` is the next micro-batch of stage s. `there[s][m]` is when the input of micro-batch m
-    arrives at stage s; `NEVER` if that is not known yet. A further column stays `NEVER`, so that a
-    stage without a micro-batch left is never ready.
+    `next[s]` is the next micro-batch of stage s. `there[s, m]` is when the input of micro-batch m
+    arrives at stage s; there is no entry if that is not known yet.
     """
 
-    there: list[list[float]]
     next: list[int]
+    there: dict[tuple[int, int], float]
 
 
 class Listing:
@@ -98,15 +97,13 @@ class Listing:
             on = loads.stages_on(d)
             unit = sum(loads.kept_bytes[s] for s in on)
             self.devices.append(_Device(on, cap, unit))
-        self.forward, self.backward = (
-            _Way([[NEVER] * (loads.microbatches + 1) for _ in range(stages)], [0] * stages)
-            for _ in range(2)
-        )
-        self.forward.there[0][:-1] = [0.0] * loads.microbatches
+        self.forward = _Way([0] * stages, {(0, m): 0.0 for m in range(loads.microbatches)})
+        self.backward = _Way([0] * stages, {})
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
         # An entry of the queue is a time at which a device may find something to do. An entry whose
         # device still works at that time is skipped, because the end of that work is an entry too.
+        # The loop ends: an entry comes from a task, or is for a time at which a task can run.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
@@ -171,7 +168,7 @@ class Listing:
         """
         for s in reversed(device.stages):
             m = way.next[s]
-            yield way.there[s][m], s, m
+            yield way.there.get((s, m), NEVER), s, m
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
         """Tells whether a forward fits and leaves room for the first micro-batch not yet through.
@@ -231,6 +228,6 @@ class Listing:
             self.links[d, e] = arrives
         if way is self.backward:  # it may begin earlier with what it recomputes
             arrives = max(now, arrives - loads.early_s[to])
-        way.there[to][m] = arrives
+        way.there[to, m] = arrives
         ready = max(arrives, self.devices[e].free_s)
         heapq.heappush(self.queue, (ready, e))

@@ -76,10 +76,12 @@ class Loads:
         # `comm_s` counts both directions of the link before a stage, so each takes half of it.
         hops = zip(pairwise(places), stages[1:], strict=True)
         send_s = [0.0 if a == b else following.comm_s / 2 for (a, b), following in hops]
-        updates_s = []
+        updates_s = list[float]()
+        room_bytes = list[float]()
         for d in range(problem.devices):
-            here = (x.update_s for x, place in zip(stages, places, strict=True) if place == d)
-            updates_s.append(sum(here, 0.0))
+            here = [x for x, place in zip(stages, places, strict=True) if place == d]
+            updates_s.append(sum((x.update_s for x in here), 0.0))
+            room_bytes.append(_room_bytes(problem.limit_of(d), here))
         is_limited = problem.memory_limit_bytes is not None
         early = _early(problem, decision.bounds) if is_limited else ()
         return Loads(
@@ -89,7 +91,7 @@ class Loads:
             send_s=(*send_s, 0.0),
             kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),
             handed_bytes=tuple(float(x.held.handed) for x in stages),
-            room_bytes=_room_bytes(problem, stages),
+            room_bytes=tuple(room_bytes),
             splits=tuple(x.halves_s[1] > 0 for x in stages),
             in_flight=problem.in_flight,
             early=tuple(early),
@@ -130,8 +132,6 @@ class Loads:
 
     def fits(self, order: TaskLists) -> bool:
         """Tells whether each device has room for what an order has in flight."""
-        if min(self.room_bytes) == float("inf"):
-            return True
         return max(self.over_bytes(order)) <= 0
 
     def rooms_bytes(self, order: TaskLists) -> list[float]:
@@ -181,21 +181,15 @@ class Loads:
         return max(ends_s)
 
 
-def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, ...]:
-    """Counts what micro-batches in flight may hold on each device: the limit less fixed bytes."""
-    rooms = list[float]()
-    for d in range(problem.devices):
-        limit = problem.limit_of(d)
-        if limit is None:
-            rooms.append(float("inf"))
-            continue
-        here = [stages[s].held for s, place in enumerate(problem.places) if place == d]
-        # `beyond` is what a stage needs while it works. Stages of a device work one at a time, so
-        # only the largest counts.
-        beyond = max(stage.beyond for stage in here)
-        fixed = sum(stage.static for stage in here) + beyond
-        rooms.append(float(limit - fixed))
-    return tuple(rooms)
+def _room_bytes(limit: int | None, stages: Sequence[StageCost]) -> float:
+    """Counts what micro-batches in flight may hold on a device: its limit less fixed bytes."""
+    if limit is None:
+        return float("inf")
+    # `beyond` is what a stage needs while it works. Stages of a device work one at a time, so only
+    # the largest counts.
+    beyond = max(stage.held.beyond for stage in stages)
+    static = sum(stage.held.static for stage in stages)
+    return float(limit - static - beyond)
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:

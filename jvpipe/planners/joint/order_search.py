@@ -47,7 +47,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision, keeps_limits
-from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
+from jvpipe.schedules.auto import GivenLists
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
@@ -71,8 +71,8 @@ class OrderedPlan:
 
     No order of the decision's tasks takes less than `bound_s`. `family` names the rule or search
     that the order comes from; `others` are the seconds of the best candidate of each family.
-    `whole` are layers whose backwards could be split but stay whole. Devices are idle for the
-    fraction `idle` of the step; other devices can use the fraction `lent` of their idle time.
+    `whole` are layers whose backwards could be split but stay whole. Other devices can use the
+    fraction `lent` of a device's idle time; `worth_s` is `step_s` less the idle time that is lent.
     """
 
     decision: Decision
@@ -80,20 +80,14 @@ class OrderedPlan:
     family: str
     step_s: float
     bound_s: float
+    worth_s: float
     whole: tuple[int, ...] = ()
     others: dict[str, float] = field(default_factory=dict)
-    idle: float = 0.0
     lent: float = 0.0
-
-    @property
-    def worth_s(self) -> float:
-        """The seconds of a step, less the idle time that devices lend to others."""
-        return self.step_s * (1 - self.lent * self.idle)
 
     def answered(self, problem: Problem) -> Problem:
         """Returns the problem under the order that was found, with the stages of the decision."""
-        stages = len(self.decision.bounds) - 1
-        return replace(problem, schedule=self.schedule, stages=stages)
+        return _under(problem, self.schedule)
 
     def plan(self, problem: Problem, planner: str) -> Plan:
         """Makes the plan, with its lists of tasks and each stage on its device."""
@@ -296,16 +290,11 @@ def _moments(
             # A device's first stage has k in flight, each of its other stages min(later, k).
             counts = [max(1, first - falling * d) for d in range(problem.devices)]
             full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in counts]
-            in_flight = _in_flight(problem, full)
+            places = enumerate(problem.places)
+            in_flight = tuple(full[d][s // problem.devices][0] for s, d in places)
             yield in_flight, [[moment, *_between(moment)] for moment in full]
             if few:
                 yield in_flight, [[moment] for moment in full]
-
-
-def _in_flight(problem: Problem, full: Sequence[Holding]) -> tuple[int, ...]:
-    """Lists the micro-batches in flight on each stage, given one moment of each device."""
-    of_device = [iter(moment) for moment in full]
-    return tuple(next(of_device[d])[0] for d in problem.places)
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
@@ -406,15 +395,9 @@ def _all_late(
     return lists(devices, microbatches)
 
 
-def _in_lists(one: RuledPlan) -> Problem:
-    """Returns a candidate's problem with the candidate's order as its schedule."""
-    lines = lines_of(one.order)
-    return replace(one.problem, schedule=given_lists(lines))
-
-
 def _simulated(one: RuledPlan) -> OrderedPlan | None:
     """Simulates a candidate; None if exact counting shows a device over its limit."""
-    problem = _in_lists(one)
+    problem = one.listed
     evaluation = evaluate_decision(problem, one.decision)
     if not keeps_limits(problem, evaluation):
         return None
@@ -430,7 +413,7 @@ def _simulated(one: RuledPlan) -> OrderedPlan | None:
         one.family,
         step_s,
         one.loads.bound_s(),
-        idle=max(0.0, idle),
+        step_s * (1 - problem.lent * max(0.0, idle)),
         lent=problem.lent,
     )
 
@@ -512,7 +495,7 @@ def _from_rival(
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:
     """Yields the candidate with new fates, which may swap and which only the simulator can time."""
-    problem = _in_lists(one)
+    problem = one.listed
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)
         decision = fates.fastest(problem, one.decision.bounds)

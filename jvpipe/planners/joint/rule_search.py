@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -35,6 +33,7 @@ from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 from jvpipe.planners.model.unfolded import on_devices
+from jvpipe.schedules.auto import given_lists, lines_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,11 @@ class RuledPlan:
         order = schedule.tasks(problem.devices, problem.microbatches)
         return RuledPlan(problem, decision, loads, order, schedule.name, fates)
 
+    @property
+    def listed(self) -> Problem:
+        """The problem with the plan's order as its schedule."""
+        return replace(self.problem, schedule=given_lists(lines_of(self.order)))
+
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     """Searches for the decision with the fastest simulated step under the problem's schedule.
@@ -93,11 +97,17 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
         return jvpipe(problem, begin=begin)
     ways = _ways(problem)
     first = first_cuts(problem, Segments(problem).cuts)
+    others = list[Decision]()
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(problem.unlimited).bounds)
+    else:
+        # Under a limit, a plan made as if each stage had a device of its own would not help: it
+        # does not count that the stages of a device share its memory.
+        refine = len(problem.costs.layers) <= RULE.refined_layers
+        others.append(on_devices(partial(jvpipe, refine=refine))(problem))
     climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
     begins = [decision for bounds in first for decision in climb.refitted(bounds)]
-    best = climb.top([*begins, *_asked(problem)])
+    best = climb.top([*begins, *others])
     # If no plan near fast cuts fits, bounds move to where devices hold less, however slow that is.
     if best is None:
         begins = list[Decision]()
@@ -135,18 +145,6 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(begin))
 
 
-def _asked(problem: Problem) -> list[Decision]:
-    """Returns one more plan to begin from, made as if each stage had a device of its own.
-
-    Under a memory limit the list is empty, because that plan does not count that the stages of a
-    device share its memory.
-    """
-    if problem.memory_limit_bytes is not None:
-        return []
-    refine = len(problem.costs.layers) <= RULE.refined_layers
-    return [on_devices(partial(jvpipe, refine=refine))(problem)]
-
-
 def fitting(
     one: RuledPlan,
     order: TaskLists,
@@ -167,7 +165,7 @@ def fitting(
         order = tuple(tuple(_whole_where_not_split(tasks, loads.splits)) for tasks in order)
     if loads.fits(order):
         step_s = Course(loads, order).step_s
-        if np.isfinite(step_s):
+        if step_s < float("inf"):
             yield replace(one, order=order, family=family or one.family, step_s=step_s)
 
 
