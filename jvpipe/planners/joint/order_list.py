@@ -23,9 +23,8 @@ compares both (tests/planners/joint/test_order_list.py).
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -116,16 +115,7 @@ class Listing:
     def _turn(self, now: float, d: int) -> None:
         """Gives a free device its next task, or an entry in the queue for when it may have one."""
         device = self.devices[d]
-        backwards = list(self._arrivals(device, self.backward))
-        forwards = [
-            (arrives, s, m)
-            for arrives, s, m in self._arrivals(device, self.forward)
-            if arrives < NEVER and self._room(device, s, m)
-        ]
-        # Stages are listed from the last to the first, so that a later stage goes first.
-        ready = [(s, m) for arrives, s, m in backwards if arrives <= now]
-        backward = min(ready, key=itemgetter(1), default=None)
-        forward = next(((s, m) for arrives, s, m in forwards if arrives <= now), None)
+        backward, forward, following = self._ready(device, now)
         if backward and not (self.eager and forward):
             kind = self._half_or_whole(device, backward[0])
             task = device.late.popleft() if kind is Kind.W else backward
@@ -134,7 +124,6 @@ class Listing:
         if forward:
             self._run(now, d, Kind.F, *forward)
             return
-        following = min(arrives for arrives, _, _ in [*backwards, *forwards])
         # No forward and no backward is ready. A W may fill the gap until `following`, or end later
         # by no more than `patience` allows.
         if device.late:
@@ -159,16 +148,32 @@ class Listing:
             return Kind.I
         return Kind.W if device.late else Kind.B
 
-    def _arrivals(self, device: _Device, way: _Way) -> Iterator[tuple[float, int, int]]:
-        """Yields the next task of each stage of a device in a direction, the last stage first.
+    def _ready(
+        self,
+        device: _Device,
+        now: float,
+    ) -> tuple[tuple[int, int] | None, tuple[int, int] | None, float]:
+        """Picks the backward and the forward that a device may run now, as stage and micro-batch.
 
-        Yields:
-            When the task's input arrives, which is `NEVER` if that is not known yet; the stage; and
-            the micro-batch.
+        Of the backwards that are ready it is the one of the lowest micro-batch, of the forwards
+        that are ready and have room the one of the last stage. If nothing is ready, the number is
+        the earliest time at which something will be; `NEVER` if no such time is known.
         """
-        for s in reversed(device.stages):
-            m = way.next[s]
-            yield way.there.get((s, m), NEVER), s, m
+        backward = forward = None
+        following = NEVER
+        for s in reversed(device.stages):  # so that of equal micro-batches the last stage is picked
+            m = self.backward.next[s]
+            arrives = self.backward.there.get((s, m), NEVER)
+            following = min(following, arrives)
+            if arrives <= now and (backward is None or m < backward[1]):
+                backward = s, m
+            m = self.forward.next[s]
+            arrives = self.forward.there.get((s, m), NEVER)
+            if forward is None and arrives < NEVER and self._room(device, s, m):
+                following = min(following, arrives)
+                if arrives <= now:
+                    forward = s, m
+        return backward, forward, following
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
         """Tells whether a forward fits and leaves room for the first micro-batch not yet through.
