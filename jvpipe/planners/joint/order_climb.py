@@ -205,10 +205,10 @@ def _flip(
     last: int,
     cell: int,
 ) -> Iterator[Move]:
-    """Yields the move that splits a backward, or that joins its halves at the first one.
+    """Yields the move that splits a whole backward, or that joins the halves of a split one.
 
-    After a split, the second half is at the end of the block. Halves that are far apart are not
-    joined.
+    A split puts the second half at the end of the block. Halves are joined where the first one is,
+    unless they are far apart.
 
     Args:
         course: the order, which stays as it is.

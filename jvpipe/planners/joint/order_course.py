@@ -54,8 +54,9 @@ class CourseBlock(NamedTuple):
 class Course:
     """An order whose lists may be changed, and its times as of the last `run`.
 
-    Only `put` changes `lists`, and only `flip` changes `half`. After them, `run` updates the times,
-    and then `follow` updates the tails.
+    Only `put` changes `lists`, and only `flip` changes `half`. A flip must come before the `put` of
+    the new list, which counts bytes. After both, `run` updates the times, and then `follow` updates
+    the tails.
 
     Attributes:
         M: the number of micro-batches.
@@ -129,7 +130,7 @@ class Course:
         return Task(s, (Kind.F, backward, Kind.W)[kind], m)
 
     def flip(self, cell: int) -> None:
-        """Splits a cell's backward, or joins its halves; the lists and times stay as they are."""
+        """Splits a cell's backward if it is whole, or else joins its halves; lists and times stay."""
         s = cell // self.M
         step = self.cells + cell
         half = self.half[cell] = not self.half[cell]
@@ -138,7 +139,7 @@ class Course:
         self.bytes[step] = self.loads.more_bytes[kind][s]
 
     def put(self, d: int, steps: list[int]) -> None:
-        """Gives a device another list, and counts what it holds after each step; no time changes."""
+        """Gives a device another list, and counts what the device holds after each of its steps."""
         self.lists[d] = steps
         for at, step in enumerate(steps):
             self.place[step] = at

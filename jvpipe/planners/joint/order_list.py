@@ -155,9 +155,9 @@ class Listing:
     ) -> tuple[tuple[int, int] | None, tuple[int, int] | None, float]:
         """Picks the backward and the forward that a device may run now, as stage and micro-batch.
 
-        Of the backwards that are ready it is the one of the lowest micro-batch, of the forwards
-        that are ready and have room the one of the last stage. If nothing is ready, the number is
-        the earliest time at which something will be; `NEVER` if no such time is known.
+        The backward is the ready one with the lowest micro-batch. The forward is the one on the
+        last stage whose forward is ready and has room. If neither exists, the number is the
+        earliest time at which a task will be ready; `NEVER` if no such time is known.
         """
         backward = forward = None
         following = NEVER

@@ -481,7 +481,7 @@ def _from_rival(
     """Yields a rival's cuts in searched orders, with its fates, or with new ones if it swaps."""
     problem = rival.problem
     decision = rival.decision
-    schedule = rival.problem.schedule
+    schedule = problem.schedule
     for rules, fates in placements:
         rule = rules[0]
         if (rule.chunks, rule.vee) != (schedule.chunks, schedule.vee):
