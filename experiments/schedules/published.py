@@ -21,7 +21,7 @@ import tyro
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.order_loads import Order, order_lists
+from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
@@ -132,7 +132,7 @@ def loaded(folder: Path, name: str) -> Any:
     return sys.modules[f"{package}.{name}"]
 
 
-def zb(folder: Path, setting: Setting, times: int | None) -> Order:
+def zb(folder: Path, setting: Setting, times: int | None) -> TaskLists:
     """The order of zb.py's heuristic, the best of its eight forms.
 
     Args:
@@ -156,18 +156,19 @@ def zb(folder: Path, setting: Setting, times: int | None) -> Order:
     )
     graph = module.Graph.build_graph(p, setting.m, config)
     _, places, _ = module.initial_solution(graph, print_result=False)
-    order: Order = []
+    order = list[tuple[Task, ...]]()
     for stage in range(p):
         ids = {
             (kind, m): places[graph.get_id(at, stage, m)]
             for at, kind in enumerate(KINDS)
             for m in range(setting.m)
         }
-        order.append([(kind, stage, m) for kind, m in sorted(ids, key=lambda x: ids[x])])
-    return order
+        ran = sorted(ids, key=lambda x: ids[x])
+        order.append(tuple(Task(stage, kind, m) for kind, m in ran))
+    return tuple(order)
 
 
-def zbv(folder: Path, setting: Setting, times: int | None) -> Order:
+def zbv(folder: Path, setting: Setting, times: int | None) -> TaskLists:
     """The order of zbv.py's heuristic, the best of its forms.
 
     Args:
@@ -185,26 +186,26 @@ def zbv(folder: Path, setting: Setting, times: int | None) -> Order:
     tried = [graph.try_v_schedule(x, y) for x in (True, False) for y in (True, False)]
     schedule, _, _ = min(tried, key=lambda one: one[2])
 
-    def step(device: int, kind: int, chunk: int, m: int) -> tuple[Kind, int, int]:
+    def task(device: int, kind: int, chunk: int, m: int) -> Task:
         is_first = chunk == (0 if kind == 0 else 1)
-        return KINDS[kind], device if is_first else 2 * p - 1 - device, m
+        return Task(device if is_first else 2 * p - 1 - device, KINDS[kind], m)
 
-    return [[step(d, *each) for each in schedule[d]] for d in range(p)]
+    return tuple(tuple(task(d, *each) for each in schedule[d]) for d in range(p))
 
 
-def whole_at_first(order: Order) -> Order:
+def whole_at_first(order: TaskLists) -> TaskLists:
     """An order whose first stage, which gives no cotangent, has whole backwards in the place of its first halves."""
-    return [
-        [
-            (Kind.B if s == 0 and kind is Kind.I else kind, s, m)
-            for kind, s, m in steps
+    return tuple(
+        tuple(
+            Task(s, Kind.B if s == 0 and kind is Kind.I else kind, m)
+            for s, kind, m in tasks
             if not (s == 0 and kind is Kind.W)
-        ]
-        for steps in order
-    ]
+        )
+        for tasks in order
+    )
 
 
-def clocked(own: Problem, order: Order, chunks: int) -> tuple[float, int]:
+def clocked(own: Problem, order: TaskLists, chunks: int) -> tuple[float, int]:
     """The simulated seconds of a step in an order, and the most bytes on a device.
 
     Args:
@@ -213,7 +214,7 @@ def clocked(own: Problem, order: Order, chunks: int) -> tuple[float, int]:
         chunks: of each device.
     """
     stages = own.devices * chunks
-    schedule = given_lists(lines_of(order_lists(order)))
+    schedule = given_lists(lines_of(order))
     placed = replace(own, stages=stages, schedule=schedule)
     bounds = (0, *range(2, stages + 2))
     evaluation = evaluate_decision(placed, Decision.keeping_all(bounds))

@@ -27,7 +27,7 @@ only to plans of a lower rank.
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 
 import numpy as np
 from jaxtyping import Float
@@ -126,8 +126,8 @@ class Climb:
 
         Only `PLAN.neighbors` of them are simulated, those with the least lower bounds of seconds.
         """
-        moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
-        fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
+        moved = self._some(self._moved(best))
+        fitting = [one for one in moved if self._unranked(one)[0] < OVER]
         if not fitting:
             return None
         order = self._clocked_s(fitting).argsort(kind="stable")
@@ -137,18 +137,17 @@ class Climb:
 
     def climbed(self, best: Decision) -> Decision:
         """Goes from a plan to its best neighbor again and again, until no neighbor is better."""
+        neighborhoods = [self._moved, self._others]
+        if self.problem.schedule.chunks > 1 and self.places > 1:
+            neighborhoods.append(self._shifted)
         before = None
         while before is not best and self.tasks > 0:
             before = best
-            moved = (one for s in self._by_seconds(best) for one in self._moved(before, s))
-            best = self._best_of(best, moved)
-            # Wider neighborhoods are tried only if narrower ones have nothing better, which is
-            # seldom the case before the last round.
-            if best is before:
-                best = self._best_of(best, self._others(best))
-            may_shift = self.problem.schedule.chunks > 1 and self.places > 1
-            if best is before and may_shift:
-                best = self._best_of(best, self._shifted(best))
+            for neighbors in neighborhoods:
+                # Wider neighborhoods are tried only if narrower ones have nothing better, which is
+                # seldom the case before the last round.
+                if best is before:
+                    best = self._best_of(best, neighbors(best))
         return best
 
     def _kept_where_free(self, best: Decision) -> Decision:
@@ -240,16 +239,17 @@ class Climb:
         slower_s = [0.0, *(max(two) for two in pairwise(seconds))]
         return sorted(range(1, len(seconds)), key=lambda s: -slower_s[s])
 
-    def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
-        """Yields plans with bound s moved, alone or with the next bound.
+    def _moved(self, decision: Decision) -> Iterator[Decision]:
+        """Yields plans with a bound moved, alone or with the next bound.
 
         Under a memory limit, a bound moves by at most `places` cuts. Without a limit it may move to
         any cut: no fates are searched for, so a neighbor costs little.
         """
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
-        for run in range(1, 1 + min(2, self.places)):
-            for bounds in moved_bounds(decision.bounds, self._cuts, run, count, first=s):
+        runs = range(1, 1 + min(2, self.places))
+        for s, run in product(self._by_seconds(decision), runs):
+            for bounds in moved_bounds(decision.bounds, self._cuts, s, run, count):
                 yield from self.refitted(bounds)
 
     def _shifted(self, decision: Decision) -> Iterator[Decision]:

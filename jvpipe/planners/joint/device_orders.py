@@ -52,14 +52,16 @@ def orders(problem: Problem) -> list[Problem]:
     if not devices or problem.replicated:
         return [problem]
     if _all_orders(problem):
-        count = _distinct(problem)
+        kinds = [group.kind for group in groups]
+        count = list(_distinct(kinds, devices))
     else:
         slowness = [group.mean_slowness for group in groups]
         less_bytes = [float(group.less_bytes) for group in groups]
-        count = []
-        for key in (slowness, less_bytes):
-            count.append(sorted(devices, key=key.__getitem__))
-            count.append(sorted(devices, key=key.__getitem__, reverse=True))
+        count = [
+            sorted(devices, key=key.__getitem__, reverse=falling)
+            for key in (slowness, less_bytes)
+            for falling in (False, True)
+        ]
     # Orders with the same kinds of devices in the same places are the same problem. The first of
     # them is kept.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
@@ -75,23 +77,16 @@ def _all_orders(problem: Problem) -> bool:
     return factorial(len(problem.groups)) // alike <= PLAN.device_orders
 
 
-def _distinct(problem: Problem) -> list[list[int]]:
-    """Lists the orders that differ in the kinds of their devices."""
-    kinds = [group.kind for group in problem.groups]
-    distinct = []
-    for row in _arrangements(Counter(kinds)):
-        of_kind = {kind: iter([d for d, k in enumerate(kinds) if k == kind]) for kind in row}
-        distinct.append([next(of_kind[kind]) for kind in row])
-    return distinct
-
-
-def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
-    """Yields all rows of kinds in which each kind occurs as often as `left` says."""
+def _distinct(kinds: Sequence[Kind], left: Sequence[int]) -> Iterator[list[int]]:
+    """Yields one order of the devices that are left for each arrangement of their kinds."""
     if not left:
-        yield ()
-    for kind in left:
-        for rest in _arrangements(left - Counter([kind])):
-            yield kind, *rest
+        yield []
+    for kind in dict.fromkeys(kinds):
+        # The first device of a kind is taken, so devices of a kind stay in the given order.
+        first = next((d for d in left if kinds[d] == kind), None)
+        if first is not None:
+            others = [d for d in left if d != first]
+            yield from ([first, *rest] for rest in _distinct(kinds, others))
 
 
 def worth_searching(problem: Problem) -> list[Problem]:

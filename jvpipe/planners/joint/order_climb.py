@@ -25,14 +25,14 @@ a step is a task as a number (`order_course.py`), not a training step.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from random import Random
 from typing import NamedTuple
 
+from jvpipe.ir.task import TaskLists
 from jvpipe.planners.joint.effort import ORDER
 from jvpipe.planners.joint.order_course import Course, CourseBlock
-from jvpipe.planners.joint.order_loads import Loads, Order
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.util.sizes import ROUNDING
 
 
@@ -43,44 +43,43 @@ class Move(NamedTuple):
 
     Attributes:
         path_s: seconds of the longest path through the steps that change; less is better.
-        draw: a random number that decides between moves with equal `path_s`.
+        draw: a random number that decides between moves with equal `path_s`; 0 until it is drawn.
         device: the device whose list changes.
         first: the first index of the list that changes.
-        steps: the new entries of the list from `first` on.
+        end: the index after the last one that changes.
+        steps: what stands in place of the entries from `first` to `end`.
         moved: the step that moves.
-        cell: the cell (see `order_course.py`) of the backward that is split or joined; -1 if none.
-        more: by how many entries the list becomes longer: 1 if a backward is split, -1 if it is
-            joined, else 0.
+        flips: the cell (see `order_course.py`) of the backward that is split or joined; -1 if none.
     """
 
     path_s: float
     draw: float
     device: int
     first: int
+    end: int
     steps: list[int]
     moved: int
-    cell: int = -1
-    more: int = 0
+    flips: int
 
 
 def climbed(
     loads: Loads,
-    order: Order,
+    order: TaskLists,
     tries: int,
-    seed: int = 0,
-) -> Order:
+) -> TaskLists:
     """Returns the best order that the search finds, which may be the given one.
+
+    The random numbers have a fixed seed, so that equal arguments give equal orders.
 
     Args:
         loads: the seconds and bytes of the plan's stages.
         order: where the search begins; it must fit the devices.
         tries: the most turns.
-        seed: of the random numbers; the same seed gives the same order.
     """
-    draw = Random(seed)
+    draw = Random(0)
     course = Course(loads, order)
     bound_s = loads.bound_s() * (1 + ROUNDING)  # no order can be faster
-    best, best_s = course.copy(), course.step_s
+    best, best_s = order, course.step_s
     gainless = 0  # turns since the last gain; turns without a move count several times
     rest_until = dict[int, int]()  # by step: the turn from which it may move again
     course.follow()
@@ -88,11 +87,10 @@ def climbed(
         if best_s <= bound_s or gainless > ORDER.gainless:
             break
         short_s = best_s * (1 - ROUNDING)
+        drawn = (move._replace(draw=draw.random()) for move in _neighbors(course, draw))
         # Even a resting step may move if that promises an order faster than the best (aspiration).
         free = (
-            move
-            for move in _Neighbors(course, draw).moves()
-            if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
+            move for move in drawn if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
         # If no move is possible, the next turn may draw another longest path, or find that steps
@@ -106,11 +104,10 @@ def climbed(
             rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
         if course.step_s < short_s:
-            best = course.copy()
+            best = course.order
             best_s = course.step_s
             gainless = 0
-    course.lists, course.half = best
-    return course.order
+    return best
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
@@ -131,20 +128,13 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     Moves are impossible if steps then wait for each other in a circle.
     """
     # Each move was judged by itself. Two moves that are possible alone may be impossible together.
-    before = [list(course.lists[move.device]) for move in moves]
-    for move in moves:
-        if move.more:
-            course.cut(move.cell, half=move.more > 0)
-        end = move.first + len(move.steps) - move.more
-        course.lists[move.device][move.first : end] = move.steps
-        course.placed(move.device)
+    before = [course.lists[move.device] for move in moves]
+    for move, steps in zip(moves, before, strict=True):
+        _put(course, move, [*steps[: move.first], *move.steps, *steps[move.end :]])
     course.run()
     if course.step_s == float("inf"):
         for move, steps in zip(moves, before, strict=True):
-            if move.more:
-                course.cut(move.cell, half=move.more < 0)
-            course.lists[move.device] = steps
-            course.placed(move.device)
+            _put(course, move, steps)
         if len(moves) > 1:
             _make(course, moves[:1])
             return
@@ -152,188 +142,180 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     course.follow()
 
 
-@dataclass(frozen=True)
-class _Neighbors:
-    """The moves that lead from an order to its neighbors, in a random order."""
+def _put(course: Course, move: Move, steps: list[int]) -> None:
+    """Gives the device of a move another list: the one after the move, or the one before it."""
+    if move.flips >= 0:  # flipping twice undoes the flip
+        course.flip(move.flips)
+    course.put(move.device, steps)
 
-    course: Course
-    draw: Random
 
-    def moves(self) -> Iterator[Move]:
-        """Yields the moves that fit, block by block of one longest path.
+def _neighbors(course: Course, draw: Random) -> Iterator[Move]:
+    """Yields the moves that fit and that lead to the order's neighbors.
 
-        The path is drawn among the longest paths, and the order of its blocks is random.
-        """
-        course = self.course
-        blocks = course.path(self.draw)
-        self.draw.shuffle(blocks)
-        for block in blocks:
-            steps = course.lists[block.device]
-            # The first block of the path starts at time 0: it waits for no other device, so another
-            # front gains nothing. No other device waits for the last block, so that another end
-            # gains nothing.
-            if course.starts[steps[block.first]] > 0.0:
-                yield from self._ahead(block)
-            if course.tails[steps[block.last]] > course.updates_s[block.device]:
-                yield from self._behind(block)
+    They come block by block of one longest path.
 
-    def _ahead(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields the moves of a step to the front of its block."""
-        d, first, last = block
-        steps = self.course.lists[d]
-        for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
-            step = steps[at]
-            passed = steps[first:at]
-            if all(self._may_pass(step, other) for other in passed):
-                yield from self._move(d, first, [step, *passed], step)
+    The path is drawn among the longest paths, and the order of its blocks is random.
+    """
+    blocks = course.path(draw)
+    draw.shuffle(blocks)
+    for block in blocks:
+        steps = course.lists[block.device]
+        # The first block of the path starts at time 0: it waits for no other device, so another
+        # front gains nothing. No other device waits for the last block, so that another end
+        # gains nothing.
+        if course.starts[steps[block.first]] > 0.0:
+            yield from _ahead(course, block)
+        if course.tails[steps[block.last]] > course.updates_s[block.device]:
+            yield from _behind(course, block)
 
-    def _behind(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields the moves of a step to the end of its block, and moves that split or join."""
-        d, first, last = block
-        course = self.course
-        steps = course.lists[d]
-        cells = course.cells
-        for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
-            step = steps[at]
-            passed = steps[at + 1 : last + 1]
-            if passed and all(self._may_pass(other, step) for other in passed):
-                yield from self._move(d, at, [*passed, step], step)
-            cell = step - cells
-            is_backward = 0 <= cell < cells
-            # Only backwards are split or joined. The first stage's (`cell < M`) stay whole, because
-            # no stage waits for their cotangents.
-            if not is_backward or cell < course.M or not course.loads.splits[cell // course.M]:
-                continue
-            if course.half[cell]:
-                yield from self._whole(d, at, cell)
-            else:
-                yield from self._split(d, at, cell, passed)
 
-    def _split(
-        self,
-        d: int,
-        at: int,
-        cell: int,
-        passed: Sequence[int],
-    ) -> Iterator[Move]:
-        """Yields the move that splits a backward and puts its second half after other steps.
+def _ahead(course: Course, block: CourseBlock) -> Iterator[Move]:
+    """Yields the moves of a step to the front of its block."""
+    d, first, last = block
+    steps = course.lists[d]
+    for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
+        step = steps[at]
+        passed = steps[first:at]
+        if all(_may_pass(course, step, other) for other in passed):
+            yield from _move(course, d, first, at + 1, [step, *passed], step)
 
-        Args:
-            d: the device.
-            at: the index of the backward in the device's list.
-            cell: the backward's cell.
-            passed: the steps between the two halves after the move.
-        """
-        course = self.course
-        step = course.cells + cell
-        weight = 2 * course.cells + cell
-        if not any(self._bound(weight, other) for other in passed):
-            # Judging the move needs the seconds and bytes of halves. So the course has the backward
-            # split for a moment.
-            course.cut(cell, half=True)
-            every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
-            course.cut(cell, half=False)
-            yield from every
 
-    def _whole(self, d: int, at: int, cell: int) -> Iterator[Move]:
-        """Yields the move that joins two halves at the first one, unless they are far apart.
+def _behind(course: Course, block: CourseBlock) -> Iterator[Move]:
+    """Yields the moves of a step to the end of its block, and moves that split or join."""
+    d, first, last = block
+    steps = course.lists[d]
+    cells = course.cells
+    for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
+        step = steps[at]
+        passed = steps[at + 1 : last + 1]
+        if passed and all(_may_pass(course, other, step) for other in passed):
+            yield from _move(course, d, at, last + 1, [*passed, step], step)
+        cell = step - cells
+        is_backward = 0 <= cell < cells
+        # Only backwards are split or joined. The first stage's (`cell < M`) stay whole, because
+        # no stage waits for their cotangents.
+        if is_backward and cell >= course.M and course.loads.splits[cell // course.M]:
+            yield from _flip(course, d, at, last, cell)
 
-        Args:
-            d: the device.
-            at: the index of the first half in the device's list.
-            cell: the backward's cell.
-        """
-        course = self.course
-        steps = course.lists[d]
-        weight = 2 * course.cells + cell
-        passed = steps[at + 1 : course.place[weight]]
-        is_near = len(passed) <= ORDER.farthest
-        if is_near and not any(self._bound(weight, other) for other in passed):
-            course.cut(cell, half=False)
-            every = list(self._move(d, at, [steps[at], *passed], weight, cell, -1))
-            course.cut(cell, half=True)
-            yield from every
 
-    def _may_pass(self, step: int, other: int) -> bool:
-        """Tells whether a step may run before `other`, and may gain something by that.
+def _flip(
+    course: Course,
+    d: int,
+    at: int,
+    last: int,
+    cell: int,
+) -> Iterator[Move]:
+    """Yields the move that splits a whole backward, or that joins the halves of a split one.
 
-        It gains nothing if its input arrives only after `other` ends: it would just wait.
-        """
-        there_s = self.course.there[step]
-        end_s = self.course.ends[other]
-        return there_s < end_s and not self._bound(step, other)
+    A split puts the second half at the end of the block. Halves are joined where the first one is,
+    unless they are far apart.
 
-    def _bound(self, step: int, other: int) -> bool:
-        """Tells whether two steps of a device must stay in order.
+    Args:
+        course: the order, which stays as it is.
+        d: the device.
+        at: the index of the backward, or of its first half, in the device's list.
+        last: the index of the block's last step.
+        cell: the backward's cell.
+    """
+    steps = course.lists[d]
+    step = steps[at]
+    weight = step + course.cells
+    joins = course.half[cell]
+    end = course.place[weight] if joins else last + 1
+    passed = steps[at + 1 : end]
+    is_far = joins and len(passed) > ORDER.farthest
+    if is_far or any(_bound(course, weight, other) for other in passed):
+        return
+    # Judging the move needs the seconds and bytes after it. So the backward is split or joined
+    # for a moment.
+    course.flip(cell)
+    if joins:
+        every = list(_move(course, d, at, end + 1, [step, *passed], weight, cell))
+    else:
+        every = list(_move(course, d, at, end, [step, *passed, weight], step, cell))
+    course.flip(cell)
+    yield from every
 
-        Steps of different stages need not. Two steps of one stage must if they have the same kind
-        or the same micro-batch, or if both add to the gradients: floating-point sums depend on
-        their order.
-        """
-        course = self.course
-        kind, cell = divmod(step, course.cells)
-        other_kind, other_cell = divmod(other, course.cells)
-        if cell // course.M != other_cell // course.M:
-            return False
-        if kind == other_kind or cell == other_cell:
-            return True
-        # A second half (kind 2) adds to the gradients. So does a step of kind 1 if it is a whole
-        # backward, but not if it is a first half.
-        return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
 
-    def _move(
-        self,
-        d: int,
-        first: int,
-        steps: list[int],
-        moved: int,
-        cell: int = -1,
-        more: int = 0,
-    ) -> Iterator[Move]:
-        """Yields a move, judged by the longest path through its steps, if the device has room.
+def _may_pass(course: Course, step: int, other: int) -> bool:
+    """Tells whether a step may run before `other`, and may gain something by that.
 
-        The longest path through a step takes the step's end plus its tail (the seconds of all that
-        must follow). New ends are counted from the step before the change onwards, new tails from
-        the step after the change backwards. Steps on other devices count with their present ends
-        and tails. If the move changes these, `path_s` is only an estimate.
+    It gains nothing if its input arrives only after `other` ends: it would just wait.
+    """
+    there_s = course.there[step]
+    end_s = course.ends[other]
+    return there_s < end_s and not _bound(course, step, other)
 
-        The arguments are the attributes of the `Move`.
-        """
-        course = self.course
-        held_bytes = course.held[d][first - 1] if first else 0.0
-        room = course.loads.room_bytes[d]
-        # After the changed steps the device holds as many bytes as without the move, so only the
-        # changed steps can exceed the room.
-        for step in steps:
-            held_bytes += course.bytes[step]
-            if held_bytes > room:
-                return
-        here = course.lists[d]
-        end = first + len(steps) - more
-        seconds = course.seconds
-        source = course.source
-        to = course.to
-        answers = course.answers
-        now = course.ends[here[first - 1]] if first else 0.0
-        ends = dict[int, float]()
-        for step in steps:
-            # If one of the changed steps makes the input, the input arrives when that step ends.
-            begin = course.there[step]
-            if source[step] in ends:
-                begin = ends[source[step]] - course.early_s[step]
-            now = max(now, begin) + seconds[step]
-            ends[step] = now
-        path_s = 0.0
-        tails = dict[int, float]()
-        later_s = course.updates_s[d]
-        if end < len(here):
-            later_s = seconds[here[end]] + course.tails[here[end]]
-        for step in reversed(steps):
-            target = to[step]
-            answer = answers[step]
-            if target in tails:
-                answer = seconds[target] - course.early_s[target] + tails[target]
-            tails[step] = max(later_s, answer)
-            path_s = max(path_s, ends[step] + tails[step])
-            later_s = tails[step] + seconds[step]
-        yield Move(path_s, self.draw.random(), d, first, steps, moved, cell, more)
+
+def _bound(course: Course, step: int, other: int) -> bool:
+    """Tells whether two steps of a device must stay in order.
+
+    Steps of different stages need not. Two steps of one stage must if they have the same kind
+    or the same micro-batch, or if both add to the gradients: floating-point sums depend on
+    their order.
+    """
+    kind, cell = divmod(step, course.cells)
+    other_kind, other_cell = divmod(other, course.cells)
+    if cell // course.M != other_cell // course.M:
+        return False
+    if kind == other_kind or cell == other_cell:
+        return True
+    # A second half (kind 2) adds to the gradients. So does a step of kind 1 if it is a whole
+    # backward, but not if it is a first half.
+    return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
+
+
+def _move(
+    course: Course,
+    d: int,
+    first: int,
+    end: int,
+    steps: list[int],
+    moved: int,
+    flips: int = -1,
+) -> Iterator[Move]:
+    """Yields a move, judged by the longest path through its steps, if the device has room.
+
+    The longest path through a step takes the step's end plus its tail (the seconds of all that
+    must follow). New ends are counted from the step before the change onwards, new tails from
+    the step after the change backwards. Steps on other devices count with their present ends
+    and tails. If the move changes these, `path_s` is only an estimate.
+
+    The arguments are the attributes of the `Move`.
+    """
+    held_bytes = course.held[d][first - 1] if first else 0.0
+    room = course.loads.room_bytes[d]
+    # After the changed steps the device holds as many bytes as without the move, so only the
+    # changed steps can exceed the room.
+    for step in steps:
+        held_bytes += course.bytes[step]
+        if held_bytes > room:
+            return
+    here = course.lists[d]
+    seconds = course.seconds
+    source = course.source
+    to = course.to
+    answers = course.answers
+    now = course.ends[here[first - 1]] if first else 0.0
+    ends = dict[int, float]()
+    for step in steps:
+        # If one of the changed steps makes the input, the input arrives when that step ends.
+        begin = course.there[step]
+        if source[step] in ends:
+            begin = ends[source[step]] - course.early_s[step]
+        now = max(now, begin) + seconds[step]
+        ends[step] = now
+    path_s = 0.0
+    tails = dict[int, float]()
+    later_s = course.updates_s[d]
+    if end < len(here):
+        later_s = seconds[here[end]] + course.tails[here[end]]
+    for step in reversed(steps):
+        target = to[step]
+        answer = answers[step]
+        if target in tails:
+            answer = seconds[target] - course.early_s[target] + tails[target]
+        tails[step] = max(later_s, answer)
+        path_s = max(path_s, ends[step] + tails[step])
+        later_s = tails[step] + seconds[step]
+    yield Move(path_s, 0.0, d, first, end, steps, moved, flips)

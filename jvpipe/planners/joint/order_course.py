@@ -27,17 +27,18 @@ link. A test compares both. This file is faster than the simulator, so a search 
 of orders. Plans are finally chosen by simulated times (`simulated_step_s`).
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from operator import add
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.order_loads import Loads, Order, Step
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.util.sizes import ROUNDING
 
+_T = TypeVar("_T")
 NOT_YET = -1.0
 """Stands for the arrival of an input that was not sent yet; any negative number serves."""
 
@@ -53,9 +54,9 @@ class CourseBlock(NamedTuple):
 class Course:
     """An order whose lists may be changed, and its times as of the last `run`.
 
-    A caller that changes `lists[d]` must then call `placed(d)`. It must call `run` to update the
-    times, and `follow` after that to update the tails. `half` is changed only by `cut`, which also
-    updates seconds and bytes.
+    Only `put` changes `lists`, and only `flip` changes `half`. A flip must come before the `put` of
+    the new list, which counts bytes. After both, `run` updates the times, and then `follow` updates
+    the tails.
 
     Attributes:
         M: the number of micro-batches.
@@ -81,7 +82,7 @@ class Course:
         answers: for each step, its tail if nothing followed on its own device (from `follow`).
     """
 
-    def __init__(self, loads: Loads, order: Order) -> None:
+    def __init__(self, loads: Loads, order: TaskLists) -> None:
         M = loads.microbatches
         cells = len(loads.places) * M
         self.loads = loads
@@ -91,51 +92,56 @@ class Course:
         # A whole backward and a first half have the same number, so that splitting a backward
         # changes no other number.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
-        self.lists = [[base[kind] + s * M + m for kind, s, m in steps] for steps in order]
-        self.seconds, self.bytes, self.send_s, self.early_s = _of_steps(loads)
-        self.updates_s = [loads.updates_s(d) for d in range(len(order))]
+
+        def by_step(kinds: Iterable[Sequence[_T]]) -> list[_T]:
+            return [each for of_stages in kinds for each in of_stages for _ in range(M)]
+
+        # Backwards are whole until `flip` splits them.
+        kinds = Kind.F, Kind.B, Kind.W
+        none_s = [0.0] * len(loads.places)
+        return_s = 0.0, *loads.send_s[:-1]  # of each stage, to the stage before
+        self.seconds = by_step(loads.seconds[kind] for kind in kinds)
+        self.bytes = by_step(loads.more_bytes[kind] for kind in kinds)
+        self.send_s = by_step([loads.send_s, return_s, none_s])
+        self.early_s = by_step([none_s, loads.early_s, none_s])
+        self.device = by_step([loads.places] * 3)
+        self.updates_s = loads.updates_s
         self.half = [False] * cells
-        for steps in order:
-            for kind, s, m in steps:
-                if kind is Kind.I:
-                    self.cut(s * M + m, half=True)
-        self.device = [-1] * (3 * cells)
+        for s, kind, m in chain.from_iterable(order):
+            if kind is Kind.I:
+                self.flip(s * M + m)
         self.place = [-1] * (3 * cells)
-        self.held = [[0.0]] * len(order)
-        for d in range(len(order)):
-            self.placed(d)
+        self.lists = [list[int]()] * len(order)
+        self.held = [list[float]()] * len(order)
+        for d, tasks in enumerate(order):
+            self.put(d, [base[kind] + s * M + m for s, kind, m in tasks])
         self.run()
 
     @property
-    def order(self) -> Order:
+    def order(self) -> TaskLists:
         """Returns the order as tasks."""
-        return [[self._step(step) for step in steps] for steps in self.lists]
+        return tuple(tuple(map(self._task, steps)) for steps in self.lists)
 
-    def copy(self) -> tuple[list[list[int]], list[bool]]:
-        """Copies the lists and `half`, from which the order can be restored."""
-        return [list(steps) for steps in self.lists], list(self.half)
-
-    def _step(self, step: int) -> Step:
+    def _task(self, step: int) -> Task:
         """Returns the task of a step's number."""
         kind, cell = divmod(step, self.cells)
         s, m = divmod(cell, self.M)
         backward = Kind.I if self.half[cell] else Kind.B
-        return (Kind.F, backward, Kind.W)[kind], s, m
+        return Task(s, (Kind.F, backward, Kind.W)[kind], m)
 
-    def cut(self, cell: int, *, half: bool) -> None:
-        """Sets whether a cell's backward runs in halves; its lists and times stay as they are."""
+    def flip(self, cell: int) -> None:
+        """Splits a cell's backward if it is whole, or else joins its halves; lists and times stay."""
         s = cell // self.M
         step = self.cells + cell
-        handed = self.loads.handed_bytes[s] if half else 0.0
-        self.half[cell] = half
-        self.seconds[step] = self.loads.seconds[Kind.I if half else Kind.B][s]
-        self.bytes[step] = handed - self.loads.kept_bytes[s]
+        half = self.half[cell] = not self.half[cell]
+        kind = Kind.I if half else Kind.B
+        self.seconds[step] = self.loads.seconds[kind][s]
+        self.bytes[step] = self.loads.more_bytes[kind][s]
 
-    def placed(self, d: int) -> None:
-        """Records where a device's steps stand in its list, and what it holds after each step."""
-        steps = self.lists[d]
+    def put(self, d: int, steps: list[int]) -> None:
+        """Gives a device another list, and counts what the device holds after each of its steps."""
+        self.lists[d] = steps
         for at, step in enumerate(steps):
-            self.device[step] = d
             self.place[step] = at
         self.held[d] = list(accumulate(map(self.bytes.__getitem__, steps)))
 
@@ -302,24 +308,6 @@ class Course:
         return source
 
 
-def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Lists `seconds`, `bytes`, `send_s` and `early_s` of a course in which backwards are whole."""
-    M = loads.microbatches
-    stages = len(loads.places)
-    seconds = [loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W)]
-    ends_bytes = [-size for size in loads.kept_bytes]
-    late_bytes = [-size for size in loads.handed_bytes]
-    sizes = [loads.kept_bytes, ends_bytes, late_bytes]
-    send_s = [loads.send_s, loads.return_s, [0.0] * stages]
-
-    def by_step(kinds: Sequence[Sequence[float]]) -> list[float]:
-        return [each for stages in kinds for each in stages for _ in range(M)]
-
-    early_s = [[0.0] * stages, loads.early_s, [0.0] * stages]
-    return by_step(seconds), by_step(sizes), by_step(send_s), by_step(early_s)
-
-
-@lru_cache(maxsize=32)
 def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     """Lists for each step the step that waits for its result, and the step that makes its input.
 
@@ -329,19 +317,7 @@ def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     but nothing is sent between the two: only the second list has an entry.
     """
     nowhere = [-1] * M
-    last_stage = range(cells - M, cells)
-    to = [
-        *range(M, cells),
-        *(cells + cell for cell in last_stage),
-        *nowhere,
-        *range(cells, 2 * cells - M),
-        *[-1] * cells,
-    ]
-    source = [
-        *nowhere,
-        *range(cells - M),
-        *range(cells + M, 2 * cells),
-        *last_stage,
-        *range(cells, 2 * cells),
-    ]
+    backwards = range(cells, 2 * cells)
+    to = [*range(M, cells), *backwards[-M:], *nowhere, *backwards[:-M], *[-1] * cells]
+    source = [*nowhere, *range(cells - M), *backwards[M:], *range(cells - M, cells), *backwards]
     return to, source

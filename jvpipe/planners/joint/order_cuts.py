@@ -9,7 +9,6 @@ least: a search that ends early has then seen the most promising ones.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -22,36 +21,33 @@ from jvpipe.planners.model.segments import Cuts
 def moved_bounds(
     bounds: Sequence[int],
     cuts: Cuts,
-    run: int = 1,
-    count: int = 1,
-    first: int | None = None,
+    s: int,
+    run: int,
+    count: int,
 ) -> list[tuple[int, ...]]:
     """Lists the neighbors in which adjacent bounds have moved together, by as many cuts each.
 
     Args:
         bounds: of the stages; the first and the last stay.
         cuts: where a stage may begin or end.
-        run: how many adjacent bounds move together.
+        s: the index of the first bound that moves, at least 1.
+        run: how many adjacent bounds move together; if the last bound is among them, there is no
+            neighbor.
         count: the most cuts by which they move, towards either end of the model.
-        first: the index of the first bound that moves; None: each index is tried.
 
-    >>> moved_bounds((0, 2, 4, 6), np.arange(7), run=2)
+    >>> moved_bounds((0, 2, 4, 6), np.arange(7), 1, run=2, count=1)
     [(0, 1, 3, 6), (0, 3, 5, 6)]
     """
-    places = np.searchsorted(cuts, bounds).tolist()
-    firsts = range(1, len(bounds) - run) if first is None else [first]
-    neighbors = []
-    for s in firsts:
-        behind = s + run
-        for step in range(1, count + 1):
-            for by in (-step, step):
-                moved = [place + by for place in places[s:behind]]
-                # Bounds stay in strict order: between two equal bounds is a stage without layers.
-                follows = behind < len(places) and places[s - 1] < moved[0]
-                if follows and moved[-1] < places[behind]:
-                    inner = cuts[moved].tolist()
-                    neighbors.append((*bounds[:s], *inner, *bounds[behind:]))
-    return neighbors
+    end = s + run
+    if end == len(bounds):
+        return []
+    places = np.searchsorted(cuts, bounds)
+    # Bounds stay in strict order: between two equal bounds is a stage without layers.
+    back = max(-count, places[s - 1] + 1 - places[s])
+    ahead = min(count, places[end] - 1 - places[end - 1])
+    _, *moves = sorted(range(back, ahead + 1), key=abs)  # the first is 0
+    inner = (cuts[places[s:end] + by].tolist() for by in moves)
+    return [(*bounds[:s], *moved, *bounds[end:]) for moved in inner]
 
 
 def shifted_bounds(
@@ -78,7 +74,7 @@ def shifted_bounds(
             # changes its device, and `moved_bounds` lists the result.
             if not bounds[gone - 1] < new < bounds[gone + 1]:
                 shifted.append(tuple(sorted([*kept, new])))
-    return sorted(shifted, key=partial(busiest_s, problem))
+    return _least_busy_first(problem, shifted)
 
 
 def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
@@ -90,26 +86,22 @@ def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     """
     first, *inner, last = cuts.tolist()
     chosen = combinations(inner, problem.stages - 1)
-    every = [(first, *some, last) for some in chosen]
-    return sorted(every, key=partial(busiest_s, problem))
+    return _least_busy_first(problem, [(first, *some, last) for some in chosen])
 
 
-def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
-    """Counts for how many seconds per micro-batch the busiest device works.
+def _least_busy_first(problem: Problem, every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Sorts bounds by the seconds per micro-batch for which their busiest device works."""
+    usual_s = layer_s(problem)
+    places = problem.places
+    layers_s = [usual_s * (problem.slowness(s) or 1.0) for s in range(problem.stages)]
 
-    Args:
-        problem: gives the stages and the devices.
-        bounds: of the stages.
-    """
-    works_s = [0.0] * problem.devices
-    every_s = layer_s(problem)
-    for s, (i, j) in enumerate(pairwise(bounds)):
-        stage_s = every_s[i:j]
-        slowness = problem.slowness(s)
-        if slowness:
-            stage_s = stage_s * slowness[i:j]
-        works_s[problem.places[s]] += float(stage_s.sum())
-    return max(works_s)
+    def busiest_s(bounds: Sequence[int]) -> float:
+        works_s = [0.0] * problem.devices
+        for s, (i, j) in enumerate(pairwise(bounds)):
+            works_s[places[s]] += float(layers_s[s][i:j].sum())
+        return max(works_s)
+
+    return sorted(every, key=busiest_s)
 
 
 def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from math import comb
 
 from jvpipe.planners.joint.device_fates import DeviceFates
@@ -100,9 +100,11 @@ def emptied(
     best = fates.emptiest(problem, bounds)
     yield best
     while tries > 0:
-        moved = moved_bounds(best.bounds, cuts, count=places)[:tries]
-        tries -= len(moved)
-        plans = [best, *(fates.emptiest(problem, some) for some in moved)]
+        inner = range(1, problem.stages)
+        moved = chain.from_iterable(moved_bounds(best.bounds, cuts, s, 1, places) for s in inner)
+        some = list(islice(moved, tries))
+        tries -= len(some)
+        plans = [best, *(fates.emptiest(problem, bounds) for bounds in some)]
         emptier = min(plans, key=partial(_fullness, problem))
         if emptier is best:
             return

@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.order_loads import Loads, Order, Step
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.planners.joint.order_loads import Loads
 
 NEVER = float("inf")
 
@@ -45,7 +46,7 @@ class _Device:
     unit_bytes: float
     free_s: float = 0.0
     held_bytes: float = 0.0
-    steps: list[Step] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
     late: deque[tuple[int, int]] = field(default_factory=deque)
 
 
@@ -53,18 +54,12 @@ class _Device:
 class _Way:
     """One direction, all forwards or all backwards: the next micro-batches, and when inputs arrive.
 
-    `next[s]` is the next micro-batch of stage s. `there[s][m]` is when the input of micro-batch m
-    arrives at stage s; `NEVER` if that is not known yet. A further column stays `NEVER`, so that a
-    stage without a micro-batch left is never ready.
+    `next[s]` is the next micro-batch of stage s. `there[s, m]` is when the input of micro-batch m
+    arrives at stage s; there is no entry if that is not known yet.
     """
 
-    there: list[list[float]]
     next: list[int]
-
-    @staticmethod
-    def of(stages: int, microbatches: int) -> "_Way":
-        there = [[NEVER] * (microbatches + 1) for _ in range(stages)]
-        return _Way(there, [0] * stages)
+    there: dict[tuple[int, int], float]
 
 
 class Listing:
@@ -101,36 +96,34 @@ class Listing:
             on = loads.stages_on(d)
             unit = sum(loads.kept_bytes[s] for s in on)
             self.devices.append(_Device(on, cap, unit))
-        self.forward = _Way.of(stages, loads.microbatches)
-        self.backward = _Way.of(stages, loads.microbatches)
-        self.forward.there[0][:-1] = [0.0] * loads.microbatches
+        self.forward = _Way([0] * stages, {(0, m): 0.0 for m in range(loads.microbatches)})
+        self.backward = _Way([0] * stages, {})
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
         # An entry of the queue is a time at which a device may find something to do. An entry whose
         # device still works at that time is skipped, because the end of that work is an entry too.
+        # The loop ends: an entry comes from a task, or is for a time at which a task can run.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
                 self._turn(now, d)
         all_back = all(n == loads.microbatches for n in self.backward.next)
         is_whole = all_back and not any(device.late for device in self.devices)
-        steps = [device.steps for device in self.devices]
-        self.order: Order | None = steps if is_whole else None
+        order = tuple(tuple(device.tasks) for device in self.devices)
+        self.order: TaskLists | None = order if is_whole else None
 
     def _turn(self, now: float, d: int) -> None:
         """Gives a free device its next task, or an entry in the queue for when it may have one."""
         device = self.devices[d]
-        backward, following = self._first_backward(device, now)
-        forward, arrival = self._first_forward(device, now)
-        if backward is not None and not (self.eager and forward):
+        backward, forward, following = self._ready(device, now)
+        if backward and not (self.eager and forward):
             kind = self._half_or_whole(device, backward[0])
             task = device.late.popleft() if kind is Kind.W else backward
             self._run(now, d, kind, *task)
             return
-        if forward is not None:
+        if forward:
             self._run(now, d, Kind.F, *forward)
             return
-        following = min(following, arrival)
         # No forward and no backward is ready. A W may fill the gap until `following`, or end later
         # by no more than `patience` allows.
         if device.late:
@@ -150,52 +143,37 @@ class Listing:
         """
         if s == 0 or not self.loads.splits[s]:
             return Kind.B
-        between = device.held_bytes + self.loads.handed_bytes[s] - self.loads.kept_bytes[s]
+        between = device.held_bytes + self.loads.more_bytes[Kind.I][s]
         if between <= max(device.cap_bytes, device.held_bytes):
             return Kind.I
         return Kind.W if device.late else Kind.B
 
-    def _first_backward(
+    def _ready(
         self,
         device: _Device,
         now: float,
-    ) -> tuple[tuple[int, int] | None, float]:
-        """Picks the ready backward of the lowest micro-batch, on the last stage that has it ready.
+    ) -> tuple[tuple[int, int] | None, tuple[int, int] | None, float]:
+        """Picks the backward and the forward that a device may run now, as stage and micro-batch.
 
-        Also returns the earliest time at which any backward of this device is ready; `NEVER` if no
-        such time is known.
+        The backward is the ready one with the lowest micro-batch. The forward is the one on the
+        last stage whose forward is ready and has room. If neither exists, the number is the
+        earliest time at which a task will be ready; `NEVER` if no such time is known.
         """
-        first = None
+        backward = forward = None
         following = NEVER
-        way = self.backward
-        for s in device.stages:
-            m = way.next[s]
-            arrives = way.there[s][m]
+        for s in reversed(device.stages):  # so that of equal micro-batches the last stage is picked
+            m = self.backward.next[s]
+            arrives = self.backward.there.get((s, m), NEVER)
             following = min(following, arrives)
-            if arrives <= now and (first is None or m <= first[1]):
-                first = s, m
-        return first, following
-
-    def _first_forward(
-        self,
-        device: _Device,
-        now: float,
-    ) -> tuple[tuple[int, int] | None, float]:
-        """Picks a ready forward that has room, on the last stage that has one.
-
-        Also returns the earliest time at which a forward that has room is ready; `NEVER` if no such
-        time is known.
-        """
-        following = NEVER
-        way = self.forward
-        for s in reversed(device.stages):
-            m = way.next[s]
-            arrives = way.there[s][m]
-            if arrives < following and self._room(device, s, m):
+            if arrives <= now and (backward is None or m < backward[1]):
+                backward = s, m
+            m = self.forward.next[s]
+            arrives = self.forward.there.get((s, m), NEVER)
+            if forward is None and arrives < NEVER and self._room(device, s, m):
+                following = min(following, arrives)
                 if arrives <= now:
-                    return (s, m), arrives
-                following = arrives
-        return None, following
+                    forward = s, m
+        return backward, forward, following
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
         """Tells whether a forward fits and leaves room for the first micro-batch not yet through.
@@ -231,37 +209,30 @@ class Listing:
         """Runs a task, counts what its device holds then, and notes when its result arrives."""
         loads = self.loads
         device = self.devices[d]
-        kept = loads.kept_bytes[s]
-        handed = loads.handed_bytes[s]
-        device.steps.append((kind, s, m))
+        device.tasks.append(Task(s, kind, m))
+        device.held_bytes += loads.more_bytes[kind][s]
         device.free_s = end = now + loads.seconds[kind][s]
         heapq.heappush(self.queue, (end, d))
         if kind is Kind.W:
-            device.held_bytes -= handed
             return
-        forward = kind is Kind.F
-        last = len(loads.places) - 1
-        (self.forward if forward else self.backward).next[s] += 1
-        device.held_bytes += kept if forward else -kept
+        way = self.forward if kind is Kind.F else self.backward
+        way.next[s] += 1
         if kind is Kind.I:
-            device.held_bytes += handed
             device.late.append((s, m))
         # A forward goes on to the next stage, a backward to the stage before; the last stage's
         # forward is followed by its own backward.
-        turns = forward and s == last
-        to = s if turns else s + 1 if forward else s - 1
+        to = s + 1 if kind is Kind.F else s - 1
+        if to == len(loads.places):
+            to, way = s, self.backward
         if to < 0:
             return
         e = loads.places[to]
-        takes = loads.send_s[s] if forward else loads.return_s[s]
         arrives = end
-        if e != d and takes:
-            arrives = max(end, self.links.get((d, e), 0.0)) + takes
+        if takes_s := loads.send_s[min(s, to)]:
+            arrives = max(end, self.links.get((d, e), 0.0)) + takes_s
             self.links[d, e] = arrives
-        goes_on = forward and not turns
-        if not goes_on:  # a backward may begin earlier with what it recomputes
+        if way is self.backward:  # it may begin earlier with what it recomputes
             arrives = max(now, arrives - loads.early_s[to])
-        way = self.forward if goes_on else self.backward
-        way.there[to][m] = arrives
+        way.there[to, m] = arrives
         ready = max(arrives, self.devices[e].free_s)
         heapq.heappush(self.queue, (ready, e))

@@ -8,24 +8,20 @@ Counts are kept simple, because thousands of orders are judged. Tests compare by
 `device_bytes` of `stage_cost.py` (tests/planners/joint/test_order_loads.py), and the bound with the
 times of orders (test_order_course.py in the same folder).
 
-Legend: a step is one task, written as a plain tuple (kind, stage, micro-batch) because a tuple is
-faster than a `Task`. An order has a list of steps for each device.
+An order has a list of tasks for each device, as a schedule makes them.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from operator import sub
+from itertools import accumulate, pairwise
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, stage_cost
 
-STEP_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-Step = tuple[Kind, int, int]
-Order = list[list[Step]]
+ORDERED_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True)
@@ -37,9 +33,8 @@ class Loads:
         microbatches: how many a training step has.
         seconds: for each kind of task, what it takes on each stage. B and I include what is
             recomputed before them.
-        send_s: the seconds of sending values to the next stage; 0 if it is on the same device.
-        return_s: the seconds of returning cotangents to the stage before; 0 if it is on the same
-            device.
+        send_s: the seconds of sending values to the next stage, and of returning cotangents from
+            there; 0 if that stage is on the same device, or if there is no next stage.
         kept_bytes: what a micro-batch in flight holds.
         handed_bytes: what a micro-batch holds between the halves I and W of its backward.
         room_bytes: per device, what micro-batches in flight may hold; infinite without a limit.
@@ -51,14 +46,13 @@ class Loads:
             that makes, bytes). The reader holds the bytes once for each micro-batch that is in
             flight on the maker but not on the reader.
         early_s: the seconds of recomputation that may run before a backward's cotangents arrive.
-        update_s: the seconds of an update. A device's updates come after all of its steps.
+        updates_s: per device, the seconds of its updates, which come after all of its tasks.
     """
 
     places: tuple[int, ...]
     microbatches: int
     seconds: dict[Kind, tuple[float, ...]]
     send_s: tuple[float, ...]
-    return_s: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     handed_bytes: tuple[float, ...]
     room_bytes: tuple[float, ...]
@@ -66,7 +60,7 @@ class Loads:
     in_flight: tuple[int, ...]
     early: tuple[tuple[int, int, int], ...]
     early_s: tuple[float, ...]
-    update_s: tuple[float, ...]
+    updates_s: tuple[float, ...]
 
     @staticmethod
     def of(problem: Problem, decision: Decision) -> "Loads":
@@ -80,26 +74,29 @@ class Loads:
         stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(spans)]
         places = problem.places
         # `comm_s` counts both directions of the link before a stage, so each takes half of it.
-        ways_s = list[float]()
-        for s in range(1, len(stages)):
-            is_near = places[s] == places[s - 1]
-            ways_s.append(0.0 if is_near else stages[s].comm_s / 2)
+        hops = zip(pairwise(places), stages[1:], strict=True)
+        send_s = [0.0 if a == b else following.comm_s / 2 for (a, b), following in hops]
+        updates_s = list[float]()
+        room_bytes = list[float]()
+        for d in range(problem.devices):
+            here = [x for x, place in zip(stages, places, strict=True) if place == d]
+            updates_s.append(sum((x.update_s for x in here), 0.0))
+            room_bytes.append(_room_bytes(problem.limit_of(d), here))
         is_limited = problem.memory_limit_bytes is not None
         early = _early(problem, decision.bounds) if is_limited else ()
         return Loads(
             places=places,
             microbatches=problem.microbatches,
-            seconds={kind: tuple(stage.task_s(kind) for stage in stages) for kind in STEP_KINDS},
-            send_s=(*ways_s, 0.0),
-            return_s=(0.0, *ways_s),
+            seconds={kind: tuple(stage.task_s(kind) for stage in stages) for kind in ORDERED_KINDS},
+            send_s=(*send_s, 0.0),
             kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),
             handed_bytes=tuple(float(x.held.handed) for x in stages),
-            room_bytes=_room_bytes(problem, stages),
+            room_bytes=tuple(room_bytes),
             splits=tuple(x.halves_s[1] > 0 for x in stages),
             in_flight=problem.in_flight,
             early=tuple(early),
             early_s=tuple(x.early_s for x in stages),
-            update_s=tuple(x.update_s for x in stages),
+            updates_s=tuple(updates_s),
         )
 
     @property
@@ -111,41 +108,33 @@ class Loads:
         """Lists the stages of a device, in the order of the forward."""
         return [s for s, place in enumerate(self.places) if place == d]
 
-    def updates_s(self, d: int) -> float:
-        """Counts the seconds of all updates of a device."""
-        return sum((self.update_s[s] for s in self.stages_on(d)), 0.0)
-
-    def peak_bytes(self, steps: Sequence[Step]) -> float:
-        """Counts the most bytes that micro-batches hold at once on a device with these steps."""
-        now_bytes = peak = 0.0
-        for kind, s, _ in steps:
-            now_bytes += self._more_bytes[kind][s]
-            peak = max(peak, now_bytes)
-        return peak
+    def peak_bytes(self, tasks: Sequence[Task]) -> float:
+        """Counts the most bytes that micro-batches hold at once on a device with these tasks."""
+        added = (self.more_bytes[kind][s] for s, kind, _ in tasks)
+        return max(accumulate(added, initial=0.0))
 
     @cached_property
-    def _more_bytes(self) -> dict[Kind, list[float]]:
+    def more_bytes(self) -> dict[Kind, list[float]]:
         """The bytes that a task of each kind adds to what its device holds, for each stage."""
-        kept, handed = self.kept_bytes, self.handed_bytes
+        every = list(zip(self.kept_bytes, self.handed_bytes, strict=True))
         return {
-            Kind.F: list(kept),
-            Kind.B: [-size for size in kept],
-            Kind.I: list(map(sub, handed, kept)),
-            Kind.W: [-size for size in handed],
+            kind: [
+                KINDS[kind].in_flight * kept + KINDS[kind].between * handed
+                for kept, handed in every
+            ]
+            for kind in ORDERED_KINDS
         }
 
-    def over_bytes(self, order: Order) -> list[float]:
+    def over_bytes(self, order: TaskLists) -> list[float]:
         """Counts by how many bytes each device exceeds its room; not above 0 if it fits."""
         rooms = zip(order, self.rooms_bytes(order), strict=True)
-        return [self.peak_bytes(steps) - room for steps, room in rooms]
+        return [self.peak_bytes(tasks) - room for tasks, room in rooms]
 
-    def fits(self, order: Order) -> bool:
+    def fits(self, order: TaskLists) -> bool:
         """Tells whether each device has room for what an order has in flight."""
-        if min(self.room_bytes) == float("inf"):
-            return True
         return max(self.over_bytes(order)) <= 0
 
-    def rooms_bytes(self, order: Order) -> list[float]:
+    def rooms_bytes(self, order: TaskLists) -> list[float]:
         """Counts the bytes that micro-batches in flight may hold on each device under an order."""
         rooms = list(self.room_bytes)
         k = self._most_in_flight(order) if self.early else []
@@ -157,12 +146,12 @@ class Loads:
             rooms[self.places[s]] += (before - now) * size
         return rooms
 
-    def _most_in_flight(self, order: Order) -> list[int]:
+    def _most_in_flight(self, order: TaskLists) -> list[int]:
         """Counts the most micro-batches that each stage has in flight under an order."""
         peaks = [0] * len(self.places)
         now = [0] * len(self.places)
-        for steps in order:
-            for kind, s, _ in steps:
+        for tasks in order:
+            for s, kind, _ in tasks:
                 now[s] += KINDS[kind].in_flight
                 peaks[s] = max(peaks[s], now[s])
         return peaks
@@ -188,25 +177,19 @@ class Loads:
         ends_s = []
         for d, begin_s in first_s.items():
             work_s = self.microbatches * works_s[d]
-            ends_s.append(begin_s + work_s + self.updates_s(d))
+            ends_s.append(begin_s + work_s + self.updates_s[d])
         return max(ends_s)
 
 
-def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, ...]:
-    """Counts what micro-batches in flight may hold on each device: the limit less fixed bytes."""
-    rooms = list[float]()
-    for d in range(problem.devices):
-        limit = problem.limit_of(d)
-        if limit is None:
-            rooms.append(float("inf"))
-            continue
-        here = [stages[s].held for s, place in enumerate(problem.places) if place == d]
-        # `beyond` is what a stage needs while it works. Stages of a device work one at a time, so
-        # only the largest counts.
-        beyond = max(stage.beyond for stage in here)
-        fixed = sum(stage.static for stage in here) + beyond
-        rooms.append(float(limit - fixed))
-    return tuple(rooms)
+def _room_bytes(limit: int | None, stages: Sequence[StageCost]) -> float:
+    """Counts what micro-batches in flight may hold on a device: its limit less fixed bytes."""
+    if limit is None:
+        return float("inf")
+    # `beyond` is what a stage needs while it works. Stages of a device work one at a time, so only
+    # the largest counts.
+    beyond = max(stage.held.beyond for stage in stages)
+    static = sum(stage.held.static for stage in stages)
+    return float(limit - static - beyond)
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -219,13 +202,3 @@ def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, 
                 # at least one layer, so it is at most `away` stages before the reader.
                 away = i - edge.producer
                 yield s, max(0, s - away), edge.bytes
-
-
-def order_of(lists: TaskLists) -> Order:
-    """Converts task lists to an order."""
-    return [[(task.kind, task.stage, task.microbatch) for task in tasks] for tasks in lists]
-
-
-def order_lists(order: Order) -> TaskLists:
-    """Converts an order to task lists."""
-    return tuple(tuple(Task(s, kind, m) for kind, s, m in steps) for steps in order)

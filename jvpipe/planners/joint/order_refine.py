@@ -23,9 +23,8 @@ from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_loads import Loads, order_lists
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.rule_search import RuledPlan, fitting
-from jvpipe.schedules.auto import given_lists, lines_of
 
 CLIMBED = ", climbed"
 
@@ -81,7 +80,7 @@ def refined(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
     best += [one for one in _of_families(own_order, EFFORT.rules_moved) if one not in best]
     some = _best_of([*some, *_moved(best)])[: EFFORT.kept]
     some = _best_of([*some, *_climbed(some)])
-    return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]))])
+    return _best_of([*some, *_climbed(list(_moved(some[: EFFORT.left])))])
 
 
 def _of_families(candidates: Sequence[RuledPlan], count: int) -> list[RuledPlan]:
@@ -113,24 +112,19 @@ def _near(candidates: Sequence[RuledPlan], near: float) -> list[RuledPlan]:
     return [one for one in candidates if one.step_s <= near * fastest_s]
 
 
-def _moved(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Lists the better plans that are found by moving the bounds of each candidate."""
-    return [moved for one in candidates for moved in _with_moved_bounds(one)]
-
-
-def _with_moved_bounds(one: RuledPlan) -> Iterator[RuledPlan]:
-    """Yields the candidate in the same order with better bounds and fates, if any are found."""
-    lines = lines_of(order_lists(one.order))
-    problem = replace(one.problem, schedule=given_lists(lines))
-    are_many = len(one.decision.choices) > PLAN.hasty_layers
-    is_hasty = are_many and problem.memory_limit_bytes is not None
-    ways = [] if is_hasty or one.fates is None else [one.fates]
-    climb = Climb(problem, ways, RULE.moved_tasks, places=1)
-    decision = climb.climbed(one.decision)
-    if decision != one.decision:
-        loads = Loads.of(one.problem, decision)
-        moved = replace(one, decision=decision, loads=loads)
-        yield from fitting(moved, one.order)
+def _moved(candidates: Iterable[RuledPlan]) -> Iterator[RuledPlan]:
+    """Yields candidates in the same order with better bounds and fates, if any are found."""
+    for one in candidates:
+        problem = one.listed
+        are_many = len(one.decision.choices) > PLAN.hasty_layers
+        is_hasty = are_many and problem.memory_limit_bytes is not None
+        ways = [] if is_hasty or one.fates is None else [one.fates]
+        climb = Climb(problem, ways, RULE.moved_tasks, places=1)
+        decision = climb.climbed(one.decision)
+        if decision != one.decision:
+            loads = Loads.of(one.problem, decision)
+            moved = replace(one, decision=decision, loads=loads)
+            yield from fitting(moved, one.order)
 
 
 def _best_of(candidates: Iterable[RuledPlan]) -> list[RuledPlan]:

@@ -27,8 +27,9 @@ from itertools import product
 from operator import le
 from typing import NamedTuple
 
-from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.order_loads import Loads, Order, Step
+from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.planners.joint.order_loads import Loads
 
 
 class TieBreak(NamedTuple):
@@ -45,24 +46,36 @@ class TieBreak(NamedTuple):
     fills: bool
 
 
-_KINDS = (Kind.F, Kind.I, Kind.W)
 RULES = tuple(TieBreak(*switches) for switches in product((False, True), repeat=3))
 
 
 @dataclass
 class _Device:
-    """The state of a device; `done` counts its tasks, each whole backward as both an I and a W."""
+    """The state of a device.
+
+    `late` counts the second halves that are left for later. `ends_s` are the ends of its forwards
+    (F) and of its backwards, whole or first halves (I), in the order of micro-batches.
+    """
 
     end_s: float = 0.0
     idle_s: float = 0.0
     held_bytes: float = 0.0
-    done: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(_KINDS, 0))
-    steps: list[Step] = field(default_factory=list)
+    late: int = 0
+    ends_s: dict[Kind, list[float]] = field(default_factory=lambda: {Kind.F: [], Kind.I: []})
+    tasks: list[Task] = field(default_factory=list)
 
-    @property
-    def late(self) -> int:
-        """How many second halves are left for later."""
-        return self.done[Kind.I] - self.done[Kind.W]
+    def done(self, kind: Kind) -> int:
+        """Returns how many tasks of a kind have run, which is the next one's micro-batch."""
+        if kind is Kind.W:
+            return self.done(Kind.I) - self.late
+        return len(self.ends_s[kind])
+
+    def ended_s(self, kind: Kind, m: int) -> float:
+        """Returns when a task ended; 0 if it has not run.
+
+        A device that runs all forwards first may ask for forwards that have not run.
+        """
+        return self.ends_s[kind][m] if m < self.done(kind) else 0.0
 
 
 class Rounds:
@@ -85,15 +98,14 @@ class Rounds:
         self._rule = rule
         self._count = loads.devices
         self._devices = [_Device() for _ in range(self._count)]
-        tasks = product((Kind.F, Kind.I), range(self._count))
-        self._ends_s = {task: [0.0] * loads.microbatches for task in tasks}
-        fits = all(map(le, loads.kept_bytes, rooms_bytes))
-        if fits:
-            self._begin()
-            fits = all(self._round() for _ in range(1, loads.microbatches))
-        for s in range(self._count):
-            self._finish(s)
-        self.order: Order | None = [x.steps for x in self._devices] if fits else None
+        self.order: TaskLists | None = None
+        if not all(map(le, loads.kept_bytes, rooms_bytes)):
+            return
+        self._begin()
+        if all(self._round() for _ in range(1, loads.microbatches)):
+            for s in range(self._count):
+                self._finish(s)
+            self.order = tuple(tuple(device.tasks) for device in self._devices)
 
     def _begin(self) -> None:
         """Takes on each device the forwards before its first backward, and then that backward."""
@@ -116,9 +128,7 @@ class Rounds:
         ready_s = 0.0
         for s in reversed(range(self._count)):
             device = self._devices[s]
-            is_last = s + 1 == self._count
-            return_s = 0.0 if is_last else loads.return_s[s + 1]
-            arrives_s = ready_s + return_s - loads.early_s[s]
+            arrives_s = ready_s + loads.send_s[s] - loads.early_s[s]
             taking_s = loads.seconds[Kind.F][s]
             kept = loads.kept_bytes[s]
             end_s = device.end_s
@@ -129,8 +139,8 @@ class Rounds:
                 needed_s = end_s if self._rule.late else end_s + taking_s
                 if needed_s >= arrives_s:
                     break
-                end_s = end_s + taking_s
-                held_bytes = held_bytes + kept
+                end_s += taking_s
+                held_bytes += kept
                 more[s] += 1
             backward_s = loads.seconds[self._first_half(s)][s]
             ready_s = max(end_s, arrives_s) + backward_s
@@ -145,7 +155,7 @@ class Rounds:
         """Takes a forward on some devices and a backward on all; False if a forward has no room."""
         loads = self._loads
         for s in range(self._first_forwarding(), self._count):
-            if self._devices[s].done[Kind.F] == loads.microbatches:
+            if self._devices[s].done(Kind.F) == loads.microbatches:
                 continue
             if not self._make_room(s, loads.kept_bytes[s]):
                 return False
@@ -153,9 +163,9 @@ class Rounds:
             self._take(s, Kind.F)
         for s in reversed(range(self._count)):
             if loads.splits[s]:
-                self._make_room(s, loads.handed_bytes[s] - loads.kept_bytes[s])
+                self._make_room(s, loads.more_bytes[Kind.I][s])
             self._fill(s, Kind.I)
-            if s == 0 and self._devices[0].done[Kind.F] == loads.microbatches:
+            if s == 0 and self._devices[0].done(Kind.F) == loads.microbatches:
                 # No device waits for a backward of device 0, and device 0 has no forward left. So
                 # each W that it has left may run now.
                 self._finish(0)
@@ -172,8 +182,8 @@ class Rounds:
         if not self._rule.hurries:
             return first
         for s in range(self._count - 1):
-            done = self._devices[s].done[Kind.F]
-            following = self._devices[s + 1].done[Kind.F]
+            done = self._devices[s].done(Kind.F)
+            following = self._devices[s + 1].done(Kind.F)
             is_ahead = done >= following + 2 and done != self._loads.microbatches
             if is_ahead and self._should_wait(s):
                 first = s + 1
@@ -192,7 +202,7 @@ class Rounds:
         # If the next device takes its own forward and backward now, this device can begin its
         # backward at `wanted_s`.
         backward = self._first_half(s + 1)
-        wanted_s = following.end_s + seconds[Kind.F][s + 1] + loads.return_s[s + 1]
+        wanted_s = following.end_s + seconds[Kind.F][s + 1] + loads.send_s[s]
         wanted_s += seconds[backward][s + 1] - loads.early_s[s]
         if device.end_s >= wanted_s:
             return True
@@ -242,46 +252,33 @@ class Rounds:
     def _arrives_s(self, s: int, kind: Kind) -> float:
         """Returns when a device's next task of a kind has its input, and may begin."""
         loads = self._loads
-        m = self._devices[s].done[kind]
+        m = self._devices[s].done(kind)
         if kind is Kind.F and s:
-            sent_s = self._ends_s[Kind.F, s - 1][m]
-            return sent_s + loads.send_s[s - 1]
+            return self._devices[s - 1].ended_s(kind, m) + loads.send_s[s - 1]
         if kind is Kind.I and s + 1 < self._count:
-            sent_s = self._ends_s[Kind.I, s + 1][m]
-            return sent_s + loads.return_s[s + 1] - loads.early_s[s]
+            sent_s = self._devices[s + 1].ended_s(kind, m)
+            return sent_s + loads.send_s[s] - loads.early_s[s]
         return 0.0
 
     def _take(self, s: int, kind: Kind) -> None:
         """Runs a device's next task of a kind; a backward is whole if its halves have no room."""
         device = self._devices[s]
         loads = self._loads
-        m = device.done[kind]
-        kept = loads.kept_bytes[s]
-        between = loads.handed_bytes[s] - kept
-        room = max(self._rooms[s], device.held_bytes)
-        splits = loads.splits[s] and device.held_bytes + between <= room
+        between = device.held_bytes + loads.more_bytes[Kind.I][s]
+        splits = loads.splits[s] and between <= max(self._rooms[s], device.held_bytes)
         start_s = max(device.end_s, self._arrives_s(s, kind))
         run = Kind.B if kind is Kind.I and not splits else kind
-        if device.done[Kind.F]:
+        if device.tasks:
             device.idle_s += start_s - device.end_s
         device.end_s = start_s + loads.seconds[run][s]
-        device.steps.append((run, s, m))
-        device.done[kind] += 1
-        match kind:
-            case Kind.F:
-                device.held_bytes += kept
-            case Kind.I:
-                device.held_bytes += between if splits else -kept
-                device.done[Kind.W] += not splits
-            case Kind.W:
-                device.held_bytes -= loads.handed_bytes[s]
-            case _:
-                raise AssertionError(f"a round has no {kind}")
+        device.held_bytes += loads.more_bytes[run][s]
+        device.tasks.append(Task(s, run, device.done(kind)))
         if kind is not Kind.W:
-            self._ends_s[kind, s][m] = device.end_s
+            device.ends_s[kind].append(device.end_s)
+        device.late += KINDS[run].between
 
 
-def in_rounds(loads: Loads, rooms_bytes: Sequence[float]) -> Iterator[Order]:
+def in_rounds(loads: Loads, rooms_bytes: Sequence[float]) -> Iterator[TaskLists]:
     """Yields the orders of all eight forms of the heuristic that fit.
 
     Args:

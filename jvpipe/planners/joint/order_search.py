@@ -30,23 +30,24 @@ from operator import lt
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import TaskLists
 from jvpipe.planners.joint.device_fates import DeviceFates, Moments
 from jvpipe.planners.joint.effort import ORDER, RULE
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_cuts import all_cuts
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
-from jvpipe.planners.joint.order_loads import Loads, Order, order_lists, order_of
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.order_rounds import in_rounds
 from jvpipe.planners.joint.planner import crowded, jvpipe
-from jvpipe.planners.joint.rule_search import RuledPlan, first_cuts, fitting, ruled
+from jvpipe.planners.joint.rule_search import RuledPlan, first_cuts, fitting
 from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision, keeps_limits
-from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
+from jvpipe.schedules.auto import GivenLists
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
@@ -70,8 +71,8 @@ class OrderedPlan:
 
     No order of the decision's tasks takes less than `bound_s`. `family` names the rule or search
     that the order comes from; `others` are the seconds of the best candidate of each family.
-    `whole` are layers whose backwards could be split but stay whole. Devices are idle for the
-    fraction `idle` of the step; other devices can use the fraction `lent` of their idle time.
+    `whole` are layers whose backwards could be split but stay whole. Other devices can use the
+    fraction `lent` of a device's idle time; `worth_s` is `step_s` less the idle time that is lent.
     """
 
     decision: Decision
@@ -79,20 +80,14 @@ class OrderedPlan:
     family: str
     step_s: float
     bound_s: float
+    worth_s: float
     whole: tuple[int, ...] = ()
     others: dict[str, float] = field(default_factory=dict)
-    idle: float = 0.0
     lent: float = 0.0
-
-    @property
-    def worth_s(self) -> float:
-        """The seconds of a step, less the idle time that devices lend to others."""
-        return self.step_s * (1 - self.lent * self.idle)
 
     def answered(self, problem: Problem) -> Problem:
         """Returns the problem under the order that was found, with the stages of the decision."""
-        stages = len(self.decision.bounds) - 1
-        return replace(problem, schedule=self.schedule, stages=stages)
+        return _under(problem, self.schedule)
 
     def plan(self, problem: Problem, planner: str) -> Plan:
         """Makes the plan, with its lists of tasks and each stage on its device."""
@@ -129,7 +124,7 @@ def find_order(problem: Problem) -> OrderedPlan:
         rivals += _planned(problem, EAGER)
     # If nothing was found, the plans that hold the least decide whether any plan fits.
     floors = [] if begin or rivals else list(_floors(problem))
-    rivals += [_in_own_order(problem, one.schedule, one.decision) for one in floors]
+    rivals += [RuledPlan.of(_under(problem, one.schedule), one.decision) for one in floors]
     for rival in rivals:
         begin += _from_rival(placements, rival)
     candidates = sorted(begin, key=lambda one: one.step_s)
@@ -243,8 +238,9 @@ def _of_cuts(
         below_s: only plans whose lower bound is below these seconds are yielded.
         few: whether there are so few cuts that more ways to make room can be tried.
     """
-    kept = Loads.of(placed[0], Decision.keeping_all(bounds))
-    if kept.bound_s() >= below_s:
+    first = placed[0]
+    keeping = Loads.of(first, Decision.keeping_all(bounds))
+    if keeping.bound_s() >= below_s:
         return
     # Keys are a decision and the most micro-batches in flight on each stage; (): as many as fit.
     # A dictionary, unlike a set, keeps them in order.
@@ -253,17 +249,19 @@ def _of_cuts(
         decision = fates.fastest(one, bounds)
         if decision is not None:
             lists[decision, ()] = None
-            yield from ruled(one, decision, fates)
-    if placed[0].memory_limit_bytes is not None:
-        for in_flight, moments in _moments(placed[0], few=few):
-            roomy = fates.fastest(placed[0], bounds, moments)
+            ruled = RuledPlan.of(one, decision, fates)
+            yield from fitting(ruled, ruled.order)
+    if first.memory_limit_bytes is not None:
+        for in_flight, moments in _moments(first, few=few):
+            roomy = fates.fastest(first, bounds, moments)
             if roomy and few:
                 lists[roomy, in_flight] = None
             if roomy:
                 lists[roomy, ()] = None
     for decision, in_flight in lists:
-        if Loads.of(placed[0], decision).bound_s() < below_s:
-            yield from _listed(placed[0], decision, fates, in_flight)
+        plain = RuledPlan.of(first, decision, fates)
+        if plain.loads.bound_s() < below_s:
+            yield from _listed(plain, in_flight)
 
 
 def _moments(
@@ -292,16 +290,11 @@ def _moments(
             # A device's first stage has k in flight, each of its other stages min(later, k).
             counts = [max(1, first - falling * d) for d in range(problem.devices)]
             full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in counts]
-            in_flight = _in_flight(problem, full)
+            places = enumerate(problem.places)
+            in_flight = tuple(full[d][s // problem.devices][0] for s, d in places)
             yield in_flight, [[moment, *_between(moment)] for moment in full]
             if few:
                 yield in_flight, [[moment] for moment in full]
-
-
-def _in_flight(problem: Problem, full: Sequence[Holding]) -> tuple[int, ...]:
-    """Lists the micro-batches in flight on each stage, given one moment of each device."""
-    of_device = [iter(moment) for moment in full]
-    return tuple(next(of_device[d])[0] for d in problem.places)
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
@@ -328,22 +321,20 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
             yield rules
 
 
-def _listed(
-    problem: Problem,
-    decision: Decision,
-    fates: DeviceFates,
-    in_flight: tuple[int, ...] = (),
-) -> Iterator[RuledPlan]:
-    """Yields plans with this decision in searched orders: listed, in rounds, or with W late.
+def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[RuledPlan]:
+    """Yields the plan in searched orders that fit: listed, in rounds, or with W late.
 
-    `in_flight` are the most micro-batches in flight on each stage; empty: as many as fit. Orders
-    in rounds need one chunk per device, and orders with W late need a limit and a loop. Both are
-    made only if `in_flight` is empty.
+    Orders in rounds need one chunk per device, and orders with W late need a limit and a loop. Both
+    are made only if `in_flight` is empty.
+
+    Args:
+        plain: the plan; its own order is not used.
+        in_flight: the most micro-batches in flight on each stage; empty: as many as fit.
     """
-    loads = Loads.of(problem, decision)
+    problem = plain.problem
+    loads = plain.loads
     schedule = problem.schedule
     name = schedule.name
-    plain = RuledPlan(problem, decision, loads, [], name, fates)
     limited = problem.memory_limit_bytes is not None
     rooms = [] if in_flight else _smaller_rooms(loads)
     if limited:
@@ -361,7 +352,7 @@ def _listed(
     if limited and not schedule.vee:
         late = tuple(_late(problem, loads, d) for d in range(problem.devices))
         rule = Interleaved(chunks=schedule.chunks, split=True, late=late)
-        order = order_of(rule.tasks(problem.devices, problem.microbatches))
+        order = rule.tasks(problem.devices, problem.microbatches)
         yield from fitting(plain, order, f"{name}, late by bytes")
 
 
@@ -395,24 +386,18 @@ def _all_late(
     late: int,
     devices: int,
     microbatches: int,
-) -> Order:
+) -> TaskLists:
     """Makes the order in which W is equally late on all devices; cached for `_late`.
 
     `_late` takes one device's tasks from it. They depend only on how late W is on that device.
     """
     lists = InterleavedLists(chunks, split=True, late=(late,) * devices)
-    return order_of(lists(devices, microbatches))
-
-
-def _in_lists(one: RuledPlan) -> Problem:
-    """Returns a candidate's problem with the candidate's order as its schedule."""
-    lines = lines_of(order_lists(one.order))
-    return replace(one.problem, schedule=given_lists(lines))
+    return lists(devices, microbatches)
 
 
 def _simulated(one: RuledPlan) -> OrderedPlan | None:
     """Simulates a candidate; None if exact counting shows a device over its limit."""
-    problem = _in_lists(one)
+    problem = one.listed
     evaluation = evaluate_decision(problem, one.decision)
     if not keeps_limits(problem, evaluation):
         return None
@@ -428,20 +413,9 @@ def _simulated(one: RuledPlan) -> OrderedPlan | None:
         one.family,
         step_s,
         one.loads.bound_s(),
-        idle=max(0.0, idle),
+        step_s * (1 - problem.lent * max(0.0, idle)),
         lent=problem.lent,
     )
-
-
-def _in_own_order(
-    problem: Problem,
-    schedule: Schedule,
-    decision: Decision,
-) -> RuledPlan:
-    """Makes a candidate of a decision in the order of a schedule, whether it fits or not."""
-    under = _under(problem, schedule)
-    order = order_of(schedule.tasks(problem.devices, problem.microbatches))
-    return RuledPlan(under, decision, Loads.of(under, decision), order, schedule.name)
 
 
 def _planned(
@@ -457,7 +431,7 @@ def _planned(
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
         decision = jvpipe(replace(problem, schedule=rule), refine)
-        yield _in_own_order(problem, rule, decision)
+        yield RuledPlan.of(_under(problem, rule), decision)
 
 
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
@@ -507,7 +481,7 @@ def _from_rival(
     """Yields a rival's cuts in searched orders, with its fates, or with new ones if it swaps."""
     problem = rival.problem
     decision = rival.decision
-    schedule = rival.problem.schedule
+    schedule = problem.schedule
     for rules, fates in placements:
         rule = rules[0]
         if (rule.chunks, rule.vee) != (schedule.chunks, schedule.vee):
@@ -516,12 +490,12 @@ def _from_rival(
         swaps = any(stage.held.swapped for stage in stages)
         plain = fates.fastest(problem, decision.bounds) if swaps else decision
         if plain is not None:
-            yield from _listed(_under(problem, rule), plain, fates)
+            yield from _listed(RuledPlan.of(_under(problem, rule), plain, fates))
 
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:
     """Yields the candidate with new fates, which may swap and which only the simulator can time."""
-    problem = _in_lists(one)
+    problem = one.listed
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)
         decision = fates.fastest(problem, one.decision.bounds)

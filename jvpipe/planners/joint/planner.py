@@ -14,14 +14,13 @@ How much is tried is set by `PLAN` and `CUTS` in `effort.py`, which may be chang
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.cap_search import Solution
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
+from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
@@ -193,9 +192,8 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
         kept: the best plan without a limit, if it was searched.
     """
     cuts = Segments(problem).cuts
-    seconds = [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
     yield even(problem).bounds
-    yield balanced(problem, cuts, np.array(seconds))
+    yield balanced(problem, cuts, layer_s(problem))
     if problem.memory_limit_bytes is not None:
         yield (kept or jvpipe(problem.unlimited)).bounds
 

@@ -18,22 +18,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.order_floor import emptied
-from jvpipe.planners.joint.order_loads import Loads, Order, Step, order_of
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 from jvpipe.planners.model.unfolded import on_devices
+from jvpipe.schedules.auto import given_lists, lines_of
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,33 @@ class RuledPlan:
     problem: Problem
     decision: Decision
     loads: Loads
-    order: Order
+    order: TaskLists
     family: str
     fates: DeviceFates | None = None
     step_s: float = 0.0
+
+    @staticmethod
+    def of(
+        problem: Problem,
+        decision: Decision,
+        fates: DeviceFates | None = None,
+    ) -> "RuledPlan":
+        """Makes the plan in the rule's own order, which is not timed and may not fit.
+
+        Args:
+            problem: whose schedule is the rule.
+            decision: cuts and fates.
+            fates: chooses fates for other cuts.
+        """
+        loads = Loads.of(problem, decision)
+        schedule = problem.schedule
+        order = schedule.tasks(problem.devices, problem.microbatches)
+        return RuledPlan(problem, decision, loads, order, schedule.name, fates)
+
+    @property
+    def listed(self) -> Problem:
+        """The problem with the plan's order as its schedule."""
+        return replace(self.problem, schedule=given_lists(lines_of(self.order)))
 
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
@@ -74,11 +97,17 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
         return jvpipe(problem, begin=begin)
     ways = _ways(problem)
     first = first_cuts(problem, Segments(problem).cuts)
+    others = list[Decision]()
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(problem.unlimited).bounds)
+    else:
+        # Under a limit, a plan made as if each stage had a device of its own would not help: it
+        # does not count that the stages of a device share its memory.
+        refine = len(problem.costs.layers) <= RULE.refined_layers
+        others.append(on_devices(partial(jvpipe, refine=refine))(problem))
     climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
     begins = [decision for bounds in first for decision in climb.refitted(bounds)]
-    best = climb.top([*begins, *_asked(problem)])
+    best = climb.top([*begins, *others])
     # If no plan near fast cuts fits, bounds move to where devices hold less, however slow that is.
     if best is None:
         begins = list[Decision]()
@@ -116,40 +145,9 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(begin))
 
 
-def _asked(problem: Problem) -> list[Decision]:
-    """Returns one more plan to begin from, made as if each stage had a device of its own.
-
-    Under a memory limit the list is empty, because that plan does not count that the stages of a
-    device share its memory.
-    """
-    if problem.memory_limit_bytes is not None:
-        return []
-    refine = len(problem.costs.layers) <= RULE.refined_layers
-    return [on_devices(partial(jvpipe, refine=refine))(problem)]
-
-
-def ruled(
-    problem: Problem,
-    decision: Decision,
-    fates: DeviceFates,
-) -> Iterator[RuledPlan]:
-    """Yields the plan in the rule's own order, if that order fits.
-
-    Args:
-        problem: whose schedule is the rule.
-        decision: cuts and fates.
-        fates: chooses fates for other cuts.
-    """
-    loads = Loads.of(problem, decision)
-    schedule = problem.schedule
-    one = RuledPlan(problem, decision, loads, [], schedule.name, fates)
-    lists = schedule.tasks(problem.devices, problem.microbatches)
-    yield from fitting(one, order_of(lists))
-
-
 def fitting(
     one: RuledPlan,
-    order: Order,
+    order: TaskLists,
     family: str = "",
 ) -> Iterator[RuledPlan]:
     """Yields the candidate in another order, if that order fits.
@@ -164,19 +162,17 @@ def fitting(
     loads = one.loads
     # A rule's order has halves for all stages, even those whose backwards cannot be split.
     if not all(loads.splits):
-        order = [_whole_where_not_split(steps, loads.splits) for steps in order]
+        order = tuple(tuple(_whole_where_not_split(tasks, loads.splits)) for tasks in order)
     if loads.fits(order):
         step_s = Course(loads, order).step_s
-        if np.isfinite(step_s):
+        if step_s < float("inf"):
             yield replace(one, order=order, family=family or one.family, step_s=step_s)
 
 
-def _whole_where_not_split(steps: Sequence[Step], splits: Sequence[bool]) -> list[Step]:
-    """Makes backwards whole in a device's steps, for the stages that cannot be split."""
-    whole = list[Step]()
-    for kind, s, m in steps:
-        if splits[s] or kind is Kind.F:
-            whole.append((kind, s, m))
-        elif kind is not Kind.W:
-            whole.append((Kind.B, s, m))
-    return whole
+def _whole_where_not_split(tasks: Sequence[Task], splits: Sequence[bool]) -> Iterator[Task]:
+    """Yields a device's tasks, with whole backwards on the stages that cannot be split."""
+    for task in tasks:
+        if splits[task.stage] or task.kind is Kind.F:
+            yield task
+        elif task.kind is not Kind.W:
+            yield task._replace(kind=Kind.B)

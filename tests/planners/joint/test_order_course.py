@@ -5,12 +5,12 @@ from random import Random
 import pytest
 
 from jvpipe.cost.hardware import INFINITE, Link
-from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_loads import Loads, order_lists, order_of
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
+from jvpipe.schedules.auto import read_lines
 from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule
 from tests.planners.joint.orders import computing_again, loads_of, placed, problem_of
@@ -29,36 +29,32 @@ def test_the_clock_is_the_simulators(schedule: Schedule, link: Link) -> None:
         lists = schedule.tasks(devices, m)
         for one in (decision, computing_again(decision)):
             stages = evaluate_decision(problem, one).stages
-            course = Course(Loads.of(problem, one), order_of(lists))
+            course = Course(Loads.of(problem, one), lists)
             assert course.step_s == pytest.approx(simulated_step_s(problem, stages))
-        assert order_lists(order_of(lists)) == lists
-        assert course.order == order_of(lists)
+        assert course.order == lists
 
 
 @pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
 def test_no_rule_is_under_the_bound(schedule: Schedule) -> None:
     for seed in range(4):
         loads = loads_of(problem_of(12, 4, 6, seed, link=Link(4.0)), schedule)
-        assert Course(loads, order_of(schedule.tasks(4, 6))).step_s >= loads.bound_s() - 1e-9
+        assert Course(loads, schedule.tasks(4, 6)).step_s >= loads.bound_s() - 1e-9
 
 
 def test_steps_that_wait_for_each_other_are_stuck() -> None:
     loads = loads_of(problem_of(2, 2, 1), find_schedule("1f1b"))
-    assert Course(
-        loads, [[(Kind.F, 0, 0), (Kind.B, 0, 0)], [(Kind.B, 1, 0), (Kind.F, 1, 0)]]
-    ).step_s == float("inf")
-    assert Course(
-        loads, [[(Kind.B, 0, 0), (Kind.F, 0, 0)], [(Kind.F, 1, 0), (Kind.B, 1, 0)]]
-    ).step_s == float("inf")
-    assert Course(
-        loads, [[(Kind.F, 0, 0), (Kind.B, 0, 0)], [(Kind.F, 1, 0), (Kind.W, 1, 0), (Kind.I, 1, 0)]]
-    ).step_s == float("inf")
+    for lines in (
+        ("0F0 0B0", "1B0 1F0"),
+        ("0B0 0F0", "1F0 1B0"),
+        ("0F0 0B0", "1F0 1W0 1I0"),
+    ):
+        assert Course(loads, read_lines(lines)).step_s == float("inf")
 
 
 @pytest.mark.parametrize("schedule", RULES[2:], ids=lambda schedule: schedule.name)
 def test_a_step_may_take_longer_by_its_slack_and_no_more(schedule: Schedule) -> None:
     loads = loads_of(problem_of(12, 3, 4), schedule, again=True)
-    course = Course(loads, order_of(schedule.tasks(3, 4)))
+    course = Course(loads, schedule.tasks(3, 4))
     course.follow()
     before_s = course.step_s
     slack_s = {step: before_s - course.ends[step] - course.tails[step] for step in course.ran}
@@ -75,9 +71,7 @@ def test_a_step_may_take_longer_by_its_slack_and_no_more(schedule: Schedule) -> 
 @pytest.mark.parametrize("link", [INFINITE, Link(1.0, 0.25)])
 @pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
 def test_a_longest_path_goes_from_the_start_to_the_end(schedule: Schedule, link: Link) -> None:
-    course = Course(
-        loads_of(problem_of(13, 3, 6, link=link), schedule), order_of(schedule.tasks(3, 6))
-    )
+    course = Course(loads_of(problem_of(13, 3, 6, link=link), schedule), schedule.tasks(3, 6))
     for seed in range(3):
         *_, first = blocks = course.path(Random(seed))
         assert course.starts[course.lists[first.device][first.first]] == 0

@@ -5,7 +5,6 @@ import pytest
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_list import Listing
-from jvpipe.planners.joint.order_loads import order_lists
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule
@@ -31,7 +30,7 @@ def test_orders_run_keep_caps_and_ascend(schedule: Schedule, patience: float) ->
                     loads.peak_bytes(steps) <= times * x
                     for steps, x in zip(order, unit, strict=True)
                 )
-                for tasks in order_lists(order):
+                for tasks in order:
                     for stage in {task.stage for task in tasks}:
                         backwards = [
                             t.microbatch for t in tasks if t.stage == stage and t.kind in ("B", "I")

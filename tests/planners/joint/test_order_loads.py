@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task
 from jvpipe.planners.joint.order_list import Listing
-from jvpipe.planners.joint.order_loads import Loads, order_lists, order_of
+from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists, lines_of
@@ -24,7 +25,7 @@ RULES = [
 def test_room_is_what_the_limit_leaves(schedule: Schedule) -> None:
     problem, decision = placed(problem_of(12, 3, 8), schedule)
     peaks = evaluate_decision(problem, decision).device_bytes
-    order = order_of(schedule.tasks(3, 8))
+    order = schedule.tasks(3, 8)
     for over, fits in ((0, True), (-1, False)):
         tight = replace(problem_of(12, 3, 8), memory_limit_bytes=max(peaks) + over)
         assert loads_of(tight, schedule).fits(order) is fits
@@ -42,7 +43,7 @@ def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: 
         loads = Loads.of(problem, decision)
         order = Listing(loads, loads.room_bytes, 0.0).order
         assert order is not None
-        own = replace(problem, schedule=given_lists(lines_of(order_lists(order))))
+        own = replace(problem, schedule=given_lists(lines_of(order)))
         limit = problem.memory_limit_bytes or 0
         assert loads.over_bytes(order) == [
             size - limit for size in evaluate_decision(own, decision).device_bytes
@@ -52,4 +53,4 @@ def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: 
 def test_a_kind_of_which_nobody_has_said_what_it_holds_is_refused() -> None:
     loads = loads_of(problem_of(12, 3, 8), find_schedule("1f1b"))
     with pytest.raises(KeyError):
-        loads.peak_bytes([(Kind.F, 0, 0), (Kind.R, 0, 0), (Kind.B, 0, 0)])
+        loads.peak_bytes([Task(0, kind, 0) for kind in (Kind.F, Kind.R, Kind.B)])

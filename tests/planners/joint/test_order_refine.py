@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from jvpipe.planners.joint.device_fates import DeviceFates
-from jvpipe.planners.joint.order_loads import order_lists
 from jvpipe.planners.joint.order_refine import refined
-from jvpipe.planners.joint.rule_search import ruled
+from jvpipe.planners.joint.rule_search import RuledPlan, fitting
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.auto import given_lists, lines_of
 from tests.planners.joint.orders import placed, problem_of
 
 RULES = ("1f1b", "zb-h1", "interleaved", "zb-v", "v-half")
@@ -23,15 +21,15 @@ def test_what_comes_of_candidates_is_no_slower_and_fits() -> None:
         )
         fates = DeviceFates.of(tight)
         if one := fates.fastest(tight, decision.bounds):
-            begin += ruled(tight, one, fates)
+            ruled = RuledPlan.of(tight, one, fates)
+            begin += fitting(ruled, ruled.order)
     assert len(begin) >= 3
     found = refined(begin)
     assert [one.step_s for one in found] == sorted(one.step_s for one in found)
     assert found[0].step_s < min(one.step_s for one in begin)
     assert found == refined(begin)
     for one in found:
-        own = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
-        assert evaluate_decision(own, one.decision).peak_bytes <= (
+        assert evaluate_decision(one.listed, one.decision).peak_bytes <= (
             one.problem.memory_limit_bytes or 0
         )
 

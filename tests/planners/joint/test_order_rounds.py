@@ -9,6 +9,7 @@ import pytest
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.order_rounds import RULES, Rounds
@@ -56,7 +57,7 @@ def test_every_rule_does_each_task_once_in_an_order_that_runs(seed: int) -> None
         for s, steps in enumerate(order):
             halves = (Kind.I, Kind.W) if loads.splits[s] else (Kind.B,)
             tasks = [
-                (kind, s, m) for kind in (Kind.F, *halves) for m in range(problem.microbatches)
+                Task(s, kind, m) for kind in (Kind.F, *halves) for m in range(problem.microbatches)
             ]
             assert Counter(steps) == Counter(tasks)
         assert np.isfinite(Course(loads, order).step_s)
