@@ -76,10 +76,7 @@ class MicrobatchLayout:
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        stage_of: dict[int, int] = {}
-        for s, stage in enumerate(self.plan.stages):
-            stage_of |= dict.fromkeys(stage.layers, s)
-        return stage_of
+        return stages_of(self.plan)
 
     def layers(self, stage: int) -> list[Layer]:
         """Returns the layers of a stage, in the order of their forwards."""
@@ -128,6 +125,11 @@ class MicrobatchLayout:
         devices = stages[stage].devices
         touching = {self.stage[layer] for layer in (tensor.producer, *tensor.readers)}
         return {s for s in touching if stages[s].devices == devices}
+
+
+def stages_of(plan: Plan) -> dict[int, int]:
+    """Returns the stage of each layer under a plan."""
+    return {layer: s for s, stage in enumerate(plan.stages) for layer in stage.layers}
 
 
 def _edges_read(layer: Layer, signature: Signature) -> Iterator[Ref]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.rows import AddRun, Run
 from jvpipe.ir.values import Value
 
@@ -66,11 +67,11 @@ class Operation:
 
 
 def summed(
+    graph: LayerGraph,
     layer: int,
     m: int,
     parts: Sequence[Sequence[Value]],
     sums: Sequence[Value],
-    writes: Sequence[Write],
 ) -> Iterator[Operation]:
     """Yields the operations that add up the gradients of several replicas, in the replicas' order.
 
@@ -81,14 +82,15 @@ def summed(
     beside the sums at a time. The order never depends on which replica is faster.
 
     Args:
+        graph: the layers.
         layer: the layer whose gradients they are.
         m: the micro-batch, or NONE.
         parts: the gradients of each replica.
         sums: the names of the sums.
-        writes: the same names, with their bytes.
     """
     if not sums:
         return
+    writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
     first, *others = parts
     before, run = first, None
     for part in others:

@@ -30,6 +30,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.ir.values import ValueKind
+from jvpipe.lowering.layout import stages_of
 
 
 def dispatch_order(
@@ -114,9 +115,7 @@ class _Neighbors:
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
-        self.stage: dict[int, int] = {}
-        for s, members in enumerate(plan.stages):
-            self.stage |= dict.fromkeys(members.layers, s)
+        self.stage = stages_of(plan)
         self.devices = [members.devices[0] for members in plan.stages]
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]

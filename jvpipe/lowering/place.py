@@ -440,17 +440,8 @@ class Placer(BufferTable):
         before = self.where.plan
         self.enter(plan)
         for buffer in self.where.lasting(self.optimizer):
-            match buffer.value.kind:
-                case ValueKind.OPTIMIZER:
-                    self.bring(buffer.value, buffer.place, buffer.value.layer)
-                case ValueKind.PARAMETER | ValueKind.CONSTANT:
-                    self.bring(buffer.value, buffer.place, NONE)
-                case ValueKind.STATE:
-                    pass
-                case _:
-                    raise AssertionError(
-                        f"{buffer.value} does not lie on the devices between steps"
-                    )
+            if buffer.value.kind is not ValueKind.STATE:
+                self.bring(buffer.value, buffer.place, buffer.value.layer)
         self.enter(before)
 
     def commit(self) -> None:

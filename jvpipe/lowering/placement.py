@@ -14,6 +14,7 @@ from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.lowering.layout import stages_of
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.shares import updating
 
@@ -35,10 +36,7 @@ class Placement:
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        stage_of: dict[int, int] = {}
-        for s, stage in enumerate(self.plan.stages):
-            stage_of |= dict.fromkeys(stage.layers, s)
-        return stage_of
+        return stages_of(self.plan)
 
     @cached_property
     def places(self) -> Mapping[int, tuple[int, ...]]:
@@ -92,15 +90,8 @@ class Placement:
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
 
     def holding(self, k: int) -> tuple[int, ...]:
-        """Returns the places that hold a leaf of the model state.
-
-        They are the places of the layers that read the leaf. If no layer reads it, they are those
-        of the layers that write it; if none writes it either, those of layer 0.
-        """
-        layers = self.graph.layers
-        reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
-        writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
-        return self._of_all(reading or writing or [0])
+        """Returns the places that hold a leaf of the model state."""
+        return self._of_all(state_layers(self.graph, k))
 
     @cached_property
     def _away(self) -> frozenset[int]:
@@ -164,6 +155,17 @@ class Placement:
             readers = [layer.id for layer in graph.layers if c in layer.reading(constant.kind)]
             add(constant, self._of_all(readers), array.bytes)
         return tuple(buffers)
+
+
+def state_layers(graph: LayerGraph, k: int) -> Sequence[int]:
+    """Returns the layers at whose places a leaf of the model state lies.
+
+    They are the layers that read the leaf. If no layer reads it, they are those that write it; if
+    none writes it either, layer 0.
+    """
+    reading = [layer.id for layer in graph.layers if k in layer.reading(ValueKind.STATE)]
+    writing = [layer.id for layer in graph.layers if k in layer.writing(ValueKind.STATE)]
+    return reading or writing or [0]
 
 
 def written_state(graph: LayerGraph) -> frozenset[int]:

@@ -31,9 +31,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from jvpipe.ir.examples import Batching, Over
+from jvpipe.ir.examples import Batching, Examples, Over
 from jvpipe.ir.kinds import KINDS, Kind, Runs
-from jvpipe.ir.layers import Ref
+from jvpipe.ir.layers import Array, Ref
 from jvpipe.ir.rows import ConcatRun, JoinRun, LayerRun, SliceRun, StateRun
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
@@ -124,9 +124,8 @@ class Slicing(ReplicaParts):
                 by_replica.setdefault(replica, []).append(p)
             for replica, parameters in sorted(by_replica.items()):
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in parameters]
-                writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
                 parts = [[total._replace(examples=part) for total in sums] for part in slices]
-                for op in summed(layer, NONE, parts, sums, writes):
+                for op in summed(graph, layer, NONE, parts, sums):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
@@ -148,16 +147,24 @@ class Slicing(ReplicaParts):
         Args:
             op: the backward of all replicas.
         """
-        assert isinstance(op.run, LayerRun)
-        sliced = self._layouts[op.run.layout].sliced
-        of_replicas = [sliced[e] for e in self.where.slices(op.layer) if e is not None]
-        if KINDS[op.kind].between:  # the second half of a backward
-            left = [replica.halves[op.layer].handed for replica in of_replicas]
-        else:
-            left = [replica.signatures[op.layer].residuals for replica in of_replicas]
+        is_half = KINDS[op.kind].between
+        kind = ValueKind.HANDED if is_half else ValueKind.RESIDUAL
+        slices = self.where.slices(op.layer)
+        left = [self._left(op, kind, examples) for examples in slices if examples is not None]
         # The fewest, so that the caller can count on them at every replica.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
+
+    def _left(self, op: Operation, kind: ValueKind, examples: Examples) -> Sequence[Array]:
+        """Returns the residuals, or the handed values, that a replica's layer leaves.
+
+        Their bytes need not be in proportion to the number of examples.
+        """
+        assert isinstance(op.run, LayerRun)
+        sliced = self._layouts[op.run.layout].sliced[examples]
+        if kind is ValueKind.HANDED:
+            return sliced.halves[op.layer].handed
+        return sliced.signatures[op.layer].residuals
 
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
         """Lists the parts of a value that the replicas of a layer have, each with its place."""
@@ -170,15 +177,7 @@ class Slicing(ReplicaParts):
         """Names the part of a layer's result that one of its replicas writes."""
         value, size, copy = write
         if examples is not None and value.kind in (ValueKind.RESIDUAL, ValueKind.HANDED):
-            # The bytes of a residual need not be in proportion to the number of examples. They are
-            # those that the replica's program yields.
-            assert isinstance(op.run, LayerRun)
-            sliced = self._layouts[op.run.layout].sliced[examples]
-            if value.kind is ValueKind.HANDED:
-                arrays = sliced.halves[op.layer].handed
-            else:
-                arrays = sliced.signatures[op.layer].residuals
-            size = arrays[value.index].bytes
+            size = self._left(op, value.kind, examples)[value.index].bytes
         is_shared = self.is_shared(value)
         part = value._replace(examples=examples) if is_shared else self.named(value, examples)
         return Write(part, self.part_bytes(value, size, examples), copy)

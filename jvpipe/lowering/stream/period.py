@@ -18,7 +18,6 @@ from functools import cached_property
 
 from jvpipe.ir.buffers import Buffer, Copy, Lowered, Spot
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.rows import Row
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import NONE
@@ -45,7 +44,6 @@ class Unrolled:
     """The rows of some steps of a stream, with the buffers that they touch.
 
     Attributes:
-        graph: the layers.
         rows: the rows of all steps.
         buffers: the table of buffers.
         bounds: the rows at which steps begin, and last the end. Step n has the rows from
@@ -59,7 +57,6 @@ class Unrolled:
         end: if the last step drains the stream, the buffers that are left, with their names.
     """
 
-    graph: LayerGraph
     rows: Sequence[Row]
     buffers: Sequence[Buffer]
     bounds: Sequence[int]

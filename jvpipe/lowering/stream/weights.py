@@ -28,16 +28,17 @@ from dataclasses import dataclass, replace
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer
-from jvpipe.ir.rows import PieceRun, SettleRun, ShiftRun, SumRun, ZeroRun
+from jvpipe.ir.rows import SettleRun, ShiftRun, SumRun, ZeroRun
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import NEVER, Value, ValueKind
 from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.update import Slots
+from jvpipe.lowering.weight_rule import Weights
 
 
-class StreamWeights:
+class StreamWeights(Weights):
     """The rule of a timeline's schedule: which weights each layer reads.
 
     `existing` is the set of values made so far, which the expander shares.
@@ -58,10 +59,9 @@ class StreamWeights:
     """
 
     def __init__(self, timeline: StreamTimeline, existing: set[Value]) -> None:
-        self.timeline = timeline
-        self.graph, self.existing = timeline.graph, existing
-        self.schedule = timeline.schedule
-        self.accumulates = timeline.every > 1
+        super().__init__(timeline.graph, accumulates=timeline.every > 1)
+        self.timeline, self.schedule = timeline, timeline.schedule
+        self.existing = existing
 
     def is_tied(self, p: int, m: int) -> bool:
         """Tells whether several stages read a parameter in a micro-batch.
@@ -237,7 +237,6 @@ class LayerUpdate:
     the old ones.
     """
 
-    layer: int
     version: int
     before: dict[int, int]
     remembers: bool
@@ -251,7 +250,6 @@ class StreamUpdates:
         self.weights = weights
         self.expander = expander
         self.slots = slots
-        self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields the sum of the weights of an update's losses, once all these weights exist."""
@@ -286,12 +284,11 @@ class StreamUpdates:
         for reader in dict.fromkeys(readers):
             parameters = [p for p in owned if reader in graph.parameters[p].readers]
             sums = [Value(ValueKind.GRADIENT, p, reader, version=update) for p in parameters]
-            writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
             # The last `turns` micro-batches ran on different devices, so they name all the sums.
             turns = weights.timeline.replicas(reader, m)
             last_ones = range(m + 1 - turns, m + 1)
             parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
-            yield from summed(reader, m, parts, sums, writes)
+            yield from summed(graph, reader, m, parts, sums)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """Makes the update of a layer after a micro-batch."""
@@ -303,35 +300,15 @@ class StreamUpdates:
         # On the last stage (tau = 0) forward and backward read the same weights without a shift.
         remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
         operations = []
-        for number, piece in self._pieces:
-            if piece.layer != layer:
-                continue
-            reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
-            results = zip(piece.writes, piece.program.out_avals, strict=True)
-            writes = [self.slots.written(slot, aval, layer, m) for slot, aval in results]
-            run = PieceRun(number)
-            operations.append(
-                self.expander.operation(
-                    Kind.U,
-                    layer,
-                    m,
-                    reads,
-                    writes,
-                    run,
-                )
-            )
+        for number, piece in enumerate(self.slots.optimizer.update):
+            if piece.layer == layer:
+                operations.append(self.slots.operation(self.expander, number, update, m))
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
         elif before:  # a layer that came from an earlier stage may still remember updates
             forgets = self._forgotten(layer, before)
             operations[-1] = replace(operations[-1], forgets=forgets)
-        return LayerUpdate(
-            layer,
-            update + 1,
-            before,
-            remembers,
-            tuple(operations),
-        )
+        return LayerUpdate(update + 1, before, remembers, tuple(operations))
 
     def _remembered(
         self,
