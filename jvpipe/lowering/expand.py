@@ -136,21 +136,7 @@ class Expander:
         return Value(ref.kind, ref.index, microbatch=m)
 
     def _write(self, ref: Ref, m: int, copy: Copy = Copy.OWN) -> Write:
-        return Write(self.written_by(ref, m), self._bytes_of(ref), copy)
-
-    def _bytes_of(self, ref: Ref) -> int:
-        graph = self.graph
-        match ref.kind:
-            case ValueKind.TENSOR:
-                return graph.tensors[ref.index].array.bytes
-            case ValueKind.STATE:
-                return graph.state[ref.index].bytes
-            case ValueKind.AUX:
-                return graph.aux[ref.index].bytes
-            case ValueKind.LOSS:
-                return graph.loss_bytes
-            case _:
-                raise AssertionError(f"no layer writes {ref}")
+        return Write.of(self.graph, self.written_by(ref, m), copy)
 
     # Tasks
 
@@ -276,13 +262,13 @@ class Expander:
             reads += [write.value for write in handed]
         if self.weights.accumulates:
             reads += sums
-        writes = [Write(value, self._parameter_bytes(value.index)) for value in sums]
+        writes = [Write.of(self.graph, value) for value in sums]
         delivers = []
         for i in signature.returned:
             ref = layer.reads[i]
             tensor = self.graph.tensors[ref.index]
             cotangent = self._cotangent(ref, m)
-            writes.append(Write(cotangent, tensor.array.bytes))
+            writes.append(Write.of(self.graph, cotangent))
             # The sum so far goes to the reader before this one; without one, to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
@@ -405,9 +391,6 @@ class Expander:
     def _cotangent(self, ref: Ref, m: int) -> Value:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
 
-    def _parameter_bytes(self, p: int) -> int:
-        return self.graph.parameters[p].array.bytes
-
     def _source(self, layer: Layer, source: Source, m: int) -> Value:
         """Names a value that a backward reads of its forward: an input, an output or a residual."""
         kind, i = source
@@ -424,10 +407,8 @@ class Expander:
     def _zeros(self, layer: Layer, m: int) -> Operation:
         """Makes fresh accumulators for a layer."""
         trained = self.graph.trained(layer.reading(ValueKind.PARAMETER))
-        writes = []
-        for p in trained:
-            gradient = self.weights.gradient(p, layer.id, m)
-            writes.append(Write(gradient, self._parameter_bytes(p)))
+        sums = [self.weights.gradient(p, layer.id, m) for p in trained]
+        writes = [Write.of(self.graph, value) for value in sums]
         run = ZeroRun(ValueKind.GRADIENT)
         return self.operation(Kind.ZERO, layer.id, m, [], writes, run)
 

@@ -10,7 +10,8 @@ from jvpipe.ir.examples import Examples
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.rows import AddRun, Run
-from jvpipe.ir.values import Value
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.graph_arrays import graph_array
 
 
 class Write(NamedTuple):
@@ -19,6 +20,15 @@ class Write(NamedTuple):
     value: Value
     bytes: int
     copy: Copy = Copy.OWN
+
+    @staticmethod
+    def of(graph: LayerGraph, value: Value, copy: Copy = Copy.OWN) -> "Write":
+        """Returns the write of a whole value whose size the graph knows."""
+        if value.kind is ValueKind.LOSS:
+            return Write(value, graph.loss_bytes, copy)
+        array = graph_array(graph, value.kind, value.index)
+        assert array is not None, f"the graph does not know the size of {value}"
+        return Write(value, array.bytes, copy)
 
 
 class Delivery(NamedTuple):
@@ -90,7 +100,7 @@ def summed(
     """
     if not sums:
         return
-    writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
+    writes = [Write.of(graph, total) for total in sums]
     first, *others = parts
     before, run = first, None
     for part in others:

@@ -55,7 +55,6 @@ class Slicing(ReplicaParts):
         where: the replicas of each layer.
         batching: how edges (tensors between layers) and aux depend on the examples.
         layouts: the layouts of micro-batches by their numbers; empty for an evaluation.
-        updating: for each layer, the number of the replica that updates it.
     """
 
     def __init__(
@@ -63,11 +62,9 @@ class Slicing(ReplicaParts):
         where: Placement,
         batching: Batching,
         layouts: Mapping[int, MicrobatchLayout] | None = None,
-        updating: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(where, batching)
         self._layouts = layouts or {}
-        self._updating = updating or {}
         self._joined: set[tuple[Value, int]] = set()  # a part, and a stage that has joined it
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
@@ -96,7 +93,7 @@ class Slicing(ReplicaParts):
                     delivers += self._to_all_replicas(value, layers)
                 examples = None
                 if op.layer != NONE:
-                    examples = self.where.slices(op.layer)[self._updating[op.layer]]
+                    examples = self.where.slices(op.layer)[self.where.updating_replica[op.layer]]
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
@@ -120,7 +117,7 @@ class Slicing(ReplicaParts):
             for p in graph.trained(graph.layers[layer].reading(ValueKind.PARAMETER)):
                 owner = graph.parameters[p].owner
                 is_owned = where.stage[owner] == where.stage[layer]
-                replica = self._updating[owner] if is_owned else layer % len(slices)
+                replica = where.updating_replica[owner] if is_owned else layer % len(slices)
                 by_replica.setdefault(replica, []).append(p)
             for replica, parameters in sorted(by_replica.items()):
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in parameters]
@@ -279,8 +276,9 @@ class Slicing(ReplicaParts):
             source: the layer that the value comes from.
             examples: the examples of the replica that reads the part.
         """
-        size = self.graph.tensors[value.index].array.bytes
-        write = Write(self.named(value, examples), self.part_bytes(value, size, examples))
+        whole = Write.of(self.graph, value)
+        size = self.part_bytes(value, whole.bytes, examples)
+        write = Write(self.named(value, examples), size)
         joined = partial(
             Operation,
             layer=op.layer,

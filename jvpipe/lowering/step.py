@@ -38,7 +38,6 @@ from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
 from jvpipe.lowering.weight_rule import Weights
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.shares import updating
 
 
 def lower_step(
@@ -68,8 +67,7 @@ def lower_step(
     slicing = None
     if batching:
         by_number = {layout.number: layout for layout in layouts}
-        replicas = updating(graph, plans[0], optimizer)
-        slicing = Slicing(placer.where, batching, by_number, replicas)
+        slicing = Slicing(placer.where, batching, by_number)
     left = _place_tasks(expander, placer, layouts, lists, slicing)
     # The update runs under the last plan, once everything has moved there.
     placer.begin()

@@ -109,7 +109,7 @@ def settle(placer: Placer, plan: Plan) -> None:
     it writes.
     """
     placer.enter(plan)
-    for buffer in placer.where.lasting(placer.optimizer):
+    for buffer in placer.where.lasting:
         value = buffer.value
         # Model state that a layer writes is named by a micro-batch.
         belongs_to_layer = value.layer != NONE or value.microbatch != NEVER

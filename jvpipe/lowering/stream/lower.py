@@ -23,7 +23,6 @@ from itertools import accumulate, pairwise
 from jvpipe.ir.buffers import Spot
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import Layer, LayerGraph
-from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
@@ -155,7 +154,6 @@ class _Unrolling:
         self.slots = Slots(stream.graph, stream.optimizer)
         self.updates = StreamUpdates(self.weights, self.expander, self.slots)
         self.placer = Placer(stream.graph, timeline.plan(0), stream.optimizer)
-        self._updating: dict[int, dict[int, int]] = {}
         self.ordered = self._ordered()
         tasks = [task for step in self.ordered for task in step]
         timeline.settle(tasks)
@@ -310,9 +308,8 @@ class _Unrolling:
         """
         placer = self.placer
         graph = self.timeline.graph
-        plan = self.timeline.plan(m)
-        placer.enter(plan)
-        place = self._updated_at(plan)[layer]
+        placer.enter(self.timeline.plan(m))
+        place = placer.where.updated_at(layer)
         sums = self.updates.added_up(layer, m)
         update = self.updates.update(layer, m)
         keeps = update.remembers
@@ -326,12 +323,6 @@ class _Unrolling:
                 if other != place:
                     placer.send(value, place, other, layer, m)
         return Use(Kind.U, layer, m, update.version)
-
-    def _updated_at(self, plan: Plan) -> dict[int, int]:
-        """Returns the place where each layer is updated under a plan that has been entered."""
-        if id(plan) not in self._updating:
-            self._updating[id(plan)] = self.placer.where.updating(self.slots.optimizer)
-        return self._updating[id(plan)]
 
     def _place(self, operations: Iterator[Operation]) -> None:
         for operation in operations:

@@ -159,7 +159,7 @@ class StreamWeights(Weights):
             version = self.version(p, m, back=back)
             reads.append(Value(ValueKind.PARAMETER, p, version=version))
             memories.append(Value(memory, p))
-            writes.append(Write(self._shifted(p, m, back=back), self._bytes(p)))
+            writes.append(Write.of(self.graph, self._shifted(p, m, back=back)))
         # From here on `reading` names the shifted weights.
         self.existing.update(write.value for write in writes)
         yield Operation(
@@ -223,9 +223,6 @@ class StreamWeights(Weights):
     def _shifted(self, p: int, m: int, *, back: bool) -> Value:
         """Names the shifted weights that a task would read in place of a version."""
         return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
-
-    def _bytes(self, p: int) -> int:
-        return self.graph.parameters[p].array.bytes
 
 
 @dataclass(frozen=True)
@@ -333,11 +330,10 @@ class StreamUpdates:
         new: list[Write] = []
         memory: list[Write] = []
         for p, version in before.items():
-            size = self.weights.graph.parameters[p].array.bytes
             old.append(Value(ValueKind.PARAMETER, p, version=version))
             after = Value(ValueKind.PARAMETER, p, version=self.slots.newest[p])
-            new.append(Write(after, size))
-            memory.append(Write(Value(kind, p), size))
+            new.append(Write.of(self.weights.graph, after))
+            memory.append(Write.of(self.weights.graph, Value(kind, p)))
         remembered = list(memory)
         if corrects:  # a running mean needs the number of updates in it
             remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))
