@@ -130,6 +130,10 @@ class Expander:
         """Names a value that a layer writes for a micro-batch.
 
         The model state that the layer writes is named after the next micro-batch, which reads it.
+
+        Args:
+            ref: one of the layer's outputs.
+            m: the micro-batch.
         """
         if ref.kind is ValueKind.STATE:
             m += 1
@@ -177,6 +181,10 @@ class Expander:
 
         The model state stays as it is: every micro-batch reads the state from before the
         evaluation, and no operation reads the state that the program writes.
+
+        Args:
+            layer: the layer that runs.
+            m: the micro-batch.
         """
         reads = []
         for ref in layer.reads:

@@ -83,7 +83,12 @@ class MicrobatchLayout:
         return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
-        """Tells whether a layer's stage drops an edge after the forward and recomputes it later."""
+        """Tells whether a layer's stage drops an edge after the forward and recomputes it later.
+
+        Args:
+            layer: the layer.
+            ref: an input or output of the layer; only edges are ever dropped.
+        """
         edge = self.stage[layer.id], ref.index
         return ref.kind is ValueKind.TENSOR and edge in self.fates.dropped
 
@@ -93,6 +98,10 @@ class MicrobatchLayout:
         A residual is a value that a forward leaves for its own backward. An edge is a tensor
         between layers. An edge whose fate is to be swapped goes only if a backward of the stage
         reads it, and if no other stage on the same devices makes or reads it.
+
+        Args:
+            stage: the stage whose forward has run.
+            m: the micro-batch.
         """
         layers = self.layers(stage)
         values: list[Value] = []

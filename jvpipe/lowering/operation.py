@@ -23,7 +23,13 @@ class Write(NamedTuple):
 
     @staticmethod
     def of(graph: LayerGraph, value: Value, copy: Copy = Copy.OWN) -> "Write":
-        """Returns the write of a whole value whose size the graph knows."""
+        """Returns the write of a whole value whose size the graph knows.
+
+        Args:
+            graph: the layers.
+            value: the value, of all examples.
+            copy: which of the value's copies is written.
+        """
         if value.kind is ValueKind.LOSS:
             return Write(value, graph.loss_bytes, copy)
         array = graph_array(graph, value.kind, value.index)

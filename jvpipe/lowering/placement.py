@@ -164,6 +164,10 @@ def state_layers(graph: LayerGraph, k: int) -> Sequence[int]:
 
     They are the layers that read the leaf. If no layer reads it, they are those that write it; if
     none writes it either, layer 0.
+
+    Args:
+        graph: the layers.
+        k: the number of the leaf.
     """
     reading = [layer.id for layer in graph.layers if k in layer.reading(ValueKind.STATE)]
     writing = [layer.id for layer in graph.layers if k in layer.writing(ValueKind.STATE)]

@@ -164,7 +164,12 @@ class Slicing(ReplicaParts):
         return sliced.signatures[op.layer].residuals
 
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
-        """Lists the parts of a value that the replicas of a layer have, each with its place."""
+        """Lists the parts of a value that the replicas of a layer have, each with its place.
+
+        Args:
+            layer: the layer.
+            value: the whole value.
+        """
         parts = []
         for examples in self.where.slices(layer):
             parts.append((self.named(value, examples), self.where.of(layer, examples)))

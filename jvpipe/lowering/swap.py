@@ -67,7 +67,7 @@ def swap(
 
 
 def _forward(task: Task) -> Task:
-    """Returns the forward whose values a backward reads; a forward is its own."""
+    """Returns the forward of a task's stage and micro-batch: the key of the set that it leaves."""
     return task._replace(kind=Kind.F)
 
 
@@ -136,7 +136,7 @@ class _Swaps:
         return self._read_next(task) != _forward(task)
 
     def _read_next(self, task: Task) -> Task | None:
-        """Returns the set that the task after a task reads; None if that is no backward."""
+        """Returns the set that the next task reads; None if the next task reads none."""
         following = self._next.get(task)
         return _forward(following) if following and KINDS[following.kind].back else None
 

@@ -107,6 +107,10 @@ def settle(placer: Placer, plan: Plan) -> None:
     They are constants, model state that no layer writes, and optimizer state that belongs to no
     layer. The tasks of a layer move its parameters, its optimizer state and the model state that
     it writes.
+
+    Args:
+        placer: writes the rows.
+        plan: the plan that begins.
     """
     placer.enter(plan)
     for buffer in placer.where.lasting:

@@ -359,8 +359,5 @@ def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
 
     The swapping pass looks ahead within a list. So it inserts no swap for a task of another step.
     """
-    within = []
-    for part in lists:
-        for tasks in part:
-            within.append(tuple(task for task in tasks if task.kind != Kind.U))
-    return tuple(within)
+    of_stages = (tasks for part in lists for tasks in part)
+    return tuple(tuple(task for task in tasks if task.kind != Kind.U) for tasks in of_stages)

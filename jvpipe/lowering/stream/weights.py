@@ -67,6 +67,10 @@ class StreamWeights(Weights):
         """Tells whether several stages read a parameter in a micro-batch.
 
         Then the versions of the parameter are those of its first reader's stage.
+
+        Args:
+            p: the parameter.
+            m: the micro-batch.
         """
         parameter = self.graph.parameters[p]
         if parameter.frozen:
@@ -88,12 +92,22 @@ class StreamWeights(Weights):
         return self.timeline.version(owner, m, back=reads_stale)
 
     def tau(self, layer: int, m: int) -> int:
-        """Counts the updates between a layer's forward of a micro-batch and the update from it."""
+        """Counts the updates between a layer's forward of a micro-batch and the update from it.
+
+        Args:
+            layer: the layer.
+            m: the micro-batch.
+        """
         layout = self.timeline.layout(m)
         return len(layout.plan.stages) - 1 - layout.stage[layer]
 
     def ahead(self, layer: int, m: int) -> int:
-        """Counts the updates between a layer's forward of a micro-batch and its backward."""
+        """Counts the updates between a layer's forward of a micro-batch and its backward.
+
+        Args:
+            layer: the layer.
+            m: the micro-batch.
+        """
         forward = self.timeline.version(layer, m, back=False)
         backward = self.timeline.version(layer, m, back=True)
         return backward - forward
@@ -193,6 +207,10 @@ class StreamWeights(Weights):
         """Returns the deliveries that send a layer's own parameters to all layers that read them.
 
         The version is the one that the forward of the micro-batch reads.
+
+        Args:
+            layer: the layer, which may own parameters.
+            m: the micro-batch.
         """
         deliveries = []
         for p in layer.reading(ValueKind.PARAMETER):
@@ -244,14 +262,19 @@ class StreamUpdates:
     """An expander of a stream's updates: it makes operations of the optimizer's pieces."""
 
     def __init__(self, weights: StreamWeights, expander: Expander, slots: Slots) -> None:
-        self.weights = weights
+        self.weights, self.timeline, self.graph = weights, weights.timeline, weights.graph
         self.expander = expander
         self.slots = slots
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields the sum of the weights of an update's losses, once all these weights exist."""
-        graph = self.weights.graph
-        every = self.weights.timeline.every
+        """Yields the sum of the weights of an update's losses, once all these weights exist.
+
+        Args:
+            layer: the layer whose forward has just run.
+            m: the micro-batch of the forward.
+        """
+        graph = self.graph
+        every = self.timeline.every
         ends_update = (m + 1) % every == 0
         if graph.weighted and ends_update and 1 in layer.writing(ValueKind.LOSS):
             batch = range(m + 1 - every, m + 1)
@@ -274,23 +297,28 @@ class StreamUpdates:
             layer: the layer that is about to be updated, which owns the parameters.
             m: the last micro-batch of the update.
         """
-        graph, weights = self.weights.graph, self.weights
-        update = m // weights.timeline.every
+        graph, weights = self.graph, self.weights
+        update = m // self.timeline.every
         owned = graph.trained(graph.owned(layer))
         readers = [reader for p in owned for reader in graph.parameters[p].readers]
         for reader in dict.fromkeys(readers):
             parameters = [p for p in owned if reader in graph.parameters[p].readers]
             sums = [Value(ValueKind.GRADIENT, p, reader, version=update) for p in parameters]
             # The last `turns` micro-batches ran on different devices, so they name all the sums.
-            turns = weights.timeline.replicas(reader, m)
+            turns = self.timeline.replicas(reader, m)
             last_ones = range(m + 1 - turns, m + 1)
             parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
             yield from summed(graph, reader, m, parts, sums)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
-        """Makes the update of a layer after a micro-batch."""
-        update = m // self.weights.timeline.every
-        graph = self.weights.graph
+        """Makes the update of a layer after a micro-batch.
+
+        Args:
+            layer: the layer.
+            m: the last micro-batch whose gradients the update takes.
+        """
+        update = m // self.timeline.every
+        graph = self.graph
         before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
         tau = self.weights.tau(layer, m)
         schedule = self.weights.schedule
@@ -332,8 +360,8 @@ class StreamUpdates:
         for p, version in before.items():
             old.append(Value(ValueKind.PARAMETER, p, version=version))
             after = Value(ValueKind.PARAMETER, p, version=self.slots.newest[p])
-            new.append(Write.of(self.weights.graph, after))
-            memory.append(Write.of(self.weights.graph, Value(kind, p)))
+            new.append(Write.of(self.graph, after))
+            memory.append(Write.of(self.graph, Value(kind, p)))
         remembered = list(memory)
         if corrects:  # a running mean needs the number of updates in it
             remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))

@@ -185,16 +185,14 @@ class CompiledPlan:
         splits = self.schedule.synchronous and any(
             task.kind is Kind.I for tasks in self.lists for task in tasks
         )
-        if not splits:
-            return [{} for _ in self.programs]
-        return [self._split_layers(programs) for programs in self.programs]
-
-    def _split_layers(self, programs: Sequence[LayerPrograms]) -> dict[int, SplitSignature]:
-        return {
-            layer: of_layer.halves.signature
-            for layer, of_layer in enumerate(programs)
-            if of_layer.halves and layer not in self.plan.unsplit
-        }
+        return [
+            {
+                layer: of_layer.halves.signature
+                for layer, of_layer in enumerate(programs)
+                if splits and of_layer.halves and layer not in self.plan.unsplit
+            }
+            for programs in self.programs
+        ]
 
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """Returns the layout of each micro-batch of a step.
@@ -476,11 +474,21 @@ class CompiledPlan:
         return self.row_programs.spec(value)
 
     def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and device of a value that outlives a step, at a place."""
+        """Returns the shape, type and device of a value that outlives a step, at a place.
+
+        Args:
+            value: the value.
+            place: the number of the place.
+        """
         return self.row_programs.placed(value, self.devices[place])
 
     def carried(self, buffer: Buffer, source: int) -> Carried:
-        """Returns the copy of an array from process `source` to the place of a buffer."""
+        """Returns the copy of an array from process `source` to the place of a buffer.
+
+        Args:
+            buffer: the buffer that gets the copy.
+            source: the process that has the array.
+        """
         target = self.devices[buffer.place].process_index
         return Carried(source, target, self.lying(buffer.value, buffer.place))
 

@@ -82,7 +82,12 @@ def laid_programs(
 
 
 def specs(graph: LayerGraph, refs: Sequence[Ref]) -> list[Spec]:
-    """Returns the layouts of values that layers read or write."""
+    """Returns the layouts of values that layers read or write.
+
+    Args:
+        graph: the layers, with the layouts.
+        refs: the values.
+    """
     arrays = [graph_array(graph, ref.kind, ref.index) for ref in refs]
     return [array.spec if array else () for array in arrays]
 

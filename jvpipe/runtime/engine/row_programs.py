@@ -71,7 +71,12 @@ class RowPrograms:
     replicas: Replicas | None
 
     def laid(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, for arrays that are cut over a mesh as the row's are."""
+        """Returns the program of a row, for arrays that are cut over a mesh as the row's are.
+
+        Args:
+            lowered: the step of the row.
+            row: a row that runs a program.
+        """
         specs: dict[int, Spec] = {}  # by buffer
         for part in row.parts:
             # The rows of an evaluation have no residuals, so they do not need the layer's layout.
@@ -97,7 +102,12 @@ class RowPrograms:
         return value_spec(self.graph, self.optimizer, value)
 
     def program(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, which must run one and not only copy or wait."""
+        """Returns the program of a row.
+
+        Args:
+            lowered: the step of the row.
+            row: a row that runs a program, and does not only copy or wait.
+        """
         if isinstance(row.run, GroupRun):
             return group_program([self.laid(lowered, part) for part in row.parts], row.wires)
         assert KINDS[row.kind].computes, f"{row} runs no program"
@@ -221,7 +231,12 @@ class RowPrograms:
         return [self.shape(value) for value in values]
 
     def placed(self, value: Value, device: Device) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and place of a value that lies on a device or over a mesh."""
+        """Returns the shape, type and place of a value that lies on a device or over a mesh.
+
+        Args:
+            value: a value for which `known_shape` is not None.
+            device: the device, or the mesh.
+        """
         return _jax.placed(self.shape(value), device, self.spec(value))
 
 
