@@ -31,13 +31,13 @@ from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from jvpipe.ir.buffers import Copy
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Signature, Source
 from jvpipe.ir.rows import LayerRun, Run, ZeroRun
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write
-from jvpipe.lowering.placement import written_state
+from jvpipe.lowering.placement import state_layers, written_state
 from jvpipe.lowering.weight_rule import Weights
 
 
@@ -66,9 +66,8 @@ class Expander:
         writes: Sequence[Write],
         run: Run = None,
         delivers: Sequence[Delivery] = (),
-        forgets: Sequence[Value] = (),
     ) -> Operation:
-        """Makes an operation, and updates `existing` by what it writes and forgets.
+        """Makes an operation, and adds what it writes to `existing`.
 
         Args:
             kind: of the operation.
@@ -78,10 +77,8 @@ class Expander:
             writes: the values that it yields.
             run: what distinguishes it from other operations of its kind and layer.
             delivers: the values that go to layers which may run elsewhere.
-            forgets: the values that nobody reads afterwards.
         """
         self.existing.update(write.value for write in writes)
-        self.existing.difference_update(forgets)
         return Operation(
             kind,
             layer,
@@ -90,7 +87,6 @@ class Expander:
             writes=tuple(writes),
             run=run,
             delivers=tuple(delivers),
-            forgets=tuple(forgets),
         )
 
     # Names
@@ -134,27 +130,17 @@ class Expander:
         """Names a value that a layer writes for a micro-batch.
 
         The model state that the layer writes is named after the next micro-batch, which reads it.
+
+        Args:
+            ref: one of the layer's outputs.
+            m: the micro-batch.
         """
         if ref.kind is ValueKind.STATE:
             m += 1
         return Value(ref.kind, ref.index, microbatch=m)
 
     def _write(self, ref: Ref, m: int, copy: Copy = Copy.OWN) -> Write:
-        return Write(self.written_by(ref, m), self._bytes_of(ref), copy)
-
-    def _bytes_of(self, ref: Ref) -> int:
-        graph = self.graph
-        match ref.kind:
-            case ValueKind.TENSOR:
-                return graph.tensors[ref.index].array.bytes
-            case ValueKind.STATE:
-                return graph.state[ref.index].bytes
-            case ValueKind.AUX:
-                return graph.aux[ref.index].bytes
-            case ValueKind.LOSS:
-                return graph.loss_bytes
-            case _:
-                raise AssertionError(f"no layer writes {ref}")
+        return Write.of(self.graph, self.written_by(ref, m), copy)
 
     # Tasks
 
@@ -176,7 +162,8 @@ class Expander:
         writes = [self._write(ref, m) for ref in layer.writes]
         # If the layer will be recomputed, these residuals are unused: R makes them again.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
-        writes += self._residuals(layer, m, layout, copy)
+        residuals = layout.signatures[layer.id].residuals
+        writes += self._left(ValueKind.RESIDUAL, layer, m, residuals, copy)
         delivers = self._deliveries(layer, m)
         run = LayerRun(layout.number)
         yield self.operation(
@@ -194,6 +181,10 @@ class Expander:
 
         The model state stays as it is: every micro-batch reads the state from before the
         evaluation, and no operation reads the state that the program writes.
+
+        Args:
+            layer: the layer that runs.
+            m: the micro-batch.
         """
         reads = []
         for ref in layer.reads:
@@ -215,63 +206,33 @@ class Expander:
             delivers,
         )
 
-    def backward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields a layer's whole backward, after the forwards that are recomputed for it.
+    def backward(
+        self,
+        kind: Kind,
+        layer: Layer,
+        m: int,
+        layout: MicrobatchLayout,
+    ) -> Iterator[Operation]:
+        """Yields a layer's backward, or the half that a task runs.
+
+        The first half (I) gives the cotangents of the layer's inputs. The second half (W) adds the
+        gradients of its weights. A layer without halves runs its whole backward with one of the
+        two: with I if it returns cotangents, or else with W.
 
         Args:
+            kind: the kind of the task: B, I or W.
             layer: the layer that runs.
             m: the micro-batch.
             layout: the plan, fates and programs of the micro-batch.
         """
-        signature = layout.signatures[layer.id]
-        yield from self._backward(Kind.B, layer, m, layout, signature)
-
-    def input_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields the first half of a layer's backward, which gives the cotangents of its inputs.
-
-        A layer without halves runs its whole backward here if it returns cotangents, or else in
-        `weight_half`.
-
-        Args:
-            layer: the layer that runs.
-            m: the micro-batch.
-            layout: the plan, fates and programs of the micro-batch.
-        """
+        whole = layout.signatures[layer.id]
         halves = layout.halves.get(layer.id)
-        if halves is not None:
-            yield from self._backward(
-                Kind.I,
-                layer,
-                m,
-                layout,
-                halves.input,
-                leaves=halves.handed,
-            )
-        elif layout.signatures[layer.id].returned:
-            yield from self.backward(layer, m, layout)
-
-    def weight_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields the second half of a layer's backward, which adds the gradients of its weights.
-
-        A layer without halves runs its whole backward here, unless `input_half` has run it.
-
-        Args:
-            layer: the layer that runs.
-            m: the micro-batch.
-            layout: the plan, fates and programs of the micro-batch.
-        """
-        halves = layout.halves.get(layer.id)
-        if halves is not None:
-            yield from self._backward(
-                Kind.W,
-                layer,
-                m,
-                layout,
-                halves.weight,
-                takes=halves.handed,
-            )
-        elif not layout.signatures[layer.id].returned:
-            yield from self.backward(layer, m, layout)
+        between = KINDS[kind].between  # 1 for I, -1 for W, 0 for B
+        if between and halves:
+            half = halves.input if between > 0 else halves.weight
+            yield from self._backward(kind, layer, m, layout, half)
+        elif not between or bool(whole.returned) == (between > 0):
+            yield from self._backward(Kind.B, layer, m, layout, whole)
 
     def _backward(
         self,
@@ -280,8 +241,6 @@ class Expander:
         m: int,
         layout: MicrobatchLayout,
         signature: Signature,
-        takes: Sequence[Array] = (),
-        leaves: Sequence[Array] = (),
     ) -> Iterator[Operation]:
         """Yields a backward or one half of it, after the forwards that are recomputed for it.
 
@@ -296,30 +255,33 @@ class Expander:
             m: the micro-batch.
             layout: the plan, fates and programs of the micro-batch.
             signature: what the program reads and yields.
-            takes: for W, the values that the first half has handed over.
-            leaves: for I, the values that it hands over to the second half.
         """
         if signature.is_idle:
             return
         yield from self._before_backward(layer, m, layout, signature)
         sums = self._sums(layer, m, signature)
+        halves = layout.halves.get(layer.id)
+        handed = self._left(ValueKind.HANDED, layer, m, halves.handed) if halves else []
+        between = KINDS[kind].between
         reads = [self._source(layer, source, m) for source in signature.sources]
         reads += [self._cotangent(layer.writes[i], m) for i in signature.cotangents]
         reads += [self._cotangent(layer.reads[i], m) for i in signature.partial]
-        reads += [write.value for write in self._handed(layer, m, takes)]
+        if between < 0:
+            reads += [write.value for write in handed]
         if self.weights.accumulates:
             reads += sums
-        writes = [Write(value, self._parameter_bytes(value.index)) for value in sums]
+        writes = [Write.of(self.graph, value) for value in sums]
         delivers = []
         for i in signature.returned:
             ref = layer.reads[i]
             tensor = self.graph.tensors[ref.index]
             cotangent = self._cotangent(ref, m)
-            writes.append(Write(cotangent, tensor.array.bytes))
+            writes.append(Write.of(self.graph, cotangent))
             # The sum so far goes to the reader before this one; without one, to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
-        writes += self._handed(layer, m, leaves)
+        if between > 0:
+            writes += handed
         run = LayerRun(layout.number)
         yield self.operation(
             kind,
@@ -389,25 +351,26 @@ class Expander:
 
     # Parts of operations
 
-    def _residuals(
+    def _left(
         self,
+        kind: ValueKind,
         layer: Layer,
         m: int,
-        layout: MicrobatchLayout,
-        copy: Copy,
+        arrays: Sequence[Array],
+        copy: Copy = Copy.OWN,
     ) -> list[Write]:
-        writes = []
-        for i, array in enumerate(layout.signatures[layer.id].residuals):
-            residual = Value(ValueKind.RESIDUAL, i, layer.id, m)
-            writes.append(Write(residual, array.bytes, copy))
-        return writes
+        """Names the values that one program of a layer leaves for a later one.
 
-    def _handed(self, layer: Layer, m: int, arrays: Sequence[Array]) -> list[Write]:
-        writes = []
-        for i, array in enumerate(arrays):
-            handed = Value(ValueKind.HANDED, i, layer.id, m)
-            writes.append(Write(handed, array.bytes))
-        return writes
+        Args:
+            kind: RESIDUAL or HANDED.
+            layer: the layer.
+            m: the micro-batch.
+            arrays: the values' arrays.
+            copy: which copies of the values the program makes.
+        """
+        values = [Value(kind, i, layer.id, m) for i in range(len(arrays))]
+        pairs = zip(values, arrays, strict=True)
+        return [Write(value, array.bytes, copy) for value, array in pairs]
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
         """Lists a forward's outputs for other layers. Losses are summed where they are made."""
@@ -418,7 +381,7 @@ class Expander:
                 case ValueKind.TENSOR:
                     readers = graph.tensors[ref.index].readers
                 case ValueKind.STATE:
-                    readers = self._state_layers(ref.index)
+                    readers = tuple(state_layers(graph, ref.index))
                 case ValueKind.AUX:
                     readers = (graph.loss_layer,)
                 case ValueKind.LOSS:
@@ -428,13 +391,6 @@ class Expander:
             delivers.append(Delivery(self.written_by(ref, m), readers))
         return delivers
 
-    def _state_layers(self, k: int) -> tuple[int, ...]:
-        """Returns the layers that hold a leaf of the model state: its readers, else its writers."""
-        layers = self.graph.layers
-        reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
-        writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
-        return tuple(reading or writing)
-
     def _sums(self, layer: Layer, m: int, signature: Signature) -> list[Value]:
         """Names the sums to which a backward adds its gradients."""
         parameters = [layer.reads[i].index for i in signature.gradients]
@@ -442,9 +398,6 @@ class Expander:
 
     def _cotangent(self, ref: Ref, m: int) -> Value:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
-
-    def _parameter_bytes(self, p: int) -> int:
-        return self.graph.parameters[p].array.bytes
 
     def _source(self, layer: Layer, source: Source, m: int) -> Value:
         """Names a value that a backward reads of its forward: an input, an output or a residual."""
@@ -462,10 +415,8 @@ class Expander:
     def _zeros(self, layer: Layer, m: int) -> Operation:
         """Makes fresh accumulators for a layer."""
         trained = self.graph.trained(layer.reading(ValueKind.PARAMETER))
-        writes = []
-        for p in trained:
-            gradient = self.weights.gradient(p, layer.id, m)
-            writes.append(Write(gradient, self._parameter_bytes(p)))
+        sums = [self.weights.gradient(p, layer.id, m) for p in trained]
+        writes = [Write.of(self.graph, value) for value in sums]
         run = ZeroRun(ValueKind.GRADIENT)
         return self.operation(Kind.ZERO, layer.id, m, [], writes, run)
 
@@ -503,7 +454,8 @@ class Expander:
         for ref in layer.writes:
             copy = Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED
             writes.append(self._write(ref, m, copy))
-        writes += self._residuals(layer, m, layout, Copy.OWN)
+        residuals = layout.signatures[layer.id].residuals
+        writes += self._left(ValueKind.RESIDUAL, layer, m, residuals)
         run = LayerRun(layout.number)
         yield self.operation(Kind.R, layer.id, m, reads, writes, run)
 

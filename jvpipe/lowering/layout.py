@@ -76,17 +76,19 @@ class MicrobatchLayout:
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        stage_of: dict[int, int] = {}
-        for s, stage in enumerate(self.plan.stages):
-            stage_of |= dict.fromkeys(stage.layers, s)
-        return stage_of
+        return stages_of(self.plan)
 
     def layers(self, stage: int) -> list[Layer]:
         """Returns the layers of a stage, in the order of their forwards."""
         return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
-        """Tells whether a layer's stage drops an edge after the forward and recomputes it later."""
+        """Tells whether a layer's stage drops an edge after the forward and recomputes it later.
+
+        Args:
+            layer: the layer.
+            ref: an input or output of the layer; only edges are ever dropped.
+        """
         edge = self.stage[layer.id], ref.index
         return ref.kind is ValueKind.TENSOR and edge in self.fates.dropped
 
@@ -96,6 +98,10 @@ class MicrobatchLayout:
         A residual is a value that a forward leaves for its own backward. An edge is a tensor
         between layers. An edge whose fate is to be swapped goes only if a backward of the stage
         reads it, and if no other stage on the same devices makes or reads it.
+
+        Args:
+            stage: the stage whose forward has run.
+            m: the micro-batch.
         """
         layers = self.layers(stage)
         values: list[Value] = []
@@ -128,6 +134,11 @@ class MicrobatchLayout:
         devices = stages[stage].devices
         touching = {self.stage[layer] for layer in (tensor.producer, *tensor.readers)}
         return {s for s in touching if stages[s].devices == devices}
+
+
+def stages_of(plan: Plan) -> dict[int, int]:
+    """Returns the stage of each layer under a plan."""
+    return {layer: s for s, stage in enumerate(plan.stages) for layer in stage.layers}
 
 
 def _edges_read(layer: Layer, signature: Signature) -> Iterator[Ref]:

@@ -8,8 +8,10 @@ from typing import NamedTuple
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.rows import AddRun, Run
-from jvpipe.ir.values import Value
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.graph_arrays import graph_array
 
 
 class Write(NamedTuple):
@@ -18,6 +20,21 @@ class Write(NamedTuple):
     value: Value
     bytes: int
     copy: Copy = Copy.OWN
+
+    @staticmethod
+    def of(graph: LayerGraph, value: Value, copy: Copy = Copy.OWN) -> "Write":
+        """Returns the write of a whole value whose size the graph knows.
+
+        Args:
+            graph: the layers.
+            value: the value, of all examples.
+            copy: which of the value's copies is written.
+        """
+        if value.kind is ValueKind.LOSS:
+            return Write(value, graph.loss_bytes, copy)
+        array = graph_array(graph, value.kind, value.index)
+        assert array is not None, f"the graph does not know the size of {value}"
+        return Write(value, array.bytes, copy)
 
 
 class Delivery(NamedTuple):
@@ -66,11 +83,11 @@ class Operation:
 
 
 def summed(
+    graph: LayerGraph,
     layer: int,
     m: int,
     parts: Sequence[Sequence[Value]],
     sums: Sequence[Value],
-    writes: Sequence[Write],
 ) -> Iterator[Operation]:
     """Yields the operations that add up the gradients of several replicas, in the replicas' order.
 
@@ -81,14 +98,15 @@ def summed(
     beside the sums at a time. The order never depends on which replica is faster.
 
     Args:
+        graph: the layers.
         layer: the layer whose gradients they are.
         m: the micro-batch, or NONE.
         parts: the gradients of each replica.
         sums: the names of the sums.
-        writes: the same names, with their bytes.
     """
     if not sums:
         return
+    writes = [Write.of(graph, total) for total in sums]
     first, *others = parts
     before, run = first, None
     for part in others:

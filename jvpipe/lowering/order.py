@@ -10,10 +10,9 @@ drawing each column is one unit of time. A forward takes one unit and a backward
     the one list    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 1F2 ...
 
 The start times are simulated. Once a task has started, its end is known. The next task of a stage
-enters a heap when the ends of all tasks that it waits for are known. It may start at the latest of
-these ends. Each turn of the loop takes the earliest task off the heap. If its device is free by
-then, the task starts. If not, it goes back with the time at which the device is free. The loop
-ends, because a task goes back once more only if another task has started on its device meanwhile.
+is ready when the ends of all tasks that it waits for are known. It can start at the latest of these
+ends, or when its device is free if that is later. Each turn of the loop starts the ready task that
+can start first. The loop ends, because each turn starts another task.
 
 If several tasks could start at the same time, a task that sends goes before the task that receives.
 So backwards go first, from the last stage to the first. Forwards follow, from the first device to
@@ -22,14 +21,24 @@ the last, and on one device from its last stage to its first. The reason is that
 If the sender is dispatched first, little work is ahead of the copy at the device where it arrives.
 """
 
-import heapq
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.ir.values import ValueKind
+from jvpipe.lowering.layout import stages_of
+
+
+class _Ready(NamedTuple):
+    """A task whose inputs come at a known time, its device, and its rank among equal times."""
+
+    may_start_s: float
+    device: int
+    rank: int
 
 
 def dispatch_order(
@@ -58,48 +67,38 @@ def dispatch_order(
     ['0F0', '1F0', '1B0', '0B0']
     """
     ended = dict.fromkeys(done, 0.0)
-    free: dict[int, float] = {}  # by device: when it is free
-    position = [0] * len(lists)  # by stage: the position of its next task
+    free: dict[int, float] = defaultdict(float)  # by device: when it is free
+    left = [deque(tasks) for tasks in lists]  # by stage
+    ready: dict[int, _Ready] = {}  # by stage: its next task, if all that it waits for has started
     order: list[Task] = []
-    # The heap, in the order described above: earliest start, rank, negative stage. Then the stage.
-    ready: list[tuple[float, int, int, int]] = []
 
-    def offer(stage: int) -> bool:
-        """Puts a stage's next task on the heap if all that it waits for has started.
+    def urgency(stage: int) -> tuple[float, int, int]:
+        """Returns what is compared to choose the next task, in the order described above."""
+        may_start_s, d, rank = ready[stage]
+        return max(may_start_s, free[d]), rank, -stage
 
-        Returns whether it did.
-        """
-        if position[stage] == len(lists[stage]):
-            return False
-        following = lists[stage][position[stage]]
-        needed = list(waits_for(following))
-        if not all(task in ended for task in needed):
-            return False
-        start = max([ended[task] for task in needed], default=0.0)
-        rank = 1 + device(following) if KINDS[following.kind].in_flight > 0 else 0
-        heapq.heappush(ready, (start, rank, -stage, stage))
-        return True
-
-    waiting = {stage for stage in range(len(lists)) if not offer(stage)}
-    while ready:
-        start, rank, _, stage = heapq.heappop(ready)
-        task = lists[stage][position[stage]]
-        d = device(task)
-        if start < free.get(d, 0.0):  # the device is still busy: look again when it is free
-            heapq.heappush(ready, (free[d], rank, -stage, stage))
-            continue
-        ended[task] = free[d] = start + seconds(task)
+    while True:
+        for stage, tasks in enumerate(left):
+            if not tasks or stage in ready:
+                continue
+            needed = list(waits_for(tasks[0]))
+            if all(task in ended for task in needed):
+                may_start_s = max([ended[task] for task in needed], default=0.0)
+                d = device(tasks[0])
+                rank = 1 + d if KINDS[tasks[0].kind].in_flight > 0 else 0
+                ready[stage] = _Ready(may_start_s, d, rank)
+        if not ready:
+            break
+        stage = min(ready, key=urgency)
+        start_s, *_ = urgency(stage)
+        task = left[stage].popleft()
+        ended[task] = free[ready.pop(stage).device] = start_s + seconds(task)
         order.append(task)
-        position[stage] += 1
-        waiting.add(stage)
-        # Stages whose next task waited for this one may go on now.
-        waiting -= {s for s in tuple(waiting) if offer(s)}
     # No task can start any more. If tasks are left, they wait for each other.
-    stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
-    if stuck:
-        missing: dict[Task, list[Task]] = {}
-        for task in stuck:
-            missing[task] = [other for other in waits_for(task) if other not in ended]
+    missing: dict[Task, list[Task]] = {}
+    for tasks in filter(None, left):
+        missing[tasks[0]] = [other for other in waits_for(tasks[0]) if other not in ended]
+    if missing:
         raise cannot_progress(missing)
     return order
 
@@ -114,9 +113,7 @@ class _Neighbors:
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
-        self.stage: dict[int, int] = {}
-        for s, members in enumerate(plan.stages):
-            self.stage |= dict.fromkeys(members.layers, s)
+        self.stage = stages_of(plan)
         self.devices = [members.devices[0] for members in plan.stages]
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]

@@ -84,7 +84,7 @@ class Placer(BufferTable):
         # stays where it is, because a replica there may read it.
         self._replicated = False
         self.enter(plan)
-        for buffer in self.where.lasting(optimizer):
+        for buffer in self.where.lasting:
             self.buffer(buffer.value, buffer.place, buffer.bytes, buffer.copy)
         self.persistent = len(self.buffers)
 
@@ -93,7 +93,7 @@ class Placer(BufferTable):
     def enter(self, plan: Plan) -> None:
         """Enters a plan: operations are placed under it from here on."""
         if id(plan) not in self._placements:
-            self._placements[id(plan)] = Placement(self.graph, plan)
+            self._placements[id(plan)] = Placement(self.graph, plan, self.optimizer)
         self.where = self._placements[id(plan)]
         self._replicated |= plan.replicated
         for places in self.where.places.values():
@@ -202,7 +202,7 @@ class Placer(BufferTable):
             layer: the layer that the rows concern.
             m: the micro-batch, or NONE.
         """
-        copy = self.where.resting(value, self.optimizer)
+        copy = self.where.resting(value)
         b = self.current.get((value, target))
         is_away = copy is Copy.AWAY
         if b is not None and is_away == (self.spots[b].copy is Copy.AWAY):
@@ -439,18 +439,9 @@ class Placer(BufferTable):
         """
         before = self.where.plan
         self.enter(plan)
-        for buffer in self.where.lasting(self.optimizer):
-            match buffer.value.kind:
-                case ValueKind.OPTIMIZER:
-                    self.bring(buffer.value, buffer.place, buffer.value.layer)
-                case ValueKind.PARAMETER | ValueKind.CONSTANT:
-                    self.bring(buffer.value, buffer.place, NONE)
-                case ValueKind.STATE:
-                    pass
-                case _:
-                    raise AssertionError(
-                        f"{buffer.value} does not lie on the devices between steps"
-                    )
+        for buffer in self.where.lasting:
+            if buffer.value.kind is not ValueKind.STATE:
+                self.bring(buffer.value, buffer.place, buffer.value.layer)
         self.enter(before)
 
     def commit(self) -> None:
@@ -522,7 +513,7 @@ class Placer(BufferTable):
             age = max(value.version, value.microbatch), b
             newest[key] = max(newest.get(key, age), age)
         result = []
-        for buffer in self.where.lasting(self.optimizer):
+        for buffer in self.where.lasting:
             value, place = buffer.value, buffer.place
             _, b = newest[value.kind, value.index, value.layer, place]
             result.append((buffer.spot, b))

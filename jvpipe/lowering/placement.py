@@ -14,6 +14,7 @@ from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.lowering.layout import stages_of
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.shares import updating
 
@@ -22,23 +23,25 @@ from jvpipe.programs.shares import updating
 class Placement:
     """The places of each layer of a graph under a plan: several if the layer's stage has replicas.
 
+    `optimizer` says which layer each part of its state belongs to.
+
+    >>> import jax
     >>> from jvpipe.ir.layers import Layer, Ref
     >>> layers = (Layer(0, "a", (), ()), Layer(1, "b", (), (Ref(ValueKind.LOSS, 0),)))
-    >>> where = Placement(LayerGraph(layers, (), ()), Plan.from_cuts([1, 1], devices=[2, 0]))
+    >>> optimizer = OptimizerCut((), (), (), jax.tree.structure(None), ())
+    >>> where = Placement(LayerGraph(layers, (), ()), Plan.from_cuts([1, 1], devices=[2, 0]), optimizer)
     >>> where.of(0), where.of(NONE)
     (2, 0)
     """
 
     graph: LayerGraph
     plan: Plan
+    optimizer: OptimizerCut
 
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        stage_of: dict[int, int] = {}
-        for s, stage in enumerate(self.plan.stages):
-            stage_of |= dict.fromkeys(stage.layers, s)
-        return stage_of
+        return stages_of(self.plan)
 
     @cached_property
     def places(self) -> Mapping[int, tuple[int, ...]]:
@@ -77,44 +80,40 @@ class Placement:
         replica = 0 if examples is None else self.slices(layer).index(examples)
         return self.places[layer][replica]
 
-    def updating(self, optimizer: OptimizerCut) -> dict[int, int]:
-        """Returns the place of each layer's update, and for NONE the place of the global program.
+    @cached_property
+    def updating_replica(self) -> Mapping[int, int]:
+        """The number of the replica that updates each layer."""
+        return updating(self.graph, self.plan, self.optimizer)
 
-        That is the part of the optimizer that mixes layers, such as one for a global norm.
+    def updated_at(self, layer: int) -> int:
+        """Returns the place of a layer's update, or for NONE that of the global program.
+
+        The global program is the part of the optimizer that mixes layers, such as one for a norm.
         """
-        places = {NONE: self.home}
-        for layer, replica in updating(self.graph, self.plan, optimizer).items():
-            places[layer] = self.places[layer][replica]
-        return places
+        return self.home if layer == NONE else self.places[layer][self.updating_replica[layer]]
 
     def _of_all(self, layers: Iterable[int]) -> tuple[int, ...]:
         """Returns the places of some layers, each once."""
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
 
     def holding(self, k: int) -> tuple[int, ...]:
-        """Returns the places that hold a leaf of the model state.
-
-        They are the places of the layers that read the leaf. If no layer reads it, they are those
-        of the layers that write it; if none writes it either, those of layer 0.
-        """
-        layers = self.graph.layers
-        reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
-        writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
-        return self._of_all(reading or writing or [0])
+        """Returns the places that hold a leaf of the model state."""
+        return self._of_all(state_layers(self.graph, k))
 
     @cached_property
     def _away(self) -> frozenset[int]:
         return states_away(self.graph, self.plan)
 
-    def resting(self, value: Value, optimizer: OptimizerCut) -> Copy:
+    def resting(self, value: Value) -> Copy:
         """Tells where a value lies between updates: at its place (OWN), or on the host (AWAY)."""
         if value.kind is not ValueKind.OPTIMIZER:
             return Copy.OWN
-        parameter = optimizer.state[value.index].parameter
+        parameter = self.optimizer.state[value.index].parameter
         return Copy.AWAY if parameter in self._away else Copy.OWN
 
-    def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
-        """Lists the buffers that lie on the devices between steps. They hold:
+    @cached_property
+    def lasting(self) -> tuple[Buffer, ...]:
+        """The buffers that lie on the devices between steps. They hold:
 
             parameters       a copy at each place that reads one
             optimizer state  at the replica that updates the layer, or on that replica's host
@@ -125,7 +124,7 @@ class Placement:
         layer, so that a layer can move with its own copy. A step begins with these buffers, in the
         order of the list. A state has its arrays in the same order.
         """
-        graph = self.graph
+        graph, optimizer = self.graph, self.optimizer
         buffers: list[Buffer] = []
 
         def add(
@@ -140,19 +139,13 @@ class Placement:
         for p, parameter in enumerate(graph.parameters):
             reading = self._of_all(parameter.readers)
             add(graph.parameter(p, version=0), reading, parameter.array.bytes)
-        # There is one copy of optimizer state, at the place where the update runs.
-        places = self.updating(optimizer)
-        # Sorting puts the state of the global program (layer NONE, -1) before that of the layers.
+        # There is one copy of optimizer state, at the place where the update runs. Sorting puts the
+        # state of the global program (layer NONE, -1) before that of the layers.
         holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
-            copy = self.resting(value, optimizer)
-            add(
-                value,
-                [places[layer]],
-                optimizer.state[j].array.bytes,
-                copy,
-            )
+            size = optimizer.state[j].array.bytes
+            add(value, [self.updated_at(layer)], size, self.resting(value))
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             # State that layers write is named by the micro-batch that will read it: between steps,
@@ -164,6 +157,21 @@ class Placement:
             readers = [layer.id for layer in graph.layers if c in layer.reading(constant.kind)]
             add(constant, self._of_all(readers), array.bytes)
         return tuple(buffers)
+
+
+def state_layers(graph: LayerGraph, k: int) -> Sequence[int]:
+    """Returns the layers at whose places a leaf of the model state lies.
+
+    They are the layers that read the leaf. If no layer reads it, they are those that write it; if
+    none writes it either, layer 0.
+
+    Args:
+        graph: the layers.
+        k: the number of the leaf.
+    """
+    reading = [layer.id for layer in graph.layers if k in layer.reading(ValueKind.STATE)]
+    writing = [layer.id for layer in graph.layers if k in layer.writing(ValueKind.STATE)]
+    return reading or writing or [0]
 
 
 def written_state(graph: LayerGraph) -> frozenset[int]:

@@ -30,6 +30,10 @@ class ReplicaParts:
         """Names the part of a value that belongs to some examples.
 
         A value that is the same for all examples has no parts, so its own name is returned.
+
+        Args:
+            value: the whole value.
+            examples: those of the part.
         """
         match value.kind:
             case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # the same for all
@@ -59,25 +63,11 @@ class ReplicaParts:
 
         Values of other kinds are never cut or joined by examples. For them the result is MIXED.
         """
-        match value.kind:
-            case ValueKind.TENSOR | ValueKind.COTANGENT:
-                return self.batching.tensors[value.index]
-            case ValueKind.AUX:
-                return self.batching.aux[value.index]
-            case (
-                ValueKind.BATCH
-                | ValueKind.RESIDUAL
-                | ValueKind.HANDED
-                | ValueKind.GRADIENT
-                | ValueKind.LOSS
-                | ValueKind.PARAMETER
-                | ValueKind.CONSTANT
-                | ValueKind.SEED
-                | ValueKind.STATE
-            ):
-                return Spread(Over.MIXED)
-            case _:
-                raise AssertionError(f"nobody says how {value} lies over examples")
+        if value.kind in (ValueKind.TENSOR, ValueKind.COTANGENT):
+            return self.batching.tensors[value.index]
+        if value.kind is ValueKind.AUX:
+            return self.batching.aux[value.index]
+        return Spread(Over.MIXED)
 
     def part_bytes(self, value: Value, size: int, examples: Slice) -> int:
         """Returns the bytes of the part of a value that belongs to some examples.
@@ -105,7 +95,12 @@ class ReplicaParts:
         return examples or Examples(0, self.graph.examples)
 
     def overlap(self, a: Slice, b: Slice) -> Slice:
-        """Returns the examples that two slices share; there must be at least one."""
+        """Returns the examples that two slices share; there must be at least one.
+
+        Args:
+            a: a slice.
+            b: a slice that shares an example with it.
+        """
         x = self.whole(a)
         y = self.whole(b)
         shared = Examples(max(x.start, y.start), min(x.stop, y.stop))
@@ -113,7 +108,12 @@ class ReplicaParts:
         return None if shared == everything else shared
 
     def meeting(self, examples: Slice, layer: int) -> list[Slice]:
-        """Finds the slices of a layer's replicas that share examples with a slice."""
+        """Finds the slices of a layer's replicas that share examples with a slice.
+
+        Args:
+            examples: the slice.
+            layer: the layer.
+        """
         mine = self.whole(examples)
         meeting = []
         for other in self.where.slices(layer):
@@ -127,7 +127,12 @@ class ReplicaParts:
         return self.whole(examples).size / self.graph.examples
 
     def source(self, value: Value, layer: int) -> int:
-        """Returns the layer that sends a layer an edge, or the sum of its cotangents so far."""
+        """Returns the layer that sends a layer an edge, or the sum of its cotangents so far.
+
+        Args:
+            value: the edge, or its cotangent.
+            layer: the layer that gets it.
+        """
         tensor = self.graph.tensors[value.index]
         if value.kind is ValueKind.TENSOR:
             return tensor.producer

@@ -31,9 +31,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from jvpipe.ir.examples import Batching, Over
+from jvpipe.ir.examples import Batching, Examples, Over
 from jvpipe.ir.kinds import KINDS, Kind, Runs
-from jvpipe.ir.layers import Ref
+from jvpipe.ir.layers import Array, Ref
 from jvpipe.ir.rows import ConcatRun, JoinRun, LayerRun, SliceRun, StateRun
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
@@ -55,7 +55,6 @@ class Slicing(ReplicaParts):
         where: the replicas of each layer.
         batching: how edges (tensors between layers) and aux depend on the examples.
         layouts: the layouts of micro-batches by their numbers; empty for an evaluation.
-        updating: for each layer, the number of the replica that updates it.
     """
 
     def __init__(
@@ -63,11 +62,9 @@ class Slicing(ReplicaParts):
         where: Placement,
         batching: Batching,
         layouts: Mapping[int, MicrobatchLayout] | None = None,
-        updating: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(where, batching)
         self._layouts = layouts or {}
-        self._updating = updating or {}
         self._joined: set[tuple[Value, int]] = set()  # a part, and a stage that has joined it
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
@@ -96,7 +93,7 @@ class Slicing(ReplicaParts):
                     delivers += self._to_all_replicas(value, layers)
                 examples = None
                 if op.layer != NONE:
-                    examples = self.where.slices(op.layer)[self._updating[op.layer]]
+                    examples = self.where.slices(op.layer)[self.where.updating_replica[op.layer]]
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
@@ -120,13 +117,12 @@ class Slicing(ReplicaParts):
             for p in graph.trained(graph.layers[layer].reading(ValueKind.PARAMETER)):
                 owner = graph.parameters[p].owner
                 is_owned = where.stage[owner] == where.stage[layer]
-                replica = self._updating[owner] if is_owned else layer % len(slices)
+                replica = where.updating_replica[owner] if is_owned else layer % len(slices)
                 by_replica.setdefault(replica, []).append(p)
             for replica, parameters in sorted(by_replica.items()):
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in parameters]
-                writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
                 parts = [[total._replace(examples=part) for total in sums] for part in slices]
-                for op in summed(layer, NONE, parts, sums, writes):
+                for op in summed(graph, layer, NONE, parts, sums):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
@@ -148,19 +144,32 @@ class Slicing(ReplicaParts):
         Args:
             op: the backward of all replicas.
         """
-        assert isinstance(op.run, LayerRun)
-        sliced = self._layouts[op.run.layout].sliced
-        of_replicas = [sliced[e] for e in self.where.slices(op.layer) if e is not None]
-        if KINDS[op.kind].between:  # the second half of a backward
-            left = [replica.halves[op.layer].handed for replica in of_replicas]
-        else:
-            left = [replica.signatures[op.layer].residuals for replica in of_replicas]
+        is_half = KINDS[op.kind].between
+        kind = ValueKind.HANDED if is_half else ValueKind.RESIDUAL
+        slices = self.where.slices(op.layer)
+        left = [self._left(op, kind, examples) for examples in slices if examples is not None]
         # The fewest, so that the caller can count on them at every replica.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
 
+    def _left(self, op: Operation, kind: ValueKind, examples: Examples) -> Sequence[Array]:
+        """Returns the residuals, or the handed values, that a replica's layer leaves.
+
+        Their bytes need not be in proportion to the number of examples.
+        """
+        assert isinstance(op.run, LayerRun)
+        sliced = self._layouts[op.run.layout].sliced[examples]
+        if kind is ValueKind.HANDED:
+            return sliced.halves[op.layer].handed
+        return sliced.signatures[op.layer].residuals
+
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
-        """Lists the parts of a value that the replicas of a layer have, each with its place."""
+        """Lists the parts of a value that the replicas of a layer have, each with its place.
+
+        Args:
+            layer: the layer.
+            value: the whole value.
+        """
         parts = []
         for examples in self.where.slices(layer):
             parts.append((self.named(value, examples), self.where.of(layer, examples)))
@@ -170,15 +179,7 @@ class Slicing(ReplicaParts):
         """Names the part of a layer's result that one of its replicas writes."""
         value, size, copy = write
         if examples is not None and value.kind in (ValueKind.RESIDUAL, ValueKind.HANDED):
-            # The bytes of a residual need not be in proportion to the number of examples. They are
-            # those that the replica's program yields.
-            assert isinstance(op.run, LayerRun)
-            sliced = self._layouts[op.run.layout].sliced[examples]
-            if value.kind is ValueKind.HANDED:
-                arrays = sliced.halves[op.layer].handed
-            else:
-                arrays = sliced.signatures[op.layer].residuals
-            size = arrays[value.index].bytes
+            size = self._left(op, value.kind, examples)[value.index].bytes
         is_shared = self.is_shared(value)
         part = value._replace(examples=examples) if is_shared else self.named(value, examples)
         return Write(part, self.part_bytes(value, size, examples), copy)
@@ -280,8 +281,9 @@ class Slicing(ReplicaParts):
             source: the layer that the value comes from.
             examples: the examples of the replica that reads the part.
         """
-        size = self.graph.tensors[value.index].array.bytes
-        write = Write(self.named(value, examples), self.part_bytes(value, size, examples))
+        whole = Write.of(self.graph, value)
+        size = self.part_bytes(value, whole.bytes, examples)
+        write = Write(self.named(value, examples), size)
         joined = partial(
             Operation,
             layer=op.layer,

@@ -36,9 +36,8 @@ from jvpipe.lowering.prefetch import prefetched
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
-from jvpipe.lowering.weight_rule import OneVersion
+from jvpipe.lowering.weight_rule import Weights
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.shares import updating
 
 
 def lower_step(
@@ -63,13 +62,12 @@ def lower_step(
             All micro-batches then have one plan. None if no stage has replicas.
     """
     plans = [layout.plan for layout in layouts]
-    expander = Expander(graph, OneVersion(graph), set())
+    expander = Expander(graph, Weights(graph), set())
     placer = Placer(graph, plans[0], optimizer)
     slicing = None
     if batching:
         by_number = {layout.number: layout for layout in layouts}
-        replicas = updating(graph, plans[0], optimizer)
-        slicing = Slicing(placer.where, batching, by_number, replicas)
+        slicing = Slicing(placer.where, batching, by_number)
     left = _place_tasks(expander, placer, layouts, lists, slicing)
     # The update runs under the last plan, once everything has moved there.
     placer.begin()
@@ -273,7 +271,7 @@ def lower_evaluation(
     batch = range(microbatches)
     stages = range(len(plan.stages))
     lists = tuple(tuple(Task(s, Kind.F, m) for m in batch) for s in stages)
-    expander = Expander(graph, OneVersion(graph), set())
+    expander = Expander(graph, Weights(graph), set())
     placer = Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None
     # Without slices the replicas of a stage take turns: each runs whole micro-batches.
@@ -344,15 +342,9 @@ def _expanded(
             for layer in layers:
                 yield from expander.forward(layer, m, layout)
                 yield from _losses(expander, layer, batch)
-        case Kind.B:
+        case Kind.B | Kind.I | Kind.W:
             for layer in reversed(layers):
-                yield from expander.backward(layer, m, layout)
-        case Kind.I:
-            for layer in reversed(layers):
-                yield from expander.input_half(layer, m, layout)
-        case Kind.W:
-            for layer in reversed(layers):
-                yield from expander.weight_half(layer, m, layout)
+                yield from expander.backward(task.kind, layer, m, layout)
         case _:
             raise AssertionError(f"a synchronous step has no {task}")
 

@@ -23,7 +23,6 @@ swapping affects only time and memory.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from jvpipe.ir.buffers import Buffer, Copy
 from jvpipe.ir.kinds import KINDS, Kind
@@ -67,22 +66,16 @@ def swap(
             yield [*before, *rows, *swaps.after(block.task)]
 
 
-class _Left(NamedTuple):
-    """The set of values that a stage's forward of a micro-batch has left."""
-
-    stage: int
-    microbatch: int
-
-
-def _left_by(task: Task) -> _Left:
-    return _Left(task.stage, task.microbatch)
+def _forward(task: Task) -> Task:
+    """Returns the forward of a task's stage and micro-batch: the key of the set that it leaves."""
+    return task._replace(kind=Kind.F)
 
 
 class _Swaps:
     """The swapped values of all stages, while the rows are written.
 
-    Devices are numbered like their task lists. This is the way of the values that a forward leaves,
-    row by row:
+    Devices are numbered like their task lists. The values that a forward leaves are a set, and the
+    forward is the key of its set. This is the way of a set, row by row:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -94,10 +87,10 @@ class _Swaps:
         for d, tasks in enumerate(lists):
             self._next.update(pairwise(tasks))
             self._device.update((task.stage, d) for task in tasks)
-        self._layer: dict[_Left, int] = {}  # the first layer of the stage, which rows name
-        self._hosted: dict[_Left, dict[int, int]] = {}  # by buffer: its copy on the host
-        self._leaving: list[list[_Left]] = [[] for _ in lists]  # by device: the oldest first
-        self._back: list[set[_Left]] = [set() for _ in lists]  # by device
+        self._layer: dict[Task, int] = {}  # the first layer of the stage, which rows name
+        self._hosted: dict[Task, dict[int, int]] = {}  # by buffer: its copy on the host
+        self._leaving: list[list[Task]] = [[] for _ in lists]  # by device: the oldest first
+        self._back: list[set[Task]] = [set() for _ in lists]  # by device
         self._fetched: dict[int, int] = {}  # by buffer: its copy that has come back
 
     def before(self, task: Task) -> Iterator[Row]:
@@ -107,11 +100,10 @@ class _Swaps:
         reads, and make room for those that the task will leave.
         """
         d = self._device[task.stage]
-        following = self._next.get(task)
         if KINDS[task.kind].back:
-            yield from self._fetch(_left_by(task))
-        coming = _left_by(following) if following and KINDS[following.kind].back else None
-        if coming is not None and coming in self._hosted:
+            yield from self._fetch(_forward(task))
+        coming = self._read_next(task)
+        if coming and coming in self._hosted:
             # The fetch for the next task runs beside this task.
             yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
@@ -124,9 +116,9 @@ class _Swaps:
         match task.kind:
             case Kind.F:
                 if self._rests(task):
-                    yield from self._leave(_left_by(task), *self._swapped(task))
+                    yield from self._leave(_forward(task), *self._swapped(task))
             case Kind.B | Kind.W:
-                self._back[self._device[task.stage]].discard(_left_by(task))
+                self._back[self._device[task.stage]].discard(_forward(task))
             case Kind.I:
                 pass
             case _:
@@ -141,37 +133,39 @@ class _Swaps:
 
     def _rests(self, task: Task) -> bool:
         """Tells whether other tasks come between a forward and its backward."""
-        following = self._next.get(task)
-        if following is None or not KINDS[following.kind].back:
-            return True
-        return _left_by(following) != _left_by(task)
+        return self._read_next(task) != _forward(task)
 
-    def _leave(self, left: _Left, layer: int, ids: Sequence[int]) -> Iterator[Row]:
+    def _read_next(self, task: Task) -> Task | None:
+        """Returns the set that the next task reads; None if the next task reads none."""
+        following = self._next.get(task)
+        return _forward(following) if following and KINDS[following.kind].back else None
+
+    def _leave(self, forward: Task, layer: int, ids: Sequence[int]) -> Iterator[Row]:
         if not ids:
             return
-        self._layer[left] = layer
-        self._hosted[left] = {b: self._copy(b, Copy.HOST) for b in ids}
-        self._leaving[self._device[left.stage]].append(left)
-        for b, host in self._hosted[left].items():
-            yield self._row(Kind.OUT, left, b, [b], [host])
+        self._layer[forward] = layer
+        self._hosted[forward] = {b: self._copy(b, Copy.HOST) for b in ids}
+        self._leaving[self._device[forward.stage]].append(forward)
+        for b, host in self._hosted[forward].items():
+            yield self._row(Kind.OUT, forward, b, [b], [host])
 
     def _free(self, d: int) -> Iterator[Row]:
-        left = self._leaving[d].pop(0)
-        for b, host in self._hosted[left].items():
-            yield self._row(Kind.FREE, left, b, [b, host], [])
+        forward = self._leaving[d].pop(0)
+        for b, host in self._hosted[forward].items():
+            yield self._row(Kind.FREE, forward, b, [b, host], [])
 
-    def _fetch(self, left: _Left) -> Iterator[Row]:
-        d = self._device[left.stage]
-        if left not in self._hosted or left in self._back[d]:
+    def _fetch(self, forward: Task) -> Iterator[Row]:
+        d = self._device[forward.stage]
+        if forward not in self._hosted or forward in self._back[d]:
             return
         while self._leaving[d]:
             yield from self._free(d)
-        self._back[d].add(left)
-        for b, host in self._hosted[left].items():
+        self._back[d].add(forward)
+        for b, host in self._hosted[forward].items():
             self._fetched[b] = self._copy(b, Copy.FETCHED)
             yield self._row(
                 Kind.IN,
-                left,
+                forward,
                 b,
                 [host],
                 [self._fetched[b]],
@@ -184,20 +178,20 @@ class _Swaps:
     def _row(
         self,
         kind: Kind,
-        left: _Left,
+        forward: Task,
         b: int,
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> Row:
         """Makes a row of a swap, at the place of the buffer."""
         place = self._buffers[b].place
-        layer = self._layer[left]
+        layer = self._layer[forward]
         return Row(
             kind,
             place,
-            left.stage,
+            forward.stage,
             layer,
-            left.microbatch,
+            forward.microbatch,
             tuple(reads),
             tuple(writes),
         )

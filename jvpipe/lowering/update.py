@@ -10,7 +10,8 @@ piece reads and writes slots, such as "the gradient of parameter 3", which stand
 
 import math
 from collections.abc import Iterator
-from typing import Any, assert_never
+from dataclasses import replace
+from typing import assert_never
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph
@@ -43,6 +44,33 @@ class Slots:
         # A value that pieces exchange has no index of its own. It gets the number of its slot.
         self._numbers = {slot: i for i, slot in enumerate(slots)}
 
+    def operation(
+        self,
+        expander: Expander,
+        number: int,
+        update: int = 0,
+        m: int = NEVER,
+    ) -> Operation:
+        """Makes the operation of a piece. Later pieces read the versions that it makes.
+
+        Args:
+            expander: makes operations.
+            number: the number of the piece in the optimizer's update.
+            update: the number of the update whose gradients the piece takes.
+            m: in a stream, the micro-batch after which the piece runs.
+        """
+        piece = self.optimizer.update[number]
+        layer = NONE if piece.layer is None else piece.layer
+        reads = [self.value(slot, layer, update, m) for slot in piece.reads]
+        writes: list[Write] = []
+        for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True):
+            if slot.kind is SlotKind.PARAMETER:
+                self.newest[slot.index] += 1
+            size = math.prod(aval.shape) * aval.dtype.itemsize
+            writes.append(Write(self.value(slot, layer, update, m), size))
+        m = NONE if m == NEVER else m
+        return expander.operation(Kind.U, layer, m, reads, writes, PieceRun(number))
+
     def value(
         self,
         slot: Slot,
@@ -50,7 +78,7 @@ class Slots:
         update: int = 0,
         m: int = NEVER,
     ) -> Value:
-        """Names the value that a slot of a piece stands for.
+        """Names the value that a slot of a piece stands for. For a parameter it is the newest.
 
         Args:
             slot: the slot that the piece reads.
@@ -97,26 +125,6 @@ class Slots:
             case _:
                 assert_never(slot.kind)
 
-    def written(
-        self,
-        slot: Slot,
-        aval: Any,
-        layer: int,
-        m: int = NEVER,
-    ) -> Write:
-        """Names the value that a piece writes to a slot. For a parameter it is the next version.
-
-        Args:
-            slot: the slot that the piece writes.
-            aval: the shape and type of the value.
-            layer: the piece's layer; NONE for the global program.
-            m: in a stream, the micro-batch after which the piece runs.
-        """
-        if slot.kind is SlotKind.PARAMETER:
-            self.newest[slot.index] += 1  # pieces after this one read the new version
-        size = math.prod(aval.shape) * aval.dtype.itemsize
-        return Write(self.value(slot, layer, 0, m), size)
-
 
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
     """Yields the update of a synchronous step.
@@ -128,23 +136,9 @@ def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
         slots: the values of the optimizer's slots.
     """
     parameters = slots.graph.parameters
-    for number, piece in enumerate(slots.optimizer.update):
-        layer = NONE if piece.layer is None else piece.layer
-        reads = [slots.value(slot, layer) for slot in piece.reads]
-        writes: list[Write] = []
-        delivers: list[Delivery] = []
-        for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True):
-            write = slots.written(slot, aval, layer)
-            writes.append(write)
-            if slot.kind is SlotKind.PARAMETER:
-                delivers.append(Delivery(write.value, parameters[slot.index].readers))
-        run = PieceRun(number)
-        yield expander.operation(
-            Kind.U,
-            layer,
-            NONE,
-            reads,
-            writes,
-            run,
-            delivers,
-        )
+    for number in range(len(slots.optimizer.update)):
+        operation = slots.operation(expander, number)
+        written = (write.value for write in operation.writes)
+        made = [value for value in written if value.kind is ValueKind.PARAMETER]
+        delivers = [Delivery(value, parameters[value.index].readers) for value in made]
+        yield replace(operation, delivers=tuple(delivers))

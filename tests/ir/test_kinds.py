@@ -25,7 +25,7 @@ from jvpipe.lowering.order import Waits, sums_from
 from jvpipe.lowering.place import Block, Placer
 from jvpipe.lowering.step import lower_step
 from jvpipe.lowering.swap import swap
-from jvpipe.lowering.weight_rule import OneVersion
+from jvpipe.lowering.weight_rule import Weights
 from jvpipe.report.timeline import chrome_trace
 from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.schedules.schedule import Schedule
@@ -169,7 +169,7 @@ def placed(value: Value) -> None:
 
 
 def expander() -> Expander:
-    return Expander(GRAPH, OneVersion(GRAPH), set())
+    return Expander(GRAPH, Weights(GRAPH), set())
 
 
 PLACES: dict[str, Callable[[], Any]] = {

@@ -7,21 +7,21 @@ from jvpipe.ir.layers import SplitSignature
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.expand import Expander, gradient_norm, metrics_of
 from jvpipe.lowering.layout import MicrobatchLayout
-from jvpipe.lowering.weight_rule import OneVersion
+from jvpipe.lowering.weight_rule import Weights
 from tests.lowering.toy import GRAPH, SIGNATURES, array, drawn, layout
 
 WEIGHT = Value(ValueKind.WEIGHT, 0, 2, version=0)
 
 
 def step(how: MicrobatchLayout, micro: int = 1) -> list[str]:
-    expander = Expander(GRAPH, OneVersion(GRAPH), set())
+    expander = Expander(GRAPH, Weights(GRAPH), set())
     lines = []
     for m in range(micro):
         for layer in GRAPH.layers:
             lines += map(drawn, expander.forward(layer, m, how))
             lines += map(drawn, expander.losses(layer, range(micro), WEIGHT))
         for layer in reversed(GRAPH.layers):
-            lines += map(drawn, expander.backward(layer, m, how))
+            lines += map(drawn, expander.backward(Kind.B, layer, m, how))
     return lines
 
 
@@ -62,21 +62,21 @@ def test_a_dropped_edge_is_made_again_before_the_first_backward_that_reads_it() 
 
 
 def test_an_evaluation_leaves_nothing() -> None:
-    expander = Expander(GRAPH, OneVersion(GRAPH), set())
+    expander = Expander(GRAPH, Weights(GRAPH), set())
     operations = [op for layer in GRAPH.layers for op in expander.evaluate(layer, 0)]
     assert {op.kind for op in operations} == {Kind.E}
     assert not [w for op in operations for w in op.writes if w.value.kind is ValueKind.RESIDUAL]
 
 
 def test_what_is_made_goes_to_its_readers() -> None:
-    expander, how = Expander(GRAPH, OneVersion(GRAPH), set()), layout([3])
+    expander, how = Expander(GRAPH, Weights(GRAPH), set()), layout([3])
     (forward,) = expander.forward(GRAPH.layers[0], 0, how)
     assert [(str(d.value), d.layers) for d in forward.delivers] == [
         ("tensor 0 micro-batch 0", (1,))
     ]
     for layer in GRAPH.layers[1:]:
         assert list(expander.forward(layer, 0, how))
-    *_, backward = expander.backward(GRAPH.layers[2], 0, how)
+    *_, backward = expander.backward(Kind.B, GRAPH.layers[2], 0, how)
     assert [(str(d.value), d.layers) for d in backward.delivers] == [
         ("cotangent 1 micro-batch 0", (1,))
     ]
@@ -98,13 +98,17 @@ def test_a_split_backward_hands_values_on_and_layers_without_halves_run_whole_in
     )
     how, expander = (
         replace(layout([3]), halves={1: halves}),
-        Expander(GRAPH, OneVersion(GRAPH), set()),
+        Expander(GRAPH, Weights(GRAPH), set()),
     )
     for layer in GRAPH.layers:
         list(expander.forward(layer, 0, how))
     inputs, weights = (
-        [drawn(op) for layer in reversed(GRAPH.layers) for op in half(layer, 0, how)]
-        for half in (expander.input_half, expander.weight_half)
+        [
+            drawn(op)
+            for layer in reversed(GRAPH.layers)
+            for op in expander.backward(half, layer, 0, how)
+        ]
+        for half in (Kind.I, Kind.W)
     )
     assert [line.split(":")[0] for line in inputs] == ["ZERO2", "B2", "I1"], (
         "layer 2 has no halves, and is waited for"

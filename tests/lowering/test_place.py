@@ -67,7 +67,7 @@ def test_an_update_is_told_by_a_copy_and_writes_in_place() -> None:
     *_, told, update, refreshed = (r for block in made.blocks for r in block.rows)
     assert (told.kind, told.place, update.place, refreshed.kind) == (Kind.SEND, 1, 0, Kind.SEND)
     assert update.writes[0] in update.reads, "the new version takes the old one's buffer"
-    assert dict(made.lasting()).keys() >= {made.where.lasting(made.optimizer)[0].spot}
+    assert dict(made.lasting()).keys() >= {made.where.lasting[0].spot}
 
 
 def test_an_update_whose_old_version_is_still_read_takes_a_buffer_of_its_own() -> None:

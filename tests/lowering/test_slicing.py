@@ -13,7 +13,7 @@ from jvpipe.lowering.layout import MicrobatchLayout, SliceLayout
 from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.step import lower_step
-from jvpipe.lowering.weight_rule import OneVersion
+from jvpipe.lowering.weight_rule import Weights
 from jvpipe.programs.shares import updating
 from jvpipe.schedules.gpipe import gpipe
 from tests.lowering.toy import GRAPH, SIGNATURES, array, drawn, optimizer, row
@@ -28,7 +28,7 @@ ALONG = Batching((Spread(Over.ALONG, 0), Spread(Over.ALONG, 0)))
 
 def layout(plan: Plan, left_bytes: int = 1) -> MicrobatchLayout:
     """A layout whose programs leave so many bytes for each example."""
-    where, sliced = Placement(SIX, plan), {}
+    where, sliced = Placement(SIX, plan, optimizer()), {}
     for layer in range(3):
         for e in where.slices(layer):
             if e is not None:
@@ -42,10 +42,12 @@ def layout(plan: Plan, left_bytes: int = 1) -> MicrobatchLayout:
 
 def lines(plan: Plan, batching: Batching = ALONG) -> list[str]:
     """The operations of one micro-batch."""
-    how, expander = layout(plan), Expander(SIX, OneVersion(SIX), set())
-    slicing = Slicing(Placement(SIX, plan), batching, {0: how})
+    how, expander = layout(plan), Expander(SIX, Weights(SIX), set())
+    slicing = Slicing(Placement(SIX, plan, optimizer()), batching, {0: how})
     operations = [op for layer in SIX.layers for op in expander.forward(layer, 0, how)]
-    operations += [op for layer in reversed(SIX.layers) for op in expander.backward(layer, 0, how)]
+    operations += [
+        op for layer in reversed(SIX.layers) for op in expander.backward(Kind.B, layer, 0, how)
+    ]
     told = []
     for op in (part for one in operations for part in slicing(one)):
         goes = [

@@ -10,7 +10,7 @@ from jvpipe.ir.rows import PieceRun
 from jvpipe.ir.values import NONE
 from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.update import Slots, update_step
-from jvpipe.lowering.weight_rule import OneVersion
+from jvpipe.lowering.weight_rule import Weights
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.pieces import Slot, SlotKind
 from tests.lowering.toy import GRAPH, drawn, optimizer
@@ -59,9 +59,9 @@ def test_what_pieces_tell_each_other_is_of_its_maker_and_its_micro_batch() -> No
 
 
 def test_a_parameter_that_is_written_is_the_next_version() -> None:
-    slots, shape = Slots(GRAPH, optimizer()), jax.ShapeDtypeStruct((2,), np.float32)
-    made = [slots.written(Slot(SlotKind.PARAMETER, 0), shape, 0) for _ in range(2)]
-    assert [(str(write.value), write.bytes) for write in made] == [
+    slots, expander = Slots(GRAPH, optimizer()), Expander(GRAPH, Weights(GRAPH), set())
+    made = [slots.operation(expander, 0).writes for _ in range(2)]
+    assert [(str(write.value), write.bytes) for (write,) in made] == [
         ("parameter 0 version 1", 8),
         ("parameter 0 version 2", 8),
     ]
@@ -70,7 +70,7 @@ def test_a_parameter_that_is_written_is_the_next_version() -> None:
 
 def test_a_plain_update_is_a_piece_for_each_layer_that_owns_parameters() -> None:
     operations = list(
-        update_step(Expander(GRAPH, OneVersion(GRAPH), set()), Slots(GRAPH, optimizer()))
+        update_step(Expander(GRAPH, Weights(GRAPH), set()), Slots(GRAPH, optimizer()))
     )
     assert [drawn(op) for op in operations] == [
         "U0: gradient 0 layer 0 version 0, gradient 0 layer 2 version 0, parameter 0 version 0 -> "
@@ -83,7 +83,7 @@ def test_a_plain_update_is_a_piece_for_each_layer_that_owns_parameters() -> None
 
 
 def test_a_norm_of_all_gradients_is_made_between_two_rounds_of_layers() -> None:
-    expander = Expander(GRAPH, OneVersion(GRAPH), set())
+    expander = Expander(GRAPH, Weights(GRAPH), set())
     operations = list(update_step(expander, Slots(GRAPH, clipped(grad_norm=True))))
     assert [(op.kind, op.layer) for op in operations] == [
         (Kind.U, layer) for layer in (0, 1, NONE, 0, 1)

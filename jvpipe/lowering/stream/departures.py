@@ -105,22 +105,20 @@ def settle(placer: Placer, plan: Plan) -> None:
     """Moves, at the start of a plan, the values that none of its tasks will move.
 
     They are constants, model state that no layer writes, and optimizer state that belongs to no
-    layer.
+    layer. The tasks of a layer move its parameters, its optimizer state and the model state that
+    it writes.
+
+    Args:
+        placer: writes the rows.
+        plan: the plan that begins.
     """
     placer.enter(plan)
-    for buffer in placer.where.lasting(placer.optimizer):
-        value, place = buffer.value, buffer.place
-        match value.kind:
-            case ValueKind.OPTIMIZER if value.layer == NONE:
-                placer.bring(value, place, NONE)
-            case ValueKind.CONSTANT:
-                placer.bring(value, place, NONE)
-            case ValueKind.STATE if value.microbatch == NEVER:
-                placer.bring(value, place, NONE)
-            case ValueKind.PARAMETER | ValueKind.OPTIMIZER | ValueKind.STATE:
-                pass  # the tasks of its layer move it
-            case _:
-                raise AssertionError(f"{value} does not lie on the devices between steps")
+    for buffer in placer.where.lasting:
+        value = buffer.value
+        # Model state that a layer writes is named by a micro-batch.
+        belongs_to_layer = value.layer != NONE or value.microbatch != NEVER
+        if value.kind is not ValueKind.PARAMETER and not belongs_to_layer:
+            placer.bring(value, buffer.place, NONE)
 
 
 def refresh(placer: Placer, newest: Sequence[int]) -> None:

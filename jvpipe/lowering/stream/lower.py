@@ -23,7 +23,6 @@ from itertools import accumulate, pairwise
 from jvpipe.ir.buffers import Spot
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import Layer, LayerGraph
-from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
@@ -129,26 +128,17 @@ class StreamLowering:
         return _Unrolling(self, timeline, lists).unrolled(drained=drained)
 
 
-@dataclass
-class _Marks:
-    """Notes taken while tasks are placed, from which the rows are cut into steps.
-
-    Attributes:
-        blocks: the numbers of the blocks at which steps begin.
-        spots: for each step, the names of all buffers at its beginning.
-        uses: the versions that each step's layers read or made.
-        left: for each forward, the first layer of its stage, which names the rows of swaps, and the
-            buffers to swap after it.
-    """
-
-    blocks: list[int]
-    spots: list[dict[int, Spot]]
-    uses: list[list[Use]] = field(default_factory=list)
-    left: dict[Task, tuple[int, list[int]]] = field(default_factory=dict)
-
-
 class _Unrolling:
-    """The passes of lowering over the first steps of a stream."""
+    """The passes of lowering over the first steps of a stream.
+
+    `_place_steps` takes notes, by which the rows are cut into steps later:
+
+        blocks    the numbers of the blocks at which steps begin, and last the end
+        spots     for each of these blocks, the names of all buffers before it
+        uses      the versions that each step's layers read or made
+        left      for each forward, the first layer of its stage, which names the rows of swaps, and
+                  the buffers to swap after it
+    """
 
     def __init__(
         self,
@@ -164,11 +154,14 @@ class _Unrolling:
         self.slots = Slots(stream.graph, stream.optimizer)
         self.updates = StreamUpdates(self.weights, self.expander, self.slots)
         self.placer = Placer(stream.graph, timeline.plan(0), stream.optimizer)
-        self._updating: dict[int, dict[int, int]] = {}
         self.ordered = self._ordered()
         tasks = [task for step in self.ordered for task in step]
         timeline.settle(tasks)
         self.last_reads = LastReads(timeline, self.weights, tasks)
+        self.blocks = [0]
+        self.spots = [self._spots()]
+        self.uses: list[list[Use]] = []
+        self.left: dict[Task, tuple[int, list[int]]] = {}
 
     def _ordered(self) -> list[list[Task]]:
         """Returns the tasks of each step in the order of their dispatch."""
@@ -192,29 +185,28 @@ class _Unrolling:
             drained: whether the last step is the one that drains the stream.
         """
         timeline, placer = self.timeline, self.placer
-        marks = self._place_steps(drained=drained)
+        self._place_steps(drained=drained)
         placer.enter(timeline.spans[-1].layout.plan)
         swapped = swap(
             placer.blocks,
             placer.buffers,
             _within_steps(self.lists),
-            marks.left.__getitem__,
+            self.left.__getitem__,
         )
         blocks = list(swapped)
         groups: list[list[Row]] = []
-        for start, end in pairwise([*marks.blocks, len(blocks)]):
+        for start, end in pairwise(self.blocks):
             # Each step on its own: state is fetched within the step of the update that reads it.
             groups += prefetched(blocks[start:end], placer.buffers)
         # Each step was marked by its first block. `bounds` needs the first row of that block, which
         # is known only now, because swaps and prefetching have added rows to blocks.
         rows_before = [0, *accumulate(map(len, groups))]
         return Unrolled(
-            graph=placer.graph,
             rows=[row for rows in groups for row in rows],
             buffers=placer.buffers,
-            bounds=[rows_before[block] for block in marks.blocks],
-            spots=marks.spots,
-            uses=marks.uses,
+            bounds=[rows_before[block] for block in self.blocks],
+            spots=self.spots,
+            uses=self.uses,
             metrics=[self._metrics(n) for n in range(len(self.ordered))],
             lasting=frozenset(self._lasting()),
             M=timeline.M,
@@ -222,7 +214,7 @@ class _Unrolling:
             end=placer.lasting() if drained else None,
         )
 
-    def _place_steps(self, *, drained: bool) -> _Marks:
+    def _place_steps(self, *, drained: bool) -> None:
         """Expands and places all tasks, and notes where steps begin and what exists there."""
         timeline = self.timeline
         placer = self.placer
@@ -230,7 +222,6 @@ class _Unrolling:
         departures = Departures(placer)
         # A span begins with the first task of its first micro-batch, whatever the stage.
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
-        marks = _Marks(blocks=[0], spots=[self._spots()])
         number = 0
         for n, tasks in enumerate(self.ordered):
             # The plan has changed before this step. The placer forgets the buffers that the
@@ -250,7 +241,7 @@ class _Unrolling:
                 uses += self._task(task, number)
                 if task.kind == Kind.F:
                     layout = timeline.layout(task.microbatch)
-                    marks.left[task] = swapped_by(placer, layout, task)
+                    self.left[task] = swapped_by(placer, layout, task)
                 departures.note(number)
                 number += 1
             # A stream ends with one version of every parameter, at all places that read it.
@@ -258,10 +249,9 @@ class _Unrolling:
                 placer.begin()
                 placer.enter(timeline.spans[-1].layout.plan)
                 refresh(placer, self.slots.newest)
-            marks.uses.append(uses)
-            marks.blocks.append(len(placer.blocks))
-            marks.spots.append(self._spots())
-        return marks
+            self.uses.append(uses)
+            self.blocks.append(len(placer.blocks))
+            self.spots.append(self._spots())
 
     def _task(self, task: Task, number: int) -> list[Use]:
         """Expands and places a task, and returns the versions that its layers have read or made.
@@ -281,7 +271,7 @@ class _Unrolling:
                     self._place(self._forward(layer, m))
             case Kind.B:
                 for layer in reversed(layers):
-                    self._place(self.expander.backward(layer, m, layout))
+                    self._place(self.expander.backward(task.kind, layer, m, layout))
             case _:
                 raise AssertionError(f"a stream has no {task}")
         return [self.weights.use(task.kind, layer, m) for layer in layers]
@@ -318,9 +308,8 @@ class _Unrolling:
         """
         placer = self.placer
         graph = self.timeline.graph
-        plan = self.timeline.plan(m)
-        placer.enter(plan)
-        place = self._updated_at(plan)[layer]
+        placer.enter(self.timeline.plan(m))
+        place = placer.where.updated_at(layer)
         sums = self.updates.added_up(layer, m)
         update = self.updates.update(layer, m)
         keeps = update.remembers
@@ -334,12 +323,6 @@ class _Unrolling:
                 if other != place:
                     placer.send(value, place, other, layer, m)
         return Use(Kind.U, layer, m, update.version)
-
-    def _updated_at(self, plan: Plan) -> dict[int, int]:
-        """Returns the place where each layer is updated under a plan that has been entered."""
-        if id(plan) not in self._updating:
-            self._updating[id(plan)] = self.placer.where.updating(self.slots.optimizer)
-        return self._updating[id(plan)]
 
     def _place(self, operations: Iterator[Operation]) -> None:
         for operation in operations:
@@ -376,8 +359,5 @@ def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
 
     The swapping pass looks ahead within a list. So it inserts no swap for a task of another step.
     """
-    within = []
-    for part in lists:
-        for tasks in part:
-            within.append(tuple(task for task in tasks if task.kind != Kind.U))
-    return tuple(within)
+    of_stages = (tasks for part in lists for tasks in part)
+    return tuple(tuple(task for task in tasks if task.kind != Kind.U) for tasks in of_stages)

@@ -18,7 +18,6 @@ from functools import cached_property
 
 from jvpipe.ir.buffers import Buffer, Copy, Lowered, Spot
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.rows import Row
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import NONE
@@ -45,7 +44,6 @@ class Unrolled:
     """The rows of some steps of a stream, with the buffers that they touch.
 
     Attributes:
-        graph: the layers.
         rows: the rows of all steps.
         buffers: the table of buffers.
         bounds: the rows at which steps begin, and last the end. Step n has the rows from
@@ -59,7 +57,6 @@ class Unrolled:
         end: if the last step drains the stream, the buffers that are left, with their names.
     """
 
-    graph: LayerGraph
     rows: Sequence[Row]
     buffers: Sequence[Buffer]
     bounds: Sequence[int]
@@ -85,15 +82,15 @@ class Unrolled:
         """For each buffer, the number of the last row that touches it."""
         return last_touches(self.rows)
 
-    def _base(self, n: int) -> tuple[int, int]:
-        """Returns the micro-batch and the version from which step n counts.
+    def _shift(self, n: int) -> tuple[int, int]:
+        """Returns what to add to the stream's micro-batches and versions to get those of step n.
 
         The drain of a stream is a step without forwards. It counts from the micro-batch that would
         come next.
         """
         last = len(self.bounds) - 1 - (self.end is not None)
         m = min(n, last) * self.M
-        return m, m // self.every
+        return -m, -(m // self.every)
 
     def _spot(self, b: int, n: int) -> Spot:
         """Names a buffer in step n, with the numbers of the step.
@@ -101,11 +98,10 @@ class Unrolled:
         It is the buffer's name before the step. If there is none, it is the name after the step. If
         there is none either, it is the name in the table.
         """
-        m0, v0 = self._base(n)
         spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot
         if spot.copy is Copy.STALE:
             spot = spot._replace(copy=Copy.OWN)
-        return spot.shifted(-m0, -v0)
+        return spot.shifted(*self._shift(n))
 
     def _alive(self, n: int) -> list[tuple[Spot, int]]:
         """Lists the buffers in flight before step n, with their names, in the order of the names.
@@ -120,20 +116,18 @@ class Unrolled:
         bound = self.bounds[n]
         if n == 0:
             return [(spot, b) for b, spot in sorted(named.items())]
-        m0, v0 = self._base(n)
-        alive = []
-        for b, spot in named.items():
-            if b in self.lasting or self._last.get(b, -1) >= bound:
-                alive.append((spot.shifted(-m0, -v0), b))
+        lasting = self.lasting
+        alive = {b for b in named if b in lasting or self._last.get(b, -1) >= bound}
         for b, first in self._first.items():
             if self.buffers[b].copy.is_swap and first < bound <= self._last[b]:
-                spot = named.get(b, self.buffers[b].spot)
-                alive.append((spot.shifted(-m0, -v0), b))
-        return sorted(alive)
+                alive.add(b)
+        shift = self._shift(n)
+        names = {b: named.get(b, self.buffers[b].spot) for b in alive}
+        return sorted((spot.shifted(*shift), b) for b, spot in names.items())
 
     def step(self, n: int) -> Step:
         """Cuts out step n. If the stream ends, the last step is its drain."""
-        m0, v0 = self._base(n)
+        shift = self._shift(n)
         begin, end = self.bounds[n : n + 2]
         rows = self.rows[begin:end]
         before = self._alive(n)
@@ -148,7 +142,7 @@ class Unrolled:
         staying = {*metrics, *(b for _, b in after)}
         self._check(before, rows, staying)
         lowered = Lowered(
-            rows=tuple(renumbered(freeing(rows, staying), ids, m0)),
+            rows=tuple(renumbered(freeing(rows, staying), ids, -shift[0])),
             buffers=tuple(_renamed(self.buffers[b], self._spot(b, n)) for b in ids),
             persistent=len(before),
             final=tuple(ids[b] for _, b in after),
@@ -158,7 +152,7 @@ class Unrolled:
             lowered,
             before=tuple(spot for spot, _ in before),
             after=tuple(spot for spot, _ in after),
-            uses=tuple(use.moved(-m0, -v0) for use in self.uses[n]),
+            uses=tuple(use.moved(*shift) for use in self.uses[n]),
         )
 
     def _check(

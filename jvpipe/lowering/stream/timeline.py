@@ -166,7 +166,12 @@ class StreamTimeline:
         return self.spans[self._at(m)].layout.plan
 
     def replicas(self, layer: int, m: int) -> int:
-        """Counts the devices that take turns with the micro-batches of a layer."""
+        """Counts the devices that take turns with the micro-batches of a layer.
+
+        Args:
+            layer: the layer.
+            m: a micro-batch, which has the plan that is asked for.
+        """
         stage = self.stage(layer, m)
         return len(self.plan(m).stages[stage].devices)
 

@@ -28,16 +28,17 @@ from dataclasses import dataclass, replace
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer
-from jvpipe.ir.rows import PieceRun, SettleRun, ShiftRun, SumRun, ZeroRun
+from jvpipe.ir.rows import SettleRun, ShiftRun, SumRun, ZeroRun
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import NEVER, Value, ValueKind
 from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.update import Slots
+from jvpipe.lowering.weight_rule import Weights
 
 
-class StreamWeights:
+class StreamWeights(Weights):
     """The rule of a timeline's schedule: which weights each layer reads.
 
     `existing` is the set of values made so far, which the expander shares.
@@ -58,15 +59,18 @@ class StreamWeights:
     """
 
     def __init__(self, timeline: StreamTimeline, existing: set[Value]) -> None:
-        self.timeline = timeline
-        self.graph, self.existing = timeline.graph, existing
-        self.schedule = timeline.schedule
-        self.accumulates = timeline.every > 1
+        super().__init__(timeline.graph, accumulates=timeline.every > 1)
+        self.timeline, self.schedule = timeline, timeline.schedule
+        self.existing = existing
 
     def is_tied(self, p: int, m: int) -> bool:
         """Tells whether several stages read a parameter in a micro-batch.
 
         Then the versions of the parameter are those of its first reader's stage.
+
+        Args:
+            p: the parameter.
+            m: the micro-batch.
         """
         parameter = self.graph.parameters[p]
         if parameter.frozen:
@@ -88,12 +92,22 @@ class StreamWeights:
         return self.timeline.version(owner, m, back=reads_stale)
 
     def tau(self, layer: int, m: int) -> int:
-        """Counts the updates between a layer's forward of a micro-batch and the update from it."""
+        """Counts the updates between a layer's forward of a micro-batch and the update from it.
+
+        Args:
+            layer: the layer.
+            m: the micro-batch.
+        """
         layout = self.timeline.layout(m)
         return len(layout.plan.stages) - 1 - layout.stage[layer]
 
     def ahead(self, layer: int, m: int) -> int:
-        """Counts the updates between a layer's forward of a micro-batch and its backward."""
+        """Counts the updates between a layer's forward of a micro-batch and its backward.
+
+        Args:
+            layer: the layer.
+            m: the micro-batch.
+        """
         forward = self.timeline.version(layer, m, back=False)
         backward = self.timeline.version(layer, m, back=True)
         return backward - forward
@@ -159,7 +173,7 @@ class StreamWeights:
             version = self.version(p, m, back=back)
             reads.append(Value(ValueKind.PARAMETER, p, version=version))
             memories.append(Value(memory, p))
-            writes.append(Write(self._shifted(p, m, back=back), self._bytes(p)))
+            writes.append(Write.of(self.graph, self._shifted(p, m, back=back)))
         # From here on `reading` names the shifted weights.
         self.existing.update(write.value for write in writes)
         yield Operation(
@@ -193,6 +207,10 @@ class StreamWeights:
         """Returns the deliveries that send a layer's own parameters to all layers that read them.
 
         The version is the one that the forward of the micro-batch reads.
+
+        Args:
+            layer: the layer, which may own parameters.
+            m: the micro-batch.
         """
         deliveries = []
         for p in layer.reading(ValueKind.PARAMETER):
@@ -224,9 +242,6 @@ class StreamWeights:
         """Names the shifted weights that a task would read in place of a version."""
         return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
 
-    def _bytes(self, p: int) -> int:
-        return self.graph.parameters[p].array.bytes
-
 
 @dataclass(frozen=True)
 class LayerUpdate:
@@ -237,7 +252,6 @@ class LayerUpdate:
     the old ones.
     """
 
-    layer: int
     version: int
     before: dict[int, int]
     remembers: bool
@@ -248,15 +262,19 @@ class StreamUpdates:
     """An expander of a stream's updates: it makes operations of the optimizer's pieces."""
 
     def __init__(self, weights: StreamWeights, expander: Expander, slots: Slots) -> None:
-        self.weights = weights
+        self.weights, self.timeline, self.graph = weights, weights.timeline, weights.graph
         self.expander = expander
         self.slots = slots
-        self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields the sum of the weights of an update's losses, once all these weights exist."""
-        graph = self.weights.graph
-        every = self.weights.timeline.every
+        """Yields the sum of the weights of an update's losses, once all these weights exist.
+
+        Args:
+            layer: the layer whose forward has just run.
+            m: the micro-batch of the forward.
+        """
+        graph = self.graph
+        every = self.timeline.every
         ends_update = (m + 1) % every == 0
         if graph.weighted and ends_update and 1 in layer.writing(ValueKind.LOSS):
             batch = range(m + 1 - every, m + 1)
@@ -279,59 +297,43 @@ class StreamUpdates:
             layer: the layer that is about to be updated, which owns the parameters.
             m: the last micro-batch of the update.
         """
-        graph, weights = self.weights.graph, self.weights
-        update = m // weights.timeline.every
+        graph, weights = self.graph, self.weights
+        update = m // self.timeline.every
         owned = graph.trained(graph.owned(layer))
         readers = [reader for p in owned for reader in graph.parameters[p].readers]
         for reader in dict.fromkeys(readers):
             parameters = [p for p in owned if reader in graph.parameters[p].readers]
             sums = [Value(ValueKind.GRADIENT, p, reader, version=update) for p in parameters]
-            writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
             # The last `turns` micro-batches ran on different devices, so they name all the sums.
-            turns = weights.timeline.replicas(reader, m)
+            turns = self.timeline.replicas(reader, m)
             last_ones = range(m + 1 - turns, m + 1)
             parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
-            yield from summed(reader, m, parts, sums, writes)
+            yield from summed(graph, reader, m, parts, sums)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
-        """Makes the update of a layer after a micro-batch."""
-        update = m // self.weights.timeline.every
-        graph = self.weights.graph
+        """Makes the update of a layer after a micro-batch.
+
+        Args:
+            layer: the layer.
+            m: the last micro-batch whose gradients the update takes.
+        """
+        update = m // self.timeline.every
+        graph = self.graph
         before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
         tau = self.weights.tau(layer, m)
         schedule = self.weights.schedule
         # On the last stage (tau = 0) forward and backward read the same weights without a shift.
         remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
         operations = []
-        for number, piece in self._pieces:
-            if piece.layer != layer:
-                continue
-            reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
-            results = zip(piece.writes, piece.program.out_avals, strict=True)
-            writes = [self.slots.written(slot, aval, layer, m) for slot, aval in results]
-            run = PieceRun(number)
-            operations.append(
-                self.expander.operation(
-                    Kind.U,
-                    layer,
-                    m,
-                    reads,
-                    writes,
-                    run,
-                )
-            )
+        for number, piece in enumerate(self.slots.optimizer.update):
+            if piece.layer == layer:
+                operations.append(self.slots.operation(self.expander, number, update, m))
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
         elif before:  # a layer that came from an earlier stage may still remember updates
             forgets = self._forgotten(layer, before)
             operations[-1] = replace(operations[-1], forgets=forgets)
-        return LayerUpdate(
-            layer,
-            update + 1,
-            before,
-            remembers,
-            tuple(operations),
-        )
+        return LayerUpdate(update + 1, before, remembers, tuple(operations))
 
     def _remembered(
         self,
@@ -356,11 +358,10 @@ class StreamUpdates:
         new: list[Write] = []
         memory: list[Write] = []
         for p, version in before.items():
-            size = self.weights.graph.parameters[p].array.bytes
             old.append(Value(ValueKind.PARAMETER, p, version=version))
             after = Value(ValueKind.PARAMETER, p, version=self.slots.newest[p])
-            new.append(Write(after, size))
-            memory.append(Write(Value(kind, p), size))
+            new.append(Write.of(self.graph, after))
+            memory.append(Write.of(self.graph, Value(kind, p)))
         remembered = list(memory)
         if corrects:  # a running mean needs the number of updates in it
             remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))

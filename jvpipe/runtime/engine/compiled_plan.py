@@ -118,7 +118,8 @@ class CompiledPlan:
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
-        self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
+        where = Placement(graph, self.plan, self.optimizer)
+        self.persistent = where.lasting
         fates = Fates.of(graph, self.plan)
         # The residuals that each layout keeps. The second layout is that of the last micro-batch.
         shares: list[Share | Fates] = [fates, "all"] if self.plan.keep_last else [fates]
@@ -130,7 +131,7 @@ class CompiledPlan:
         # asynchronous one, replicas take turns with whole micro-batches, and nothing is sliced.
         if self.plan.replicated and self.schedule.synchronous:
             whole = list(zip(shares, self.programs, strict=True))
-            self.replicas = Replicas(self.traced, self.plan, self.store, whole)
+            self.replicas = Replicas(self.traced, where, self.store, whole)
 
     @cached_property
     def graph(self) -> LayerGraph:
@@ -158,17 +159,15 @@ class CompiledPlan:
     @cached_property
     def row_programs(self) -> RowPrograms:
         """The programs of rows for micro-batches that run under this plan."""
-        schedule, microbatches = self.schedule, self.microbatches
+        schedule = self.schedule
         return RowPrograms(
             self.traced,
             self.graph,
             self.optimizer,
-            microbatches,
-            has_sums=schedule.synchronous or schedule.period(microbatches) > 1,
-            decay=schedule.decay,
-            anneal_updates=schedule.anneal_updates,
-            layouts=self.programs,
-            replicas=self.replicas,
+            schedule,
+            schedule.synchronous or schedule.period(self.microbatches) > 1,
+            self.programs,
+            self.replicas,
         )
 
     @cached_property
@@ -186,16 +185,14 @@ class CompiledPlan:
         splits = self.schedule.synchronous and any(
             task.kind is Kind.I for tasks in self.lists for task in tasks
         )
-        if not splits:
-            return [{} for _ in self.programs]
-        return [self._split_layers(programs) for programs in self.programs]
-
-    def _split_layers(self, programs: Sequence[LayerPrograms]) -> dict[int, SplitSignature]:
-        return {
-            layer: of_layer.halves.signature
-            for layer, of_layer in enumerate(programs)
-            if of_layer.halves and layer not in self.plan.unsplit
-        }
+        return [
+            {
+                layer: of_layer.halves.signature
+                for layer, of_layer in enumerate(programs)
+                if splits and of_layer.halves and layer not in self.plan.unsplit
+            }
+            for programs in self.programs
+        ]
 
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """Returns the layout of each micro-batch of a step.
@@ -413,18 +410,17 @@ class CompiledPlan:
         """
         rows = replace(self.row_programs, layouts=layouts or self.programs)
         devices = (self.stand_in,) * len(self.devices) if self.stand_in else self.devices
-        crossing_of, all_rows = _no_crossing, ()
+        whole, all_rows = lowered, ()
         if self.hosts is not None:
             processes = [device.process_index for device in self.devices]
             lowered = whole = with_receipts(telling_all(lowered, processes), processes)
             if self.stand_in is None:
                 all_rows = whole.rows
                 lowered = projected(whole, processes, self.hosts.process)
-                crossing_of = partial(self._crossing, whole, rows)
         if self.grouped:
             lowered = _in_groups(lowered, rows)
         # Rows that differ only in their micro-batch share an executable.
-        tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
+        tasks = _tasks(lowered)
         programs = [(rows.laid(lowered, row), devices[row.place]) for row in tasks.values()]
         with phase("compiling, or loading what was compiled"):
             executables = dict(zip(tasks, self.store.compile(programs), strict=True))
@@ -438,7 +434,7 @@ class CompiledPlan:
             executable_of=lambda row: executables[_task(row)],
             calls_host=lambda row: _task(row) in can_fail,
             mark_of=self._mark,
-            crossing_of=crossing_of,
+            crossing_of=partial(self._crossing, whole, rows),
             spec_of=self.spec,
         )
         return replace(bound, whole=all_rows)
@@ -448,11 +444,11 @@ class CompiledPlan:
 
         Returns None for a row that is not such a copy.
         """
-        assert self.hosts is not None
+        if not isinstance(row.run, OfferRun | AskRun):
+            return None
+        assert self.hosts is not None, "a single process copies to no other"
         if isinstance(row.run, OfferRun):
             return self.hosts.offering(row.run)
-        if not isinstance(row.run, AskRun):
-            return None
         # The number of a copy is that of its row among the rows of all processes.
         copy = whole.rows[row.run.number]
         copied = copy.reads[0]
@@ -479,11 +475,21 @@ class CompiledPlan:
         return self.row_programs.spec(value)
 
     def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and device of a value that outlives a step, at a place."""
+        """Returns the shape, type and device of a value that outlives a step, at a place.
+
+        Args:
+            value: the value.
+            place: the number of the place.
+        """
         return self.row_programs.placed(value, self.devices[place])
 
     def carried(self, buffer: Buffer, source: int) -> Carried:
-        """Returns the copy of an array from process `source` to the place of a buffer."""
+        """Returns the copy of an array from process `source` to the place of a buffer.
+
+        Args:
+            buffer: the buffer that gets the copy.
+            source: the process that has the array.
+        """
         target = self.devices[buffer.place].process_index
         return Carried(source, target, self.lying(buffer.value, buffer.place))
 
@@ -493,9 +499,13 @@ def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
 
     A row that calls such code can fail while it runs, and the message has to name its layer.
     """
-    tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
-    alone = {task for task, row in tasks.items() if rows.program(lowered, row).calls_host}
+    alone = {task for task, row in _tasks(lowered).items() if rows.program(lowered, row).calls_host}
     return grouped(lowered, lambda row: _task(row) not in alone)
+
+
+def _tasks(lowered: Lowered) -> dict[Hashable, Row]:
+    """Returns a row for each executable of a step, by the key of the executable."""
+    return {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
 
 
 def _task(row: Row) -> Hashable:
@@ -508,7 +518,3 @@ def _task(row: Row) -> Hashable:
     if len(row.parts) > 1:
         return row.place, *map(_task, row.parts), row.wires
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)
-
-
-def _no_crossing(row: Row) -> None:
-    """Returns None: with a single process, no row is a copy between processes."""

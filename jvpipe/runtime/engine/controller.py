@@ -284,7 +284,9 @@ class Controller:
             if cause is not None:
                 error, row, at = cause, mark.row, mark.at
                 break
-        where = self._where(row, at)
+        where = "something outside of all steps"
+        if row and at:
+            where = describe(row, at, self.microbatches, self.first_step)
         gone = self.hosts.gone(wait_s=CLOSING_S) if self.hosts is not None else ""
         if not gone:
             return StageError(f"{where} failed: {_message(error)}")
@@ -294,11 +296,6 @@ class Controller:
             where = f"step {self.first_step + self._step}, {awaited}"
         advice = "go on from the last checkpoint"
         return HostLost(f"{gone}, {advice}: {where} failed: {_message(error)}")
-
-    def _where(self, row: Row | None, at: Moment | None) -> str:
-        if not (row and at):
-            return "something outside of all steps"
-        return describe(row, at, self.microbatches, self.first_step)
 
 
 def _watch(

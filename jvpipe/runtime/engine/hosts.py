@@ -191,11 +191,21 @@ class Hosts(Channel):
         raise worst from failure
 
     def first(self, name: str, act: Callable[[], T]) -> T | None:
-        """Calls a function in the first process; the others wait, and get None."""
+        """Calls a function in the first process; the others wait, and get None.
+
+        Args:
+            name: says in messages what is done.
+            act: the function, in this process.
+        """
         return self.together(name, (lambda: None) if self.process else act)
 
     def decided(self, name: str, act: Callable[[], str]) -> str:
-        """Calls a function in the first process, and returns its result in all processes."""
+        """Calls a function in the first process, and returns its result in all processes.
+
+        Args:
+            name: says in messages what is decided.
+            act: the function, in this process.
+        """
         decision = self.first(name, act)
         return self.exchange(name, (decision or "").encode())[0].decode()
 

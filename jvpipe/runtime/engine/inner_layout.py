@@ -18,10 +18,10 @@ from jvpipe._jax import Device, DeviceGroup
 from jvpipe.ir.layers import Array, LayerGraph, Ref, Spec
 from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
+from jvpipe.lowering.graph_arrays import graph_array
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import evaluation_program, forward_program
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.runtime.engine.value_shapes import graph_array
 from jvpipe.trace.graph import Traced
 
 
@@ -82,7 +82,12 @@ def laid_programs(
 
 
 def specs(graph: LayerGraph, refs: Sequence[Ref]) -> list[Spec]:
-    """Returns the layouts of values that layers read or write."""
+    """Returns the layouts of values that layers read or write.
+
+    Args:
+        graph: the layers, with the layouts.
+        refs: the values.
+    """
     arrays = [graph_array(graph, ref.kind, ref.index) for ref in refs]
     return [array.spec if array else () for array in arrays]
 

@@ -3,10 +3,11 @@
 The end of a task is observed. Every program yields a marker, an array of four bytes that no other
 program reads. A copy to the host or back needs no marker, because its result serves as one. For
 each device, one thread waits for the markers of programs in their order, and another one for the
-results of copies. Each notes when a marker or a result comes. The start of a task is computed, because JAX
-does not report it. It is the latest of three times: when the device was free, when the inputs had
-come, and when the task was dispatched. In the picture, time runs to the right, and each line is a
-queue of tasks that run in order:
+results of copies. Each notes when a marker or a result comes.
+
+The start of a task is computed, because JAX does not report it. It is the latest of three times:
+when the device was free, when the inputs had come, and when the task was dispatched. In the
+picture, time runs to the right, and each line is a queue of tasks that run in order:
 
     device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
     link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
@@ -108,6 +109,7 @@ class Measured:
         return max(0.0, self.copy_s - self.exposed_s)
 
 
+@dataclass(eq=False)
 class Record:
     """The times at which the rows (programs and copies) of one step were dispatched and ended.
 
@@ -131,28 +133,21 @@ class Record:
         closed: whether all rows have been dispatched.
     """
 
-    def __init__(
-        self,
-        lowered: Lowered,
-        before: list[float],
-        moves: "Record | None" = None,
-        instructions: Sequence[Instruction] = (),
-        held_bytes: Sequence[int] = (),
-        named: bool = False,
-    ) -> None:
-        self.lowered = lowered
-        self.before = before
-        self.moves = moves
-        self.instructions = instructions
-        self.held_bytes = held_bytes
-        self.named = named
-        self.order: list[int] = []
-        self.times: dict[int, tuple[float, float]] = {}
-        self.after = [0.0] * len(before)
-        self.dispatched: dict[int, float] = {}
-        self.ended: dict[int, float] = {}
-        self.passed = [threading.Event() for _ in before]
-        self.closed = False
+    lowered: Lowered
+    before: list[float]
+    moves: "Record | None" = None
+    instructions: Sequence[Instruction] = ()
+    held_bytes: Sequence[int] = ()
+    named: bool = False
+    order: list[int] = field(default_factory=list)
+    times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    dispatched: dict[int, float] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.after = [0.0] * len(self.before)
+        self.passed = [threading.Event() for _ in self.before]
 
 
 Item = tuple[Record, int, jax.Array | None]

@@ -88,21 +88,27 @@ class Placing:
 
     def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
         """Returns the most bytes on each device, and last on the host, while `place` runs."""
-        memories = (*range(len(self.devices)), HOST)
-        live, peak = [0] * len(memories), [0] * len(memories)
+        ledger = Ledger(self.devices)
         for buffer in self.buffers:
             d, leaf = buffer.place, leaves.get(name_of(buffer))
-            live[buffer.memory] += buffer.bytes
-            needs = 0
+            ledger.hold(buffer.memory, buffer.bytes)
             if leaf and self._is_own(buffer):
-                needs = leaf.needs(self.devices[d], self._spec(buffer.value))
-            peak[d] = max(peak[d], live[d] + needs)
-        # Optimizer state is made last. State that will lie on the host is first made on the device,
-        # and only one layer's at a time.
-        for d, passing in enumerate(self._passing_bytes):
-            peak[d] = max(peak[d], live[d] + passing)
-        peak[HOST] = live[HOST]
-        return tuple(Peak(peak[d], None, self._holders(d)) for d in memories)
+                ledger.hold(d, 0, leaf.needs(self.devices[d], self._spec(buffer.value)))
+        self._pass(ledger)
+        memories = (*range(len(self.devices)), HOST)
+        return tuple(Peak(ledger.peak[d], None, self._holders(d)) for d in memories)
+
+    def _pass(self, ledger: Ledger) -> None:
+        """Counts optimizer state that will lie on the host, while it passes through its device.
+
+        It is made last, and only one layer's at a time.
+        """
+        passing = Counter[tuple[int, int]]()
+        for buffer in self.buffers:
+            if buffer.copy.on_host:
+                passing[buffer.place, buffer.value.layer] += buffer.bytes
+        for (place, _), size in passing.items():
+            ledger.hold(place, 0, size)
 
     def _holders(self, memory: int) -> tuple[tuple[Owner, int], ...]:
         """Returns the bytes of each owner in a memory."""
@@ -144,23 +150,10 @@ class Placing:
         lacking = [buffer for buffer in here if key_of(buffer) not in table]
         for buffer in lacking:
             ledger.hold(buffer.memory, buffer.bytes)
-        for d, passing in enumerate(self._passing_bytes):
-            ledger.hold(d, 0, passing)
+        self._pass(ledger)
         if lacking:
             self.initialize_optimizer(table, store)
         return tuple(table.get(key_of(buffer)) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
-
-    @cached_property
-    def _passing_bytes(self) -> list[int]:
-        """For each device, the most bytes of one layer's state that pass through it to the host."""
-        passing = Counter[tuple[int, int]]()
-        for buffer in self.buffers:
-            if buffer.copy.on_host:
-                passing[buffer.place, buffer.value.layer] += buffer.bytes
-        largest = [0] * len(self.devices)
-        for (place, _), size in passing.items():
-            largest[place] = max(largest[place], size)
-        return largest
 
     def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
         """Moves an array from the device that made it to the memory where it lies between steps.

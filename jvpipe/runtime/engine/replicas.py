@@ -19,15 +19,17 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
-from jvpipe.ir.examples import Batching, Examples, Over, Spread
+from jvpipe.ir.examples import Batching, Examples, Over
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph, Signature, SplitSignature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import AddRun, ConcatRun, JoinRun, Row, SliceRun, StateRun
 from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.graph_arrays import graph_array
 from jvpipe.lowering.layout import SliceLayout
 from jvpipe.lowering.placement import Placement, written_state
+from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 from jvpipe.lowering.slicing import REDUCED
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.loss import Parts
@@ -57,14 +59,14 @@ class Replicas:
 
     Args:
         traced: the layers, traced on a whole micro-batch.
-        plan: has the replicas of each stage.
+        where: the places of the layers, and the slices of each.
         store: compiles programs.
         whole: for each layout, which residuals layers keep, and the programs of layers on a whole
             micro-batch.
     """
 
     traced: Traced
-    plan: Plan
+    where: Placement
     store: ProgramStore
     whole: Sequence[tuple[Share | Fates, Sequence[LayerPrograms]]]
     _slices: dict[Examples, Traced] = field(default_factory=dict)
@@ -74,18 +76,18 @@ class Replicas:
         self._check_edges()
 
     @cached_property
-    def where(self) -> Placement:
-        """The places of the layers, and the slices of each."""
-        return Placement(self.traced.graph, self.plan)
-
-    @cached_property
     def apart(self) -> Apart:
         """The analysis of the loss: how each of its values depends on the examples."""
         sizes = []
-        for stage in self.plan.stages:
-            slices = self.where.slices(stage.layers[0])
-            sizes += [examples.size for examples in slices if examples]
+        for stage in self.where.plan.stages:
+            slices = _not_whole(self.where.slices(stage.layers[0]))
+            sizes += [examples.size for examples in slices]
         return taken_apart(self.traced, sizes)
+
+    @cached_property
+    def parts(self) -> ReplicaParts:
+        """The parts of values that replicas work on."""
+        return ReplicaParts(self.where, self.batching)
 
     @property
     def batching(self) -> Batching:
@@ -134,10 +136,9 @@ class Replicas:
                 whole micro-batch.
         """
         layers: dict[Examples, list[int]] = {}
-        for stage in self.plan.stages:
-            for examples in self.where.slices(stage.layers[0]):
-                if examples is not None:
-                    layers.setdefault(examples, []).extend(stage.layers)
+        for stage in self.where.plan.stages:
+            for examples in _not_whole(self.where.slices(stage.layers[0])):
+                layers.setdefault(examples, []).extend(stage.layers)
         return {
             examples: self._slice_layout(layout, examples, members, split)
             for examples, members in layers.items()
@@ -188,29 +189,15 @@ class Replicas:
 
     def shape(self, value: Value) -> jax.ShapeDtypeStruct:
         """Returns the shape and type of a value between replicas, or of a replica's part of it."""
-        graph, batching, i = self.traced.graph, self.batching, value.index
-        match value.kind:
-            case ValueKind.TENSOR | ValueKind.COTANGENT:
-                whole = shape(graph.tensors[i].array)
-                return self._part(whole, batching.tensors[i], value.examples)
-            case ValueKind.AUX:
-                return self._part(shape(graph.aux[i]), batching.aux[i], value.examples)
-            case ValueKind.GRADIENT:
-                return shape(graph.parameters[i].array)
-            case ValueKind.STATE:
-                return shape(graph.state[i])
-            case _:
-                raise AssertionError(f"{value} does not go between replicas")
-
-    def _part(
-        self, whole: jax.ShapeDtypeStruct, spread: Spread, examples: Examples | None
-    ) -> jax.ShapeDtypeStruct:
-        if examples is None or spread.over is not Over.ALONG:
+        array = graph_array(self.traced.graph, value.kind, value.index)
+        assert array is not None, f"{value} does not go between replicas"
+        whole, spread = shape(array), self.parts.spread(value)
+        if value.examples is None or spread.over is not Over.ALONG:
             return whole
         # The axis may have several entries per example: its size may be examples times tokens.
         sizes = list(whole.shape)
         rows_per_example = sizes[spread.axis] // self.traced.graph.examples
-        sizes[spread.axis] = rows_per_example * examples.size
+        sizes[spread.axis] = rows_per_example * value.examples.size
         return jax.ShapeDtypeStruct(tuple(sizes), whole.dtype)
 
     def loss_parts(self) -> list[Parts | None]:
@@ -218,13 +205,13 @@ class Replicas:
 
         An entry is None if a single device makes the whole value.
         """
-        graph = self.traced.graph
-        of_loss = self._made_in(graph.loss_layer, self.batching.loss)
-        parts = [of_loss] * (1 + graph.weighted)
-        # Each leaf of aux comes in the parts of the layer that makes it.
-        for i, spread in enumerate(self.batching.aux):
-            maker = next(layer.id for layer in graph.layers if i in layer.writing(ValueKind.AUX))
-            parts.append(self._made_in(maker, spread))
+        graph, batching = self.traced.graph, self.batching
+        spreads = {Value(ValueKind.LOSS, i): batching.loss for i in range(1 + graph.weighted)}
+        spreads |= {Value(ValueKind.AUX, i): spread for i, spread in enumerate(batching.aux)}
+        parts: list[Parts | None] = []
+        for value, spread in spreads.items():
+            slices = _not_whole(self.parts.makers(value))
+            parts.append(Parts(slices, spread) if slices else None)
         return parts
 
     def _state_parts(self, layer: int, leaves: Iterable[int]) -> list[Parts]:
@@ -234,21 +221,9 @@ class Replicas:
             layer: the number of the layer.
             leaves: the numbers of the leaves.
         """
-        slices = self._slices_of(layer)
+        slices = _not_whole(self.where.slices(layer))
         spreads = [self.batching.state[k] for k in leaves]
         return [Parts(slices, spread) for spread in spreads if spread is not None]
-
-    def _made_in(self, layer: int, spread: Spread) -> Parts | None:
-        """Returns the parts in which a layer makes a value; None if it has one device."""
-        slices = self._slices_of(layer)
-        if not slices:
-            return None
-        # A value that depends on no example is the same at every replica, so the first one's is
-        # taken.
-        return Parts(slices[:1] if spread.over is Over.NONE else slices, spread)
-
-    def _slices_of(self, layer: int) -> tuple[Examples, ...]:
-        return tuple(examples for examples in self.where.slices(layer) if examples is not None)
 
     def _check_edges(self) -> None:
         """Checks that tensors between stages with different numbers of replicas can be divided.
@@ -259,7 +234,7 @@ class Replicas:
         Raises:
             ValueError: a tensor can neither be cut nor shared out.
         """
-        graph, widths = self.traced.graph, self.plan.replicas
+        graph, widths = self.traced.graph, self.where.plan.replicas
         # If the loss divides a sum by a count, a replica needs both for the same examples. Parts of
         # a sum that is shared out belong to no particular examples. So with such a loss, no tensor
         # may be shared out.
@@ -278,6 +253,11 @@ class Replicas:
                     f"{stages} have {replicas} replicas: give them as many as each other, or move "
                     "the cut"
                 )
+
+
+def _not_whole(slices: Sequence[Slice]) -> tuple[Examples, ...]:
+    """Returns the slices of replicas; none if a single device has all examples."""
+    return tuple(examples for examples in slices if examples is not None)
 
 
 def _interface(signature: Signature) -> object:

@@ -9,14 +9,14 @@ value then says how the value is cut over them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar, assert_never
+from typing import TypeVar
 
 import jax
 
 from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.rows import AddRun, GroupRun, LayerRun, PieceRun, Row, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.values import Value, ValueKind
@@ -38,6 +38,7 @@ from jvpipe.programs.slices import reduce_program
 from jvpipe.programs.store import Program
 from jvpipe.runtime.engine.replicas import Replicas
 from jvpipe.runtime.engine.value_shapes import shape, value_shape, value_spec
+from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 
 R = TypeVar("R")
@@ -54,11 +55,9 @@ class RowPrograms:
         traced: the model.
         graph: the layers. The tensors between them have their specs over a mesh.
         optimizer: the optimizer's update, cut into pieces.
-        microbatches: how many micro-batches a step has.
+        schedule: says what is remembered of updates.
         has_sums: whether an update has several micro-batches, so that backwards add their gradients
             to sums.
-        decay: the decay of PipeMare's running mean of updates; None under all other schedules.
-        anneal_updates: how many of the first updates PipeMare scales down.
         layouts: the programs of all layers for each layout, in the order of the layouts' numbers.
         replicas: the programs on slices of a micro-batch, if a stage has replicas.
     """
@@ -66,15 +65,18 @@ class RowPrograms:
     traced: Traced
     graph: LayerGraph
     optimizer: OptimizerCut
-    microbatches: int
+    schedule: Schedule
     has_sums: bool
-    decay: float | None
-    anneal_updates: int
     layouts: Sequence[Sequence[LayerPrograms]]
     replicas: Replicas | None
 
     def laid(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, for arrays that are cut over a mesh as the row's are."""
+        """Returns the program of a row, for arrays that are cut over a mesh as the row's are.
+
+        Args:
+            lowered: the step of the row.
+            row: a row that runs a program.
+        """
         specs: dict[int, Spec] = {}  # by buffer
         for part in row.parts:
             # The rows of an evaluation have no residuals, so they do not need the layer's layout.
@@ -100,9 +102,15 @@ class RowPrograms:
         return value_spec(self.graph, self.optimizer, value)
 
     def program(self, lowered: Lowered, row: Row) -> Program:
-        """Returns the program of a row, which must run one and not only copy or wait."""
+        """Returns the program of a row.
+
+        Args:
+            lowered: the step of the row.
+            row: a row that runs a program, and does not only copy or wait.
+        """
         if isinstance(row.run, GroupRun):
             return group_program([self.laid(lowered, part) for part in row.parts], row.wires)
+        assert KINDS[row.kind].computes, f"{row} runs no program"
         read = [lowered.buffers[b].value for b in row.reads]
         written = [lowered.buffers[b].value for b in row.writes]
         match row.kind:
@@ -140,20 +148,8 @@ class RowPrograms:
                 return piece_program(self.optimizer.update[run.piece], keeps=run.keeps)
             case Kind.ARRIVE:
                 return arrival(self._shapes(read))
-            case (
-                Kind.FEED
-                | Kind.SEND
-                | Kind.RETURN
-                | Kind.MOVE
-                | Kind.OUT
-                | Kind.FREE
-                | Kind.IN
-                | Kind.DROP
-                | Kind.RECEIPT
-            ):
-                raise AssertionError(f"{row} runs no program")
             case _:
-                assert_never(row.kind)
+                raise AssertionError(f"nobody says which program {row} runs")
 
     def _layer(self, row: Row) -> LayerPrograms:
         """Returns the programs of a row's layer, on the slice of examples that the row is for."""
@@ -182,21 +178,23 @@ class RowPrograms:
         # A SETTLE may also write new weights and a count. The program needs no shapes of these.
         remembered = [v for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
         shapes = self._shapes(remembered)
-        if self.decay is None:
+        decay = self.schedule.decay
+        if decay is None:
             return weights.difference(shapes)
         tau = _operand(row, SettleRun).tau
-        return weights.settled(shapes, tau, self.decay, self.anneal_updates)
+        return weights.settled(shapes, tau, decay, self.schedule.anneal_updates)
 
     def _loss_program(self, read: Sequence[Value]) -> Program:
         """Returns the program that sums losses and aux over micro-batches, in ascending order."""
         graph = self.traced.graph
+        microbatches = len({value.microbatch for value in read})
         if self.replicas:
             of_part = self.replicas.shape
             shapes = [self.shape(v) if v.kind is ValueKind.LOSS else of_part(v) for v in read]
-            return loss_program(graph, shapes, self.microbatches, self.replicas.loss_parts())
+            return loss_program(graph, shapes, microbatches, self.replicas.loss_parts())
         of_one = [*self.traced.loss_shapes, *map(shape, graph.aux)]
-        of_all = [array for array in of_one for _ in range(self.microbatches)]
-        return loss_program(graph, of_all, self.microbatches)
+        of_all = [array for array in of_one for _ in range(microbatches)]
+        return loss_program(graph, of_all, microbatches)
 
     def crossing_array(self, whole: Lowered, b: int) -> jax.ShapeDtypeStruct:
         """Returns the shape and type of an array that another process makes.
@@ -233,7 +231,12 @@ class RowPrograms:
         return [self.shape(value) for value in values]
 
     def placed(self, value: Value, device: Device) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and place of a value that lies on a device or over a mesh."""
+        """Returns the shape, type and place of a value that lies on a device or over a mesh.
+
+        Args:
+            value: a value for which `known_shape` is not None.
+            device: the device, or the mesh.
+        """
         return _jax.placed(self.shape(value), device, self.spec(value))
 
 

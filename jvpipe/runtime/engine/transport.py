@@ -12,7 +12,7 @@ processes lower the same rows and run them in the same order, so they find the s
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,49 +26,8 @@ _NEVER = (1 << 62) - 1
 """A number that no copy has."""
 
 
-@runtime_checkable
-class Transport(Protocol):
-    """A way to offer arrays to other processes, and to ask for arrays that they offer.
-
-    Both calls return at once. The values of an array that was asked for come later, like those of a
-    program's results.
-    """
-
-    def begin(self) -> None:
-        """Begins a run of rows: from now on, the number of a row means a new copy."""
-        ...
-
-    def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Offers an array to a process.
-
-        Until the array has arrived there, this process may drop its reference, but must not
-        overwrite the array.
-
-        Args:
-            process: the process that may ask for the array.
-            number: the number of the row that copies it.
-            array: an array of this process.
-        """
-        ...
-
-    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Asks for an array that a process offers; returns it on a device of this process.
-
-        Args:
-            process: the process that offers the array.
-            number: the number of the row that copies it.
-            like: the shape and type of the array, and where it will lie. Over a mesh, it must be
-                cut as it is at its source.
-        """
-        ...
-
-    def lost(self) -> list[int]:
-        """Returns the processes that are gone, without waiting."""
-        ...
-
-
-class TransferServers:
-    """A transport through the transfer servers of all processes, which match numbers.
+class Transport:
+    """The connections to the transfer servers of all processes, which match numbers.
 
     It also notices when a process is gone. For this it asks every other process for an array that
     is never offered. The request fails when the connection to the process ends.
@@ -87,14 +46,17 @@ class TransferServers:
         self._ends = {process: link.pull(_NEVER, [like])[0] for process, link in links.items()}
 
     def begin(self) -> None:
-        """Begins a run of rows."""
+        """Begins a run of rows: from now on, the number of a row means a new copy."""
         self._run += 1
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Lets a process pull an array; one without elements is not sent, because `ask` makes it.
+        """Offers an array to a process; returns at once.
+
+        Until the array has arrived there, this process may drop its reference, but must not
+        overwrite the array. An array without elements is not sent, because `ask` makes it.
 
         Args:
-            process: the process that may pull the array.
+            process: the process that may ask for the array.
             number: the number of the row that copies it.
             array: an array of this process.
         """
@@ -104,7 +66,9 @@ class TransferServers:
             self._server.await_pull(self._run << _RUN_BITS | number, [words])
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Pulls an array from a process; an array without elements is made here.
+        """Asks for an array that a process offers; returns it on a device of this process.
+
+        The values of the array come later, like those of a program's results.
 
         Args:
             process: the process that offers the array.
@@ -122,11 +86,11 @@ class TransferServers:
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype))
 
     def lost(self) -> list[int]:
-        """Returns the processes whose connections have ended."""
+        """Returns the processes that are gone, without waiting: their connections have ended."""
         return [process for process, end in self._ends.items() if _jax.is_ready(end)]
 
 
-def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) -> TransferServers:
+def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) -> Transport:
     """Starts this process's transfer server, and returns the transport that uses it.
 
     Args:
@@ -136,7 +100,7 @@ def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) 
     server = _jax.transfer_server(address)
     addresses = publish(server.address())
     links = {process: server.connect(of_other) for process, of_other in addresses.items()}
-    return TransferServers(server, links)
+    return Transport(server, links)
 
 
 def to_host(array: jax.Array) -> Any:

@@ -116,15 +116,30 @@ class VersionLedger:
     def staleness(self, layers: int) -> tuple[int, ...]:
         """Returns the staleness of each layer's last update; 0 before the first update.
 
+        Args:
+            layers: how many layers the model has.
+        """
+        stale, _ = self._newest(layers)
+        return tuple(stale.get(layer, 0) for layer in range(layers))
+
+    def _newest(self, layers: int) -> tuple[dict[int, int], int]:
+        """Finds the staleness of layers' last updates, and the step in which the search has ended.
+
         Every step may call this method, so it reads the ledger from its end. It stops once it has
-        found, for every layer, the last update and the forward of the same micro-batch.
+        found, for so many layers, the last update and the forward of the same micro-batch.
+
+        Args:
+            layers: how many layers have an update.
+
+        Returns:
+            The staleness by layer, and the index of the step in `_runs`.
         """
         # By layer, the last update: its micro-batch, and the version that it changed.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
         # From the end, a layer's last update is met first, and then the forward that it belongs to.
-        for run in reversed(self._runs):
-            uses, microbatch, version = run or ((), 0, 0)
+        for i in reversed(range(len(self._runs))):
+            uses, microbatch, version = self._runs[i] or ((), 0, 0)
             for use in reversed(uses):
                 m, v = use.microbatch + microbatch, use.version + version
                 if use.kind is Kind.U:
@@ -134,8 +149,8 @@ class VersionLedger:
                     if m == last:
                         stale.setdefault(use.layer, before - v)
             if len(stale) == layers:
-                break
-        return tuple(stale.get(layer, 0) for layer in range(layers))
+                return stale, i
+        return stale, 0
 
     def to_json(self) -> Any:
         """Returns the newest uses, for a checkpoint.
@@ -164,19 +179,8 @@ class VersionLedger:
         # Many steps share one sequence of uses. Looking at each sequence once is enough.
         different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()
         updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
-        last: dict[int, int] = {}  # by layer: the micro-batch of its last update
-        passed: set[int] = set()  # the layers whose forward of that micro-batch was found
-        for i, run in reversed(list(enumerate(self._runs))):
-            uses, microbatch, _ = run or ((), 0, 0)
-            for use in reversed(uses):
-                m = use.microbatch + microbatch
-                if use.kind is Kind.U:
-                    last.setdefault(use.layer, m)
-                elif use.kind is Kind.F and m <= last.get(use.layer, -1):
-                    passed.add(use.layer)
-            if updated and passed == updated:
-                return i
-        return 0
+        _, since = self._newest(len(updated))
+        return since if updated else 0
 
     @staticmethod
     def from_json(saved: Any) -> "VersionLedger":

@@ -13,7 +13,6 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.stream.period import Step, Unrolled, dropping
-from tests.lowering.toy import GRAPH
 
 STEPS = 4
 WEIGHT = Buffer(Value(ValueKind.PARAMETER, 0, version=0), 0, 8)
@@ -34,7 +33,7 @@ def unrolled(*, ended: bool = False) -> Unrolled:
     end = [(WEIGHT.spot, 0)] if ended else None
     metrics = [[]] * (STEPS + ended)
     return Unrolled(
-        GRAPH, rows, [WEIGHT, *left], bounds, spots, uses, metrics, frozenset({0}), 1, 10**6, end
+        rows, [WEIGHT, *left], bounds, spots, uses, metrics, frozenset({0}), 1, 10**6, end
     )
 
 
