@@ -84,12 +84,6 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
-    """Returns a jaxpr with other equations, pruned to those that its results need."""
-    jaxpr = closed.jaxpr
-    return ClosedJaxpr(jaxpr.replace(eqns=prune(eqns, jaxpr.outvars)), closed.consts)
-
-
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
     """Returns a jaxpr whose results are other values that it computes, pruned to what they need."""
     jaxpr = closed.jaxpr
