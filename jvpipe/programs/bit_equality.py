@@ -19,10 +19,10 @@ from jvpipe import _jax
 from jvpipe._jax import Device, Var
 from jvpipe.ir.layers import Signature
 from jvpipe.ir.values import ValueKind
-from jvpipe.programs.model import backward_program, forward_program, programs_of
+from jvpipe.programs.model import backward_program, forward_program, piece_program, programs_of
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
-from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.graph import Body, Traced
 
 _Arrays = dict[Var, np.ndarray]
@@ -122,8 +122,7 @@ def _updated(
         for slot, aval in zip(piece.reads, piece.program.in_avals, strict=True):
             passed = values.get((slot, piece.layer))  # from an earlier piece of the layer
             arrays.append(_value_of(slot, aval) if passed is None else passed)
-        program = Program.of(piece.program, key=("try", piece.key))
-        (executable,) = store.compile([(program, device)])
+        (executable,) = store.compile([(piece_program(piece), device)])
         for slot, x in zip(piece.writes, _run(executable, arrays, device), strict=False):
             values[slot, piece.layer] = x
             if slot.kind is SlotKind.PARTIAL:

@@ -5,7 +5,6 @@ name of an array that pieces read or write.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,7 +183,9 @@ class Part:
         """Traces the program."""
         # A slot that is not a vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
-        shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
+        shapes = [
+            self._vector(s) if s in self.vectors else jaxprs.shape_of(single[s]) for s in self.reads
+        ]
         return jax.make_jaxpr(self._run)(*shapes)
 
     def _run(self, *arrays: jax.Array) -> list[Any]:
@@ -201,7 +202,7 @@ class Part:
 
     def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
         variables = self.vectors[slot]
-        length = sum(map(_size, variables))
+        length = sum(map(jaxprs.size_of, variables))
         return jax.ShapeDtypeStruct((length,), _jax.aval(variables[0]).dtype)
 
     def _unpack(
@@ -214,7 +215,7 @@ class Part:
         flat = jax.lax.slice(
             vector,
             [start],
-            [start + _size(var)],
+            [start + jaxprs.size_of(var)],
         )
         return jax.lax.reshape(flat, _jax.aval(var).shape)
 
@@ -225,7 +226,7 @@ class Part:
         """
         if slot not in self.vectors:
             return ()
-        sizes = {v: _size(v) for v in self.vectors[slot]}
+        sizes = {v: jaxprs.size_of(v) for v in self.vectors[slot]}
         before = itertools.takewhile(lambda v: v is not var, sizes)
         return sum(sizes[v] for v in before), sum(sizes.values())
 
@@ -292,12 +293,3 @@ def _strong(value: Any) -> jax.Array:
     if not jax.typeof(array).weak_type:
         return array
     return jax.lax.convert_element_type(array, array.dtype)
-
-
-def _shape(var: Var) -> jax.ShapeDtypeStruct:
-    aval = _jax.aval(var)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _size(var: Var) -> int:
-    return math.prod(_jax.aval(var).shape)

@@ -12,7 +12,6 @@ A value that one layer makes and another reads is a tensor of the graph. An inpu
 not become a tensor: every layer that needs the input reads it directly.
 """
 
-import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +100,7 @@ class Traced:
     def loss_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shape of the total and, if the loss is weighted, of the weight."""
         parts = self.loss.outputs_of(ValueKind.LOSS)
-        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, parts)]
+        return list(map(jaxprs.shape_of, parts))
 
 
 def build_graph(
@@ -474,8 +473,7 @@ def _layer(number: int, body: Body) -> Layer:
 def array_of(var: Atom, name: str) -> Array:
     """Returns a variable's shape and type under a name."""
     aval = _jax.aval(var)
-    size = math.prod(aval.shape) * aval.dtype.itemsize
-    return Array(name, tuple(aval.shape), str(aval.dtype), size)
+    return Array(name, tuple(aval.shape), str(aval.dtype), jaxprs.bytes_of(var))
 
 
 def _module(path: str) -> str:

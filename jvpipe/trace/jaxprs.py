@@ -5,7 +5,8 @@ pass forward meets every value before its readers. A pass backward, such as `pru
 readers of a value before the equation that defines it.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +60,16 @@ def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
     """Returns the shape and type of a value, which JAX traces with in place of an array."""
     aval = _jax.aval(atom)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def size_of(atom: Atom) -> int:
+    """Returns the number of elements of a value."""
+    return math.prod(_jax.aval(atom).shape)
+
+
+def bytes_of(atom: Atom) -> int:
+    """Returns the number of bytes of a value."""
+    return size_of(atom) * _jax.aval(atom).dtype.itemsize
 
 
 def read_by(atoms: Iterable[Atom], env: dict[Var, Any]) -> list[Any]:
@@ -163,6 +174,18 @@ def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
         yield eqn
         for inner in _jax.inner_jaxprs(eqn):
             yield from every(inner.eqns)
+
+
+def renamed(eqns: Iterable[JaxprEqn], names: Mapping[Var, Atom]) -> list[JaxprEqn]:
+    """Returns equations that read and define other variables in place of some."""
+
+    def new(atom: Atom) -> Any:
+        return names.get(atom, atom) if isinstance(atom, Var) else atom
+
+    return [
+        eqn.replace(invars=list(map(new, eqn.invars)), outvars=list(map(new, eqn.outvars)))
+        for eqn in eqns
+    ]
 
 
 def defined(eqns: Iterable[JaxprEqn]) -> set[Var]:

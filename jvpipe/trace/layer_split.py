@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
@@ -144,7 +143,7 @@ def _places(
             CutPlace(
                 before_end,
                 share,
-                sum(map(_bytes, sent)),
+                sum(map(jaxprs.bytes_of, sent)),
             )
         )
     return places
@@ -209,8 +208,3 @@ def _behind(values: Collection[Var], behind: dict[Var, frozenset[Var]]) -> set[V
 
 def _reads(eqns: Sequence[JaxprEqn]) -> set[Var]:
     return set(jaxprs.free_variables(eqns))
-
-
-def _bytes(var: Var) -> int:
-    aval = _jax.aval(var)
-    return aval.size * aval.dtype.itemsize

@@ -304,8 +304,7 @@ class KeyKind:
         >>> KeyKind.of(jax.random.key(0))
         KeyKind(shape=(2,), impl='threefry2x32')
         """
-        is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        impl = str(jax.random.key_impl(rng)) if is_typed else None
+        impl = str(jax.random.key_impl(rng)) if is_key(rng) else None
         return KeyKind(key_words(rng).shape, impl)
 
     @property
@@ -326,8 +325,7 @@ class KeyKind:
 
 def key_words(rng: jax.Array) -> np.ndarray:
     """Returns a key's words, whether it is typed or raw."""
-    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(rng) if typed else rng)
+    return np.asarray(jax.random.key_data(rng) if is_key(rng) else rng)
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
