@@ -7,7 +7,7 @@ name of an array that pieces read or write.
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from typing import Any
@@ -145,7 +145,10 @@ class Part:
             phase: the phase in which it runs.
             last: whether it is the last piece of its layer; only that one may overwrite its inputs.
         """
-        program = _program_of(_Content(self._content, self))
+        content = self._content
+        if content not in _PROGRAMS:
+            _PROGRAMS[content] = self._traced()
+        program = _PROGRAMS[content]
         writes = (*self.sent, *(slot for _, slot in self.yielded))
         # Before its last piece a layer may still read any of its arrays again.
         donated = _donated(self.reads, writes, program) if last else ()
@@ -179,8 +182,7 @@ class Part:
             tuple(map(len, packed)),
         )
 
-    def trace(self) -> ClosedJaxpr:
-        """Traces the program."""
+    def _traced(self) -> ClosedJaxpr:
         # A slot that is not a vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
         shapes = [
@@ -231,17 +233,8 @@ class Part:
         return sum(sizes[v] for v in before), sum(sizes.values())
 
 
-@dataclass(frozen=True)
-class _Content:
-    """The key under which a traced program is cached: equal for parts that compute the same."""
-
-    key: Hashable
-    part: Part = field(compare=False)
-
-
-@cache
-def _program_of(content: _Content) -> ClosedJaxpr:
-    return content.part.trace()
+_PROGRAMS: dict[Hashable, ClosedJaxpr] = {}
+"""The traced programs, by what their parts compute (`Part._content`)."""
 
 
 @cache
