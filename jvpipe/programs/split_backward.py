@@ -225,7 +225,7 @@ def _half(
         The program, and its signature.
     """
     jaxpr = whole.jaxpr
-    read = {*jaxprs.free_variables(eqns), *jaxprs.variables(results)}
+    read = jaxprs.all_reads(eqns, results)
     others = jaxpr.invars[len(signature.sources) :]
     of_sources = zip(jaxpr.invars, signature.sources, strict=False)
     of_cotangents = zip(others, signature.cotangents, strict=False)
@@ -234,7 +234,7 @@ def _half(
     cotangents = {v: cotangent for v, cotangent in of_cotangents if v in read}
     constants = {v: constant for v, constant in of_constants if v in read}
     invars = [*sources, *cotangents, *taken]
-    computed = {v for eqn in eqns for v in eqn.outvars}
+    computed = jaxprs.defined(eqns)
     assert read <= {*invars, *constants, *computed}, "a half reads what is the other's"
     half = jaxpr.replace(
         constvars=list(constants),

@@ -130,15 +130,14 @@ def _places(
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     for p in products[1:]:
         before_end = len(run) - p
-        first = _reads(run[:p])
-        second = _reads(run[p:])
+        first, second = (set(jaxprs.free_variables(half)) for half in (run[:p], run[p:]))
         shared = _behind(first, behind) & _behind(second, behind)
         if shared:
             continue
         # The layer's floating equations come before its run, so they count in the first half.
         later_s = sum(eqns_s[len(eqns_s) - before_end :])
         share = (total_s - later_s) / total_s if total_s else 0.0
-        sent = {v for eqn in run[:p] for v in eqn.outvars} & second
+        sent = jaxprs.defined(run[:p]) & second
         places.append(
             CutPlace(
                 before_end,
@@ -204,7 +203,3 @@ def _bounds(traced: Traced, sorted_eqns: Sorted) -> list[tuple[int, int]]:
 
 def _behind(values: Collection[Var], behind: dict[Var, frozenset[Var]]) -> set[Var]:
     return set().union(*(behind.get(v, ()) for v in values))
-
-
-def _reads(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    return set(jaxprs.free_variables(eqns))
