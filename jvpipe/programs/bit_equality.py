@@ -7,8 +7,8 @@ layer run on the same random numbers, and all outputs, gradients and cotangents 
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,13 +17,12 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device, Var
-from jvpipe.ir.layers import Signature
 from jvpipe.ir.values import ValueKind
-from jvpipe.programs.model import backward_program, forward_program, programs_of
+from jvpipe.programs.model import backward_program, forward_program, piece_program, programs_of
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
-from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.trace.graph import Body, Traced
+from jvpipe.programs.store import ProgramStore
+from jvpipe.trace.graph import Traced
 
 _Arrays = dict[Var, np.ndarray]
 
@@ -61,21 +60,10 @@ def same_bits(
     # because a sum that begins with zero hides whether its first product was rounded.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
     sums = {v: _drawn(rng, v) for v in variables}
-    one = _outcome(
-        store,
-        device,
-        whole,
-        [layer],
-        values,
-        sums,
-    )
-    both = [layer, layer + 1]
-    two = _outcome(store, device, halves, both, values, sums)
-    for of_one, of_two in zip(one, two, strict=True):
-        for v in sums:
-            if v in of_one and not _alike(of_one[v], of_two[v]):
-                return False
-    return True
+    one = _outcome(store, device, whole, [layer], values, sums)
+    two = _outcome(store, device, halves, [layer, layer + 1], values, sums)
+    pairs = zip(one, two, strict=True)
+    return all(_alike(a[v], b[v]) for a, b in pairs for v in sums if v in a)
 
 
 def same_update(
@@ -122,8 +110,7 @@ def _updated(
         for slot, aval in zip(piece.reads, piece.program.in_avals, strict=True):
             passed = values.get((slot, piece.layer))  # from an earlier piece of the layer
             arrays.append(_value_of(slot, aval) if passed is None else passed)
-        program = Program.of(piece.program, key=("try", piece.key))
-        (executable,) = store.compile([(program, device)])
+        (executable,) = store.compile([(piece_program(piece), device)])
         for slot, x in zip(piece.writes, _run(executable, arrays, device), strict=False):
             values[slot, piece.layer] = x
             if slot.kind is SlotKind.PARTIAL:
@@ -156,34 +143,6 @@ def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     return x.tobytes() == y.tobytes() and bool(is_finite)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """A layer whose forward has run, with the results that its backward needs."""
-
-    body: Body
-    signature: Signature
-    backward: Any
-    results: list[np.ndarray]
-
-    def arguments(self, values: _Arrays, cotangents: Mapping[Any, np.ndarray]) -> list[np.ndarray]:
-        """Returns the arguments of the backward: sources, cotangents of outputs, and sums.
-
-        The sources are the inputs, outputs and residuals that the backward reads.
-        """
-        body, signature = self.body, self.signature
-        count = len(body.outputs)
-        sources = {
-            "input": [values[v] for v in body.inputs],
-            "output": self.results[:count],
-            "residual": self.results[count:],
-        }
-        arguments = [sources[kind][i] for kind, i in signature.sources]
-        arguments += [cotangents[body.outputs[i]] for i in signature.cotangents]
-        arguments += [cotangents[body.inputs[i]] for i in signature.partial]
-        arguments += [cotangents[body.inputs[i]] for i in signature.gradients]
-        return arguments
-
-
 def _outcome(
     store: ProgramStore,
     device: Device,
@@ -206,59 +165,35 @@ def _outcome(
     Returns:
         The values that the layers compute, and the gradients and cotangents of their inputs.
     """
-    values, passes = dict(inputs), []
+    values = dict(inputs)
+    passes = []
     for layer in layers:
         body = traced.bodies[layer]
-        forward, backward, signature = _programs(
-            store,
-            device,
-            traced,
-            layer,
-        )
-        results = _run(
-            forward,
-            [values[v] for v in body.inputs],
-            device,
-        )
+        programs = programs_of(store, traced, layer)
+        pair = forward_program(programs, recompute=True), backward_program(programs)
+        forward, backward = store.compile([(program, device) for program in pair])
+        results = _run(forward, [values[v] for v in body.inputs], device)
         # After the outputs a forward yields residuals, and the mark by which others wait for it.
-        for v, x in zip(body.outputs, results, strict=False):
-            if isinstance(v, Var):
-                values[v] = x
-        passes.append(
-            _Pass(
-                body,
-                signature,
-                backward,
-                results,
-            )
-        )
+        outputs, residuals = results[: len(body.outputs)], results[len(body.outputs) :]
+        values |= {v: x for v, x in zip(body.outputs, outputs, strict=True) if isinstance(v, Var)}
+        sources = {
+            "input": [values[v] for v in body.inputs],
+            "output": outputs,
+            "residual": residuals,
+        }
+        passes.append((body, programs.signature, backward, sources))
     # The cotangents of a layer come from the layer after it, so backwards run from last to first.
     cotangents, gradients = dict(sums), _Arrays()
-    for one in reversed(passes):
-        results = _run(
-            one.backward,
-            one.arguments(values, cotangents),
-            device,
-        )
-        read = (*one.signature.gradients, *one.signature.returned)
-        moved = {one.body.inputs[i]: x for i, x in zip(read, results, strict=False)}
+    for body, signature, backward, sources in reversed(passes):
+        summed = [body.outputs[i] for i in signature.cotangents]
+        summed += [body.inputs[i] for i in (*signature.partial, *signature.gradients)]
+        arguments = [sources[kind][i] for kind, i in signature.sources]
+        results = _run(backward, arguments + [cotangents[v] for v in summed], device)
+        read = (*signature.gradients, *signature.returned)
+        moved = {body.inputs[i]: x for i, x in zip(read, results, strict=False)}
         cotangents |= moved
         gradients |= moved
     return values, gradients
-
-
-def _programs(
-    store: ProgramStore,
-    device: Device,
-    traced: Traced,
-    layer: int,
-) -> tuple[Any, Any, Signature]:
-    """Returns a layer's forward and backward, compiled, and their signature."""
-    programs = programs_of(store, traced, layer)
-    forward = forward_program(programs, recompute=True)
-    backward = backward_program(programs)
-    executables = store.compile([(forward, device), (backward, device)])
-    return executables[0], executables[1], programs.signature
 
 
 def _run(

@@ -38,9 +38,6 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
         return closed
 
     def run(*values: Any) -> list[Any]:
-        jaxpr = closed.jaxpr
-        env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        env |= zip(jaxpr.invars, values, strict=True)
         wide: dict[Atom, Any] = {}  # results of convolutions before they are rounded
 
         def applied(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -53,8 +50,7 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
                 return [wide[eqn.invars[0]]]
             return _jax.bind(eqn, values)
 
-        jaxprs.run_jaxpr(jaxpr.eqns, env, applied)
-        return jaxprs.read_by(jaxpr.outvars, env)
+        return jaxprs.evaluate(closed, values, applied)
 
     return jax.make_jaxpr(run)(*closed.in_avals)
 

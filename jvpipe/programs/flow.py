@@ -85,24 +85,12 @@ class Flow:
         """The values in each vector between layers and the global program, in their order."""
         vectors: dict[Slot, list[Var]] = {}
         for var, needing in self.readers.items():
-            home, phase = self.placement.of(var)
-            dtype = str(_jax.aval(var).dtype)
+            home = self.placement.of(var).home
             if isinstance(home, int) and "global" in needing:
-                to_global = Slot(
-                    SlotKind.PARTIAL,
-                    phase,
-                    home,
-                    dtype,
-                )
-                vectors.setdefault(to_global, []).append(var)
-            if home != "everywhere" and needing - {home, "global"}:
-                to_layers = Slot(
-                    SlotKind.GLOBAL,
-                    phase,
-                    0,
-                    dtype,
-                )
-                vectors.setdefault(to_layers, []).append(var)
+                vectors.setdefault(self._slot(var, "global"), []).append(var)
+            layers = needing - {home, "global"}
+            if home != "everywhere" and layers:  # they all read the same vector
+                vectors.setdefault(self._slot(var, next(iter(layers))), []).append(var)
         return vectors
 
     def _home(self, eqn: JaxprEqn) -> Home:

@@ -15,7 +15,7 @@ updated to the value that it already has.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -42,25 +42,23 @@ _OF_ZEROS = _AS_IT_IS | frozenset(
 def without_frozen(
     traced: TracedOptimizer,
     readers: Sequence[int],
-    frozen: Collection[int] = (),
 ) -> TracedOptimizer:
     """Returns the same optimizer with its frozen parameters found, and without state for them.
 
     Args:
-        traced: the optimizer, traced over all parameters.
+        traced: the optimizer, traced over all parameters; `traced.frozen` are known to be frozen.
         readers: for each parameter, how many gradients the update takes.
-        frozen: parameters that are known to be frozen.
     """
     update = _Update.of(traced, readers)
     newly_frozen: set[int] = set()
     unread: set[int] = set()
-    for i in update.unchanged - set(frozen):
+    for i in update.unchanged - traced.frozen:
         leaves = update.state_alone(i)
         if leaves is not None:
             newly_frozen.add(i)
             unread |= leaves
     if not newly_frozen:
-        return replace(traced, frozen=frozenset(frozen))
+        return traced
     kept = [k for k in range(len(traced.state)) if k not in unread]
     first_state = traced.init.jaxpr.outvars
     return TracedOptimizer(
@@ -69,7 +67,7 @@ def without_frozen(
         state=tuple(traced.state[k] for k in kept),
         state_tree=_masked(traced.state_tree, unread),
         parameter_of=tuple(traced.parameter_of[k] for k in kept),
-        frozen=frozenset(frozen) | newly_frozen,
+        frozen=traced.frozen | newly_frozen,
     )
 
 

@@ -295,37 +295,6 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
 _LOSS = Ref(ValueKind.LOSS, 0)
 
 
-@dataclass(frozen=True)
-class _Differentiated:
-    """The numbers of a layer's inputs and outputs that have a part in its backward.
-
-    Attributes:
-        gradients: the inputs that are parameters.
-        returned: the inputs that are tensors, whose cotangents the backward yields.
-        active: the outputs through which gradients flow.
-        taken: the active outputs whose cotangents come from later layers.
-    """
-
-    gradients: list[int]
-    returned: list[int]
-    active: list[int]
-    taken: list[int]
-
-    @staticmethod
-    def of(body: Body) -> "_Differentiated":
-        kinds = [ref.kind for ref in body.reads]
-        gradients = [i for i in body.moving if kinds[i] == ValueKind.PARAMETER]
-        returned = [i for i in body.moving if kinds[i] == ValueKind.TENSOR]
-        active = [i for i, a in enumerate(body.active) if a]
-        taken = [i for i in active if body.received[i] and body.writes[i] != _LOSS]
-        return _Differentiated(
-            gradients,
-            returned,
-            active,
-            taken,
-        )
-
-
 def _trace_backward(
     body: Body,
     tree: Any,
@@ -348,8 +317,12 @@ def _trace_backward(
         printed: the `jax.debug` calls that the forward runs, including any inside derivative rules.
             The backward leaves these calls out.
     """
-    parts = _Differentiated.of(body)
-    gradients, returned = parts.gradients, parts.returned
+    kinds = [ref.kind for ref in body.reads]
+    gradients = [i for i in body.moving if kinds[i] is ValueKind.PARAMETER]
+    returned = [i for i in body.moving if kinds[i] is ValueKind.TENSOR]
+    active_outputs = [i for i, a in enumerate(body.active) if a]
+    # The active outputs whose cotangents come from later layers.
+    taken = [i for i in active_outputs if body.received[i] and body.writes[i] != _LOSS]
     partial = [i for i in summed if body.returned[i]]
     shapes = dict(leaves)
 
@@ -361,12 +334,12 @@ def _trace_backward(
     ) -> list[Any]:
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
-        incoming = {i: _cotangent(body, i) for i in parts.active}
-        incoming |= zip(parts.taken, cotangents, strict=True)
+        incoming = {i: _cotangent(body, i) for i in active_outputs}
+        incoming |= zip(taken, cotangents, strict=True)
         later = {i: _zeros(body.inputs[i]) for i in summed}
         later |= zip(partial, sums, strict=True)
         # The order is that of the results of `pick`: active outputs, then summed inputs.
-        active = [incoming[i] for i in parts.active]
+        active = [incoming[i] for i in active_outputs]
         pulled = pull([*active, *later.values()])
         moved = dict(zip(body.moving, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
@@ -376,7 +349,7 @@ def _trace_backward(
     flat = flatten(
         backward,
         list(shapes.values()),
-        [jaxprs.shape_of(body.outputs[i]) for i in parts.taken],
+        [jaxprs.shape_of(body.outputs[i]) for i in taken],
         [input_shapes[i] for i in partial],
         [input_shapes[i] for i in gradients],
     )
@@ -396,7 +369,7 @@ def _trace_backward(
     signature = Signature(
         residuals=(),
         sources=tuple(sources),
-        cotangents=tuple(parts.taken),
+        cotangents=tuple(taken),
         partial=tuple(partial),
         gradients=tuple(read_gradients),
         returned=tuple(read_cotangents),

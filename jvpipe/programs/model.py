@@ -81,26 +81,14 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
 def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
     """Returns a layer's forward, ready to be compiled; for recomputing, one that prints nothing."""
     if recompute and programs.recompute is not programs.forward:
-        return Program.of(
-            programs.recompute,
-            marked=True,
-            key=("F again", programs.key),
-        )
-    return Program.of(
-        programs.forward,
-        marked=True,
-        key=("F", programs.key),
-    )
+        return Program.of(programs.recompute, key=("F again", programs.key))
+    return Program.of(programs.forward, key=("F", programs.key))
 
 
 def evaluation_program(body: Body) -> Program:
     """Returns a layer's forward for evaluation, which leaves nothing for a backward."""
     closed = inference(body)
-    return Program.of(
-        closed,
-        marked=True,
-        key=("E", program_key(closed)),
-    )
+    return Program.of(closed, key=("E", program_key(closed)))
 
 
 def backward_program(programs: LayerPrograms) -> Program:
@@ -109,12 +97,7 @@ def backward_program(programs: LayerPrograms) -> Program:
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
     donated = range(first, first + count)
-    return Program.of(
-        programs.backward,
-        donated,
-        marked=True,
-        key=("B", programs.key),
-    )
+    return Program.of(programs.backward, donated, key=("B", programs.key))
 
 
 def input_program(programs: LayerPrograms) -> Program:
@@ -126,12 +109,7 @@ def input_program(programs: LayerPrograms) -> Program:
     signature = halves.signature.input
     first = len(signature.sources) + len(signature.cotangents)
     donated = range(first, first + len(signature.partial))
-    return Program.of(
-        halves.input,
-        donated,
-        marked=True,
-        key=("I", programs.key),
-    )
+    return Program.of(halves.input, donated, key=("I", programs.key))
 
 
 def weight_program(programs: LayerPrograms) -> Program:
@@ -142,12 +120,7 @@ def weight_program(programs: LayerPrograms) -> Program:
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
     donated = range(count - len(halves.signature.weight.gradients), count)
-    return Program.of(
-        halves.weight,
-        donated,
-        marked=True,
-        key=("W", programs.key),
-    )
+    return Program.of(halves.weight, donated, key=("W", programs.key))
 
 
 def _halves(programs: LayerPrograms) -> Halves:
@@ -188,9 +161,4 @@ def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
     """
     is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
     donated = tuple(i for i in piece.donated if not is_kept[i])
-    return Program.of(
-        piece.program,
-        donated,
-        marked=True,
-        key=("U", piece.key, donated),
-    )
+    return Program.of(piece.program, donated, key=("U", piece.key, donated))

@@ -164,7 +164,10 @@ def _at_fixed_types(
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
     """Returns the leaves of a tree of shapes, by name."""
     names = path_names(paths_of(tree))
-    return tuple(map(_array, names, jax.tree.leaves(tree)))
+    return tuple(
+        Array(name, leaf.shape, str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
+        for name, leaf in zip(names, jax.tree.leaves(tree), strict=True)
+    )
 
 
 def paths_of(tree: Tree) -> list[Path]:
@@ -407,10 +410,8 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
         raise ValueError(
             f"the optimizer's state has {len(leaves)} leaves and {len(new)} after an update"
         )
-    settled = []
-    for (path, before), after in zip(leaves, new, strict=True):
-        settled.append(settle(path, before, after))
-    return tree.unflatten(settled)
+    pairs = zip(leaves, new, strict=True)
+    return tree.unflatten(settle(path, before, after) for (path, before), after in pairs)
 
 
 def _types(tree: Tree) -> list[tuple[Any, bool]]:
@@ -426,12 +427,3 @@ def _cast(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     if array.dtype == like.dtype:
         return array
     return jax.lax.convert_element_type(array, like.dtype)
-
-
-def _array(name: str, leaf: jax.ShapeDtypeStruct) -> Array:
-    return Array(
-        name,
-        tuple(leaf.shape),
-        str(leaf.dtype),
-        leaf.size * leaf.dtype.itemsize,
-    )

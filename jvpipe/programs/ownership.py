@@ -11,7 +11,6 @@ results in the next phase. One pass over the equations, in their order, places a
 the place of an equation depends only on the places of its operands.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -247,9 +246,9 @@ class _Placing:
             return False
         types = {_jax.aval(v).dtype for v, p in operands.items() if p.home == "global"}
         reduces = eqn.primitive.name.startswith("reduce_")
-        read = sum(map(_size, eqn.invars))
+        read = sum(map(jaxprs.size_of, eqn.invars))
         for v in eqn.outvars:
-            is_small = (_is_small(v) or reduces) and _size(v) <= read
+            is_small = (_is_small(v) or reduces) and jaxprs.size_of(v) <= read
             if not is_small or _jax.aval(v).dtype not in types:
                 return False
         return True
@@ -270,15 +269,19 @@ class _Placing:
         if not (mixes and serves_others):
             return False
         of_layer = [v for v, place in operands.items() if place.home == layer]
-        return self.reductions.issuperset(of_layer) and all(_size(v) == 1 for v in operands)
+        return self.reductions.issuperset(of_layer) and all(
+            jaxprs.size_of(v) == 1 for v in operands
+        )
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
         """Tells whether an equation makes a number from an array, or from numbers made so."""
-        if any(_size(v) != 1 for v in eqn.outvars):
+        if any(jaxprs.size_of(v) != 1 for v in eqn.outvars):
             return False
         if eqn.primitive.name.startswith(("reduce_", "dot_general")):
             return True
-        return any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars))
+        return any(
+            jaxprs.size_of(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars)
+        )
 
     def _split(
         self,
@@ -345,12 +348,8 @@ def _is_scalar_arithmetic(eqn: JaxprEqn) -> bool:
     """Tells whether an equation makes numbers of numbers, all of one type."""
     atoms = [*eqn.invars, *eqn.outvars]
     types = {_jax.aval(atom).dtype for atom in atoms}
-    return len(types) == 1 and all(_size(atom) == 1 for atom in atoms)
-
-
-def _size(atom: Atom) -> int:
-    return math.prod(_jax.aval(atom).shape)
+    return len(types) == 1 and all(jaxprs.size_of(atom) == 1 for atom in atoms)
 
 
 def _is_small(atom: Atom) -> bool:
-    return _size(atom) * _jax.aval(atom).dtype.itemsize < SMALL_BYTES
+    return jaxprs.bytes_of(atom) < SMALL_BYTES

@@ -5,10 +5,9 @@ name of an array that pieces read or write.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from typing import Any
@@ -146,7 +145,10 @@ class Part:
             phase: the phase in which it runs.
             last: whether it is the last piece of its layer; only that one may overwrite its inputs.
         """
-        program = _program_of(_Content(self._content, self))
+        content = self._content
+        if content not in _PROGRAMS:
+            _PROGRAMS[content] = self._traced()
+        program = _PROGRAMS[content]
         writes = (*self.sent, *(slot for _, slot in self.yielded))
         # Before its last piece a layer may still read any of its arrays again.
         donated = _donated(self.reads, writes, program) if last else ()
@@ -180,11 +182,12 @@ class Part:
             tuple(map(len, packed)),
         )
 
-    def trace(self) -> ClosedJaxpr:
-        """Traces the program."""
+    def _traced(self) -> ClosedJaxpr:
         # A slot that is not a vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
-        shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
+        shapes = [
+            self._vector(s) if s in self.vectors else jaxprs.shape_of(single[s]) for s in self.reads
+        ]
         return jax.make_jaxpr(self._run)(*shapes)
 
     def _run(self, *arrays: jax.Array) -> list[Any]:
@@ -201,7 +204,7 @@ class Part:
 
     def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
         variables = self.vectors[slot]
-        length = sum(map(_size, variables))
+        length = sum(map(jaxprs.size_of, variables))
         return jax.ShapeDtypeStruct((length,), _jax.aval(variables[0]).dtype)
 
     def _unpack(
@@ -214,7 +217,7 @@ class Part:
         flat = jax.lax.slice(
             vector,
             [start],
-            [start + _size(var)],
+            [start + jaxprs.size_of(var)],
         )
         return jax.lax.reshape(flat, _jax.aval(var).shape)
 
@@ -225,22 +228,13 @@ class Part:
         """
         if slot not in self.vectors:
             return ()
-        sizes = {v: _size(v) for v in self.vectors[slot]}
+        sizes = {v: jaxprs.size_of(v) for v in self.vectors[slot]}
         before = itertools.takewhile(lambda v: v is not var, sizes)
         return sum(sizes[v] for v in before), sum(sizes.values())
 
 
-@dataclass(frozen=True)
-class _Content:
-    """The key under which a traced program is cached: equal for parts that compute the same."""
-
-    key: Hashable
-    part: Part = field(compare=False)
-
-
-@cache
-def _program_of(content: _Content) -> ClosedJaxpr:
-    return content.part.trace()
+_PROGRAMS: dict[Hashable, ClosedJaxpr] = {}
+"""The traced programs, by what their parts compute (`Part._content`)."""
 
 
 @cache
@@ -292,12 +286,3 @@ def _strong(value: Any) -> jax.Array:
     if not jax.typeof(array).weak_type:
         return array
     return jax.lax.convert_element_type(array, array.dtype)
-
-
-def _shape(var: Var) -> jax.ShapeDtypeStruct:
-    aval = _jax.aval(var)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _size(var: Var) -> int:
-    return math.prod(_jax.aval(var).shape)

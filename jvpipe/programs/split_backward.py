@@ -152,17 +152,13 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
     def laid(xs: list[jax.Array]) -> list[jax.Array]:
         return jax.lax.optimization_barrier([_jax.laid_out(x) for x in xs])
 
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, values)]
-    laid_out = jax.make_jaxpr(laid)(shapes).jaxpr
+    laid_out = jax.make_jaxpr(laid)(list(map(jaxprs.shape_of, values))).jaxpr
     # The equation now writes new variables (`bare`). The equations of `laid` read these, and write
     # the old variables, which later equations read.
     inner = (*laid_out.invars, *laid_out.outvars)
     renamed = dict(zip(inner, (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
-    for each in laid_out.eqns:
-        invars = [renamed.get(v, v) for v in each.invars]
-        outvars = [renamed.get(v, v) for v in each.outvars]
-        yield each.replace(invars=invars, outvars=outvars)
+    yield from jaxprs.renamed(laid_out.eqns, renamed)
 
 
 def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
@@ -229,7 +225,7 @@ def _half(
         The program, and its signature.
     """
     jaxpr = whole.jaxpr
-    read = {*jaxprs.free_variables(eqns), *jaxprs.variables(results)}
+    read = jaxprs.all_reads(eqns, results)
     others = jaxpr.invars[len(signature.sources) :]
     of_sources = zip(jaxpr.invars, signature.sources, strict=False)
     of_cotangents = zip(others, signature.cotangents, strict=False)
@@ -238,7 +234,7 @@ def _half(
     cotangents = {v: cotangent for v, cotangent in of_cotangents if v in read}
     constants = {v: constant for v, constant in of_constants if v in read}
     invars = [*sources, *cotangents, *taken]
-    computed = {v for eqn in eqns for v in eqn.outvars}
+    computed = jaxprs.defined(eqns)
     assert read <= {*invars, *constants, *computed}, "a half reads what is the other's"
     half = jaxpr.replace(
         constvars=list(constants),

@@ -8,6 +8,7 @@ the slices apart.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -55,25 +56,9 @@ def trace_stacked(
         stacks: which leaves form stacks that the optimizer sees; None if it sees the slices.
         frozen: leaves of `params` that the optimizer does not see; of a stack all slices or none.
     """
-    options: Any = {"grad_norm": grad_norm, "frozen": frozen}
-    if stacks:
-        traced = _trace_stacks(
-            optimizer,
-            params,
-            readers,
-            microbatches,
-            stacks,
-            **options,
-        )
-    else:
-        traced = trace_optimizer(
-            optimizer,
-            params,
-            readers,
-            microbatches,
-            **options,
-        )
-    return without_frozen(traced, readers, frozen)
+    trace = partial(_trace_stacks, stacks=stacks) if stacks else trace_optimizer
+    traced = trace(optimizer, params, readers, microbatches, grad_norm=grad_norm, frozen=frozen)
+    return without_frozen(traced, readers)
 
 
 def _trace_stacks(
@@ -81,8 +66,8 @@ def _trace_stacks(
     params: Tree,
     readers: Sequence[int],
     microbatches: int | None,
-    stacks: Stacks,
     *,
+    stacks: Stacks,
     grad_norm: bool,
     frozen: Collection[int],
 ) -> TracedOptimizer:
@@ -146,6 +131,7 @@ def _trace_stacks(
         arrays_of(tree),
         jax.tree.structure(tree),
         state.parameter_of(parameters, core.parameter_of),
+        frozenset(frozen),
     )
 
 

@@ -21,6 +21,7 @@ from jvpipe._jax import ClosedJaxpr, Device, DeviceGroup
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
+from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
@@ -74,30 +75,25 @@ class Program:
         closed: ClosedJaxpr,
         donated: Iterable[int] = (),
         *,
-        marked: bool = False,
-        key: Hashable = None,
+        key: Hashable,
     ) -> "Program":
         """Returns a program made of a jaxpr.
 
-        A marked program has one more result, of four bytes, which is never donated. A caller that
-        waits for this mark waits for the program.
+        The program has one more result, its mark. The mark has four bytes and is never donated. A
+        caller that waits for the mark waits for the program.
 
         Args:
             closed: the jaxpr.
             donated: positions of inputs that it may overwrite.
-            marked: whether a caller waits for the program by a mark.
             key: a value that is equal for jaxprs that are the same.
         """
         run = _jax.jaxpr_as_fun(closed)
-        fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
-        can_fail = any(map(calls_host, closed.jaxpr.eqns))
-        inputs = tuple(closed.in_avals)
         return Program(
-            (key, marked),
-            fn,
-            inputs,
+            key,
+            lambda *xs: (*run(*xs), jax.numpy.int32(0)),
+            tuple(closed.in_avals),
             tuple(donated),
-            can_fail,
+            any(map(calls_host, jaxprs.every(closed.jaxpr.eqns))),
         )
 
 
@@ -173,13 +169,7 @@ class ProgramStore:
         partial: Collection[int],
     ) -> LayerPrograms | None:
         """Returns a layer's forward and backward if they were made before, otherwise None."""
-        return self._layers.get(
-            _layer_key(
-                body,
-                kept,
-                partial,
-            )
-        )
+        return self._layers.get(_layer_key(body, kept, partial))
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
         """Returns the executables of programs on devices; missing ones are compiled in parallel."""

@@ -8,12 +8,11 @@ axis, but they must lie together. Below, `a x b` is one axis, made of the axes a
 
 Each class of primitives has a rule, which needs only the axes of the operands and the parameters of
 the equation. Equations without a rule are refused. To support another primitive, add it to a class
-in `_CLASSES`, or give it a case in `_others` or `_moved`.
+in `_CLASSES`, or give it a case in `_followed` or `_moved`.
 """
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 
@@ -51,13 +50,8 @@ _CLASSES = {
 }
 
 
-@cache
-def _class_of() -> dict[str, str]:
-    """Returns the class of each primitive that has one."""
-    class_of: dict[str, str] = {}
-    for kind, names in _CLASSES.items():
-        class_of |= dict.fromkeys(names.split(), kind)
-    return class_of
+_CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
+"""The class of each primitive that has one."""
 
 
 def along_after(
@@ -91,7 +85,8 @@ def _followed(
     name, params = eqn.primitive.name, eqn.params
     first = next(axis for axis in axes if axis is not None)
     same = all(axis in (None, first) for axis in axes)
-    match _class_of().get(name):
+    rank = len(_jax.aval(eqn.invars[0]).shape)
+    match _CLASS_OF.get(name, name):
         case "elementwise":
             if not same:
                 return "joins values that have their examples along different axes"
@@ -113,28 +108,6 @@ def _followed(
             if is_of_one and tuple(params["padding"][first]) == (0, 0):
                 return _all(first, grown)
             return "looks at several examples"
-        case _:
-            return _others(eqn, axes, first, grown, same=same)
-
-
-def _others(
-    eqn: JaxprEqn,
-    axes: Sequence[Axis],
-    first: int,
-    grown: Sequence[Axis],
-    *,
-    same: bool,
-) -> Followed:
-    """Follows the axis through an equation whose primitive is in no class.
-
-    Args:
-        eqn: the equation.
-        axes: the axis of the examples in each operand.
-        first: that axis in the first operand that has one.
-        grown: for each result, the axis whose size grows with the number of examples.
-        same: whether all operands that have an axis of the examples have the same one.
-    """
-    match eqn.primitive.name:
         case "reshape":
             return _reshaped(eqn, first, grown[0])
         case "dot_general":
@@ -146,15 +119,14 @@ def _others(
         case "scatter" | "scatter-add":
             return _scattered(eqn, axes)
         case "sort":
-            is_beside = same and eqn.params["dimension"] != first
+            is_beside = same and params["dimension"] != first
             return _all(first, grown) if is_beside else "sorts examples"
         case "fft":
-            rank = len(_jax.aval(eqn.invars[0]).shape)
-            first_transformed = rank - len(eqn.params["fft_lengths"])
-            return _all(first, grown) if first < first_transformed else "transforms over examples"
+            is_before = first < rank - len(params["fft_lengths"])
+            return _all(first, grown) if is_before else "transforms over examples"
         case "top_k":
-            last = len(_jax.aval(eqn.invars[0]).shape) - 1
-            return _all(first, grown) if eqn.params.get("axis", last) != first else "sorts examples"
+            is_beside = params.get("axis", rank - 1) != first
+            return _all(first, grown) if is_beside else "sorts examples"
         case _:
             return (
                 _moved(eqn, first) or "is an operation that jvpipe cannot follow examples through"

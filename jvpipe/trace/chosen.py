@@ -6,6 +6,7 @@ by a pattern of paths; here it is checked against the types of the leaves that m
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,14 +19,14 @@ from jvpipe.trace.keys import is_key
 def chosen_aux(
     reductions: Reductions,
     paths: Sequence[str],
-    leaves: Sequence[Sequence[Atom]],
+    leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
 ) -> tuple[AuxReduction | None, ...]:
     """Returns the reduction that the user chose for each leaf of aux; None if they chose none.
 
     Args:
         reductions: the user's choices, by pattern.
         paths: the paths of the leaves.
-        leaves: the values of each leaf; a `Weighted` has two.
+        leaves: the shapes of the values of each leaf; a `Weighted` has two.
 
     Raises:
         ValueError: a pattern matches nothing, or a reduction does not fit its leaf.
@@ -38,9 +39,9 @@ def chosen_aux(
     return said
 
 
-def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
+def _unfit(reduction: AuxReduction, parts: Sequence[jax.ShapeDtypeStruct]) -> str | None:
     """Returns why a reduction does not fit a leaf of aux, and a cure; None if it fits."""
-    dtype = _jax.aval(parts[0]).dtype
+    dtype = parts[0].dtype
     if len(parts) > 1:
         return "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or return total alone"
     if reduction is AuxReduction.MEAN and not jnp.issubdtype(dtype, jnp.inexact):

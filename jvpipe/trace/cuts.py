@@ -25,7 +25,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Var
-from jvpipe.trace.jaxprs import variables
+from jvpipe.trace.jaxprs import bytes_of, variables
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,8 @@ def _alive(
     width = np.zeros_like(count)
     for var, end in last.items():
         start = born[var] + 1
-        aval = _jax.aval(var)
         if seen[end] - seen[start] <= skip:
-            size = aval.size * aval.dtype.itemsize
             for at, sign in ((start, 1), (end + 1, -1)):
-                count[at] += sign * bool(aval.shape)
-                width[at] += sign * size
+                count[at] += sign * bool(_jax.aval(var).shape)
+                width[at] += sign * bytes_of(var)
     return np.maximum(np.cumsum(count)[:-1], 1), np.cumsum(width)[:-1]

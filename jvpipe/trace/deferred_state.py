@@ -149,14 +149,11 @@ def _change(
     # The first arguments of `update` are values that the loss makes. The others, the counter and
     # the sums so far, become new inputs of the loss: the added leaves.
     reads = [before, *sums]
-    env = dict(zip(closed.jaxpr.invars, reads, strict=False))
-
-    def read(atoms: Sequence[Atom]) -> list[Atom]:
-        return [env.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
-    eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in closed.jaxpr.eqns]
-    value, *results = read(closed.jaxpr.outvars)
+    names = dict(zip(closed.jaxpr.invars, reads, strict=False))
+    eqns = jaxprs.renamed(closed.jaxpr.eqns, names)
+    value, *results = closed.jaxpr.outvars
     assert not closed.consts
+    assert names.keys().isdisjoint(closed.jaxpr.outvars), "an update yields what it was given"
     return _Change(
         eqns,
         value,

@@ -1,16 +1,13 @@
 """Traces any function to one flat list of equations, without nested calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
-from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import SHARDING, folded, inlined, literal
-from jvpipe.trace.keys import index_key
-from jvpipe.trace.unroll import as_array, stacked_result, stacks_layers, unrolled
+from jvpipe._jax import ClosedJaxpr
+from jvpipe.trace.inline import inlined
 
 # Calls that are replaced by the equations of their bodies. Each primitive comes with the parameter
 # that has the body. `jax.checkpoint` ("checkpoint", "remat", "remat2") is among them, because
@@ -60,59 +57,4 @@ def flatten(
             "the loss, or a derivative rule in it, closes over a value that was traced, of which nothing is left when "
             "it is used (jax.grad(jax.jit(loss)) fails too): pass the value as an argument, or make it with NumPy"
         )
-    if not stacks_layers(traced.jaxpr, calls):
-        return inlined(traced, calls)
-
-    def unrolled_fn(*xs: Any) -> list[Any]:
-        return [*map(as_array, _traced(traced.jaxpr, traced.consts, xs, calls))]
-
-    # Only scans over stacked layers need a second trace; anything else is inlined equation by
-    # equation.
-    closed = jax.make_jaxpr(unrolled_fn)(*traced.in_avals)
-    return jaxprs.with_equations(closed, closed.jaxpr.eqns)
-
-
-def _traced(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    calls: dict[str, str],
-) -> list[Any]:
-    """Traces a jaxpr again, with calls replaced by bodies and scans over stacked layers unrolled.
-
-    Args:
-        jaxpr: the jaxpr.
-        consts: its constants.
-        args: the arguments that it is called with.
-        calls: the names of primitives that are calls, each with the parameter that has its body.
-    """
-
-    def inline(body: ClosedJaxpr | Jaxpr, values: Sequence[Any]) -> list[Any]:
-        if isinstance(body, ClosedJaxpr):
-            return _traced(body.jaxpr, body.consts, values, calls)
-        return _traced(body, (), values, calls)
-
-    def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        with jax.named_scope(_jax.scope(eqn)):
-            result = stacked_result(eqn, values)
-            if result is not None:
-                return result
-            if eqn.primitive.name in calls:
-                return inline(eqn.params[calls[eqn.primitive.name]], values)
-            results = unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
-            if results is not None:
-                return results
-            values = [as_array(v) for v in values]
-            if eqn.primitive.name == SHARDING:
-                return values
-            return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
-
-    constants = map(literal, consts, map(_jax.aval, jaxpr.constvars))
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    env = dict(zip(variables, [*constants, *args], strict=True))
-    jaxprs.run_jaxpr(
-        jaxprs.prune(jaxpr.eqns, jaxpr.outvars),
-        env,
-        apply,
-    )
-    return jaxprs.read_by(jaxpr.outvars, env)
+    return inlined(traced, calls)

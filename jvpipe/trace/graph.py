@@ -12,7 +12,6 @@ A value that one layer makes and another reads is a tensor of the graph. An inpu
 not become a tensor: every layer that needs the input reads it directly.
 """
 
-import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +100,7 @@ class Traced:
     def loss_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shape of the total and, if the loss is weighted, of the weight."""
         parts = self.loss.outputs_of(ValueKind.LOSS)
-        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, parts)]
+        return list(map(jaxprs.shape_of, parts))
 
 
 def build_graph(
@@ -127,11 +126,8 @@ def build_graph(
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
     parameters = loss.inputs_of(ValueKind.PARAMETER)
-    last = len(runs) - 1
-    for i, run in enumerate(runs):
-        if not jaxprs.defined(run).isdisjoint(outputs[:1]):
-            last = i
-            break
+    makes_loss = (i for i, run in enumerate(runs) if outputs[0] in jaxprs.defined(run))
+    last = next(makes_loss, len(runs) - 1)
     floating, runs = settle_sums(
         sorted_eqns.floating,
         runs,
@@ -269,12 +265,8 @@ class _Assembly:
                     candidates,
                 )
             )
-        layers = [_layer(i, body) for i, body in enumerate(bodies)]
-        names = self._names(layers)
-        # All layers are needed to name one: the name comes from parameters that no earlier layer
-        # reads.
-        pairs = zip(layers, names, strict=True)
-        layers = [replace(layer, name=name) for layer, name in pairs]
+        names = self._names(bodies)
+        layers = map(_layer, range(len(bodies)), names, bodies)
         tensors = []
         for i, (v, of_tensor) in enumerate(crossing):
             producer = self.maker[v]
@@ -347,7 +339,7 @@ class _Assembly:
         read = [*jaxprs.free_variables(run), *jaxprs.variables(a for a, _ in sink)]
         return [*jaxprs.prune(self.floating, read), *run]
 
-    def _names(self, layers: Sequence[Layer]) -> list[str]:
+    def _names(self, bodies: Sequence[Body]) -> list[str]:
         """Names each layer by the common module of the parameters that it is the first to read.
 
         A layer that reads no new parameter is named by all that it reads. If these share no module,
@@ -355,13 +347,13 @@ class _Assembly:
         """
         paths = self.loss.names[ValueKind.PARAMETER]
         seen, names = set(), []
-        for layer, run in zip(layers, self.runs, strict=True):
-            parameters = layer.reading(ValueKind.PARAMETER)
-            fresh = [i for i in parameters if i not in seen]
+        for i, (body, run) in enumerate(zip(bodies, self.runs, strict=True)):
+            parameters = [ref.index for ref in body.reads if ref.kind is ValueKind.PARAMETER]
+            fresh = [p for p in parameters if p not in seen]
             seen.update(fresh)
             scopes = [_jax.scope(eqn) for eqn in run if is_heavy(eqn)]
-            modules = [_module(paths[i]) for i in fresh or parameters]
-            first = modules[0] if modules else f"layer{layer.id}"
+            modules = [_module(paths[p]) for p in fresh or parameters]
+            first = modules[0] if modules else f"layer{i}"
             names.append(_common(modules) or _common(scopes) or first)
         return names
 
@@ -457,13 +449,12 @@ def _body(
     )
 
 
-def _layer(number: int, body: Body) -> Layer:
-    """Returns a layer that has no name yet."""
+def _layer(number: int, name: str, body: Body) -> Layer:
     candidates = tuple(array_of(v, name) for v, name in body.candidates.items())
     operations = sum(map(flops, body.eqns))
     return Layer(
         number,
-        "",
+        name,
         body.reads,
         body.writes,
         candidates,
@@ -474,8 +465,7 @@ def _layer(number: int, body: Body) -> Layer:
 def array_of(var: Atom, name: str) -> Array:
     """Returns a variable's shape and type under a name."""
     aval = _jax.aval(var)
-    size = math.prod(aval.shape) * aval.dtype.itemsize
-    return Array(name, tuple(aval.shape), str(aval.dtype), size)
+    return Array(name, tuple(aval.shape), str(aval.dtype), jaxprs.bytes_of(var))
 
 
 def _module(path: str) -> str:

@@ -1,33 +1,45 @@
-"""Replaces calls inside a jaxpr by their bodies, equation by equation, without tracing again."""
+"""Replaces calls inside a jaxpr by their bodies, equation by equation, without tracing again.
 
-from collections.abc import Mapping, Sequence
+Scans over stacked layers are unrolled on the way, so that the loss can be cut between layers. An
+array whose slices are known one by one is passed on as a `_Stack`. A scan over stacks of layers
+takes the slices from it. Any other equation reads the whole array, which is made only then.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.trace import jaxprs
-from jvpipe.trace.keys import index_key, picks_key
+from jvpipe.trace.keys import index_key, is_key, picks_key, take
 from jvpipe.trace.primitives import is_cheap
-from jvpipe.trace.unroll import is_late
 
 JITS = {"jit": "jaxpr", "pjit": "jaxpr"}
 """Calls that the compiler merges into their callers, each with the parameter that has its body."""
-
-SHARDING = "sharding_constraint"
+SLICEWISE = ("convert_element_type", "copy", "stop_gradient")
+"""Primitives that act on each slice of a stack as they act on the whole stack."""
+_SHARDING = "sharding_constraint"
 """The primitive that is left out: it names a mesh, and the layer's stage may have another mesh."""
+
+
+@jax.jit
+def stack_layers(*slices: Any) -> jax.Array:
+    """Stacks arrays along a new first axis; inlining recognizes this function by its name."""
+    return jax.numpy.stack(slices)
 
 
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     """Returns a jaxpr with each call replaced by its body, pruned.
 
-    Scalars that depend only on constants are computed. Sharding constraints are left out. An `iota`
-    moves to where its result is first read. An equation of a body gets the source location of the
-    outermost call around it, and the name scopes of all calls around it.
+    Scans over stacks that `stack_layers` made are unrolled. Scalars that depend only on constants
+    are computed. Sharding constraints are left out. An `iota` moves to where its result is first
+    read. An equation of a body gets the source location of the outermost call around it, and the
+    name scopes of all calls around it.
 
     Args:
         closed: any jaxpr.
@@ -44,7 +56,7 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
         closed.consts,
         closed.jaxpr.invars,
     )
-    outvars = list(map(line.made, results))
+    outvars = list(map(_made, results))
     eqns = jaxprs.prune(line.eqns, outvars)
     read = dict.fromkeys((*jaxprs.free_variables(eqns), *jaxprs.variables(outvars)))
     constants = {var: line.constants[var] for var in read if var in line.constants}
@@ -62,13 +74,26 @@ def merged_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 @dataclass(eq=False)
-class _Late:
-    """An equation that is put off until its result is first read; `result` is None until then."""
+class _Stack:
+    """An array whose slices are known one by one.
 
-    eqn: JaxprEqn
-    atoms: "list[Atom | _Late]"
-    call: Any
-    result: Atom | None = None
+    Attributes:
+        part: returns the slice at an index.
+        whole: appends the equations that make the array when it is first read, and returns it.
+        layers: whether the slices belong to layers, so that a scan over the stack is unrolled.
+    """
+
+    part: "Callable[[int], _Value]"
+    whole: Callable[[], Atom]
+    layers: bool = False
+
+
+_Value = Atom | _Stack
+
+
+def _made(value: _Value) -> Atom:
+    """Returns a value that is read now."""
+    return value.whole() if isinstance(value, _Stack) else value
 
 
 class _Line:
@@ -84,59 +109,57 @@ class _Line:
         self,
         jaxpr: Jaxpr,
         consts: Sequence[Any],
-        args: Sequence[Atom | _Late],
+        args: Sequence[_Value],
         call: Any = None,
-    ) -> list[Atom | _Late]:
+    ) -> list[_Value]:
         """Appends the equations of a jaxpr and returns its results.
 
         Args:
-            jaxpr: the whole jaxpr, or the body of a call in it.
+            jaxpr: the whole jaxpr, or the body of a call or loop in it.
             consts: the constants of the jaxpr.
             args: the arguments that it is called with.
             call: the source location of the call; None outside all calls.
         """
         constants = map(self._constant, map(_jax.aval, jaxpr.constvars), consts)
-        env: dict[Var, Atom | _Late] = dict(zip(jaxpr.constvars, constants, strict=True))
+        env: dict[Var, _Value] = dict(zip(jaxpr.constvars, constants, strict=True))
         env |= zip(jaxpr.invars, args, strict=True)
         for eqn in jaxprs.prune(jaxpr.eqns, jaxpr.outvars):
-            atoms = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
-            env |= zip(eqn.outvars, self._results(eqn, atoms, call), strict=True)
+            values = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
+            env |= zip(eqn.outvars, self._results(eqn, values, call), strict=True)
         return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
-
-    def made(self, value: Atom | _Late) -> Atom:
-        """Returns a value that is read now; if its equation was put off, appends that equation."""
-        if not isinstance(value, _Late):
-            return value
-        if value.result is None:
-            atoms = list(map(self.made, value.atoms))
-            (value.result,) = self._append(
-                value.eqn,
-                atoms,
-                value.call,
-            )
-        return value.result
 
     def _results(
         self,
         eqn: JaxprEqn,
-        values: list[Atom | _Late],
+        values: list[_Value],
         call: Any,
-    ) -> Sequence[Atom | _Late]:
+    ) -> Sequence[_Value]:
         """Appends whatever replaces an equation, if anything does, and returns its results."""
-        if eqn.primitive.name in self.calls:
-            body = eqn.params[self.calls[eqn.primitive.name]]
+        name = eqn.primitive.name
+        source = _jax.joined_source(call, eqn)
+        stack = self._stack(eqn, values, call)
+        if stack is not None:
+            return [stack]
+        if name in self.calls:
+            body = eqn.params[self.calls[name]]
             is_closed = isinstance(body, ClosedJaxpr)
             inner, consts = (body.jaxpr, body.consts) if is_closed else (body, ())
-            return self.run(
-                inner,
-                consts,
-                values,
-                _jax.joined_source(call, eqn),
-            )
-        if is_late(eqn, any(isinstance(value, _Late) for value in values)):
-            return [_Late(eqn, values, call)]
-        atoms = [self._read(self.made(value)) for value in values]
-        if eqn.primitive.name == SHARDING:
+            return self.run(inner, consts, values, source)
+        if name == "scan":
+            constants, carry, xs = _jax.scan_operands(eqn, values)
+            if any(isinstance(x, _Stack) and x.layers for x in xs):
+                return self._unrolled(eqn, constants, carry, xs, source)
+        return self._applied(eqn, list(map(_made, values)), call)
+
+    def _applied(
+        self,
+        eqn: JaxprEqn,
+        values: Sequence[Atom],
+        call: Any,
+    ) -> Sequence[_Value]:
+        """Appends an equation, unless its results are known without it."""
+        atoms = list(map(self._read, values))
+        if eqn.primitive.name == _SHARDING:
             return atoms
         constants = self._folded(eqn, atoms)
         if constants is not None:
@@ -144,11 +167,93 @@ class _Line:
         # An index into many keys becomes an operand. So layers that differ only in that index can
         # share a program.
         if picks_key(eqn):
-            keys = _jax.aval(eqn.invars[0])
-            picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(keys)
             source = _jax.joined_source(call, eqn)
-            return self.run(picking.jaxpr, picking.consts, atoms, source)
+            return [self._traced(lambda keys: index_key(eqn, keys), atoms, source)]
         return self._append(eqn, atoms, call)
+
+    def _traced(
+        self,
+        fn: Callable[..., Any],
+        atoms: Sequence[Atom],
+        source: Any,
+    ) -> Atom:
+        """Appends the equations of a function with one result, and returns that result."""
+        traced = jax.make_jaxpr(fn)(*map(_jax.aval, atoms))
+        (result,) = self.run(traced.jaxpr, traced.consts, atoms, source)
+        return _made(result)
+
+    def _stack(
+        self,
+        eqn: JaxprEqn,
+        values: Sequence[_Value],
+        call: Any,
+    ) -> _Stack | None:
+        """Returns the result of an equation as a stack; None if the equation makes no stack."""
+        name, params = eqn.primitive.name, eqn.params
+        if name in JITS and params["name"] == "stack_layers":
+            return self._stack_of(values, _jax.joined_source(call, eqn), layers=True)
+        # The elements of a one-dimensional iota, such as the layers' numbers, are constants.
+        if name == "iota" and len(params["shape"]) == 1:
+            number = _jax.aval(eqn.outvars[0]).update(shape=())
+            array = cache(lambda: self._append(eqn, [], call)[0])
+            return _Stack(lambda i: Literal(_literal(i, number), number), array)
+        stack = values[0] if name in SLICEWISE else None
+        if not isinstance(stack, _Stack):
+            return None
+
+        def part(i: int) -> _Value:
+            operand = _made(stack.part(i))
+            result = _jax.reshaped_variable(eqn.outvars[0], _jax.aval(operand).shape)
+            return self._applied(eqn.replace(outvars=[result]), [operand], call)[0]
+
+        array = cache(lambda: self._append(eqn, [stack.whole()], call)[0])
+        return _Stack(part, array, stack.layers)
+
+    def _stack_of(
+        self,
+        parts: Sequence[_Value],
+        source: Any,
+        *,
+        layers: bool = False,
+    ) -> _Stack:
+        def array() -> Atom:
+            atoms = list(map(_made, parts))
+            return self._traced(lambda *slices: jax.numpy.stack(slices), atoms, source)
+
+        return _Stack(parts.__getitem__, cache(array), layers)
+
+    def _unrolled(
+        self,
+        eqn: JaxprEqn,
+        constants: Sequence[_Value],
+        carry: Sequence[_Value],
+        xs: Sequence[_Value],
+        source: Any,
+    ) -> list[_Value]:
+        """Appends the iterations of a scan over layers, and returns the results of the scan."""
+        body, rows = eqn.params["jaxpr"], range(eqn.params["length"])
+        ys: dict[int, list[_Value]] = {}
+        # A reversed scan runs from the last slice to the first, but the rows of its ys are in the
+        # order of the slices.
+        for i in reversed(rows) if eqn.params["reverse"] else rows:
+            row = [self._part(x, i, source) for x in xs]
+            out = self.run(body.jaxpr, body.consts, [*constants, *carry, *row], source)
+            carry, ys[i] = out[: len(carry)], out[len(carry) :]
+        columns = zip(*(ys[i] for i in rows), strict=True)
+        return [*carry, *(self._stack_of(column, source) for column in columns)]
+
+    def _part(self, x: _Value, i: int, source: Any) -> _Value:
+        """Returns the slice that iteration `i` reads from an array that a scan goes over."""
+        if isinstance(x, _Stack):
+            return x.part(i)
+
+        def slice_of(x: Any) -> Any:
+            if not is_key(x):
+                return jax.lax.index_in_dim(x, i, keepdims=False)
+            starts = (i, *[0] * (x.ndim - 1))
+            return jax.lax.squeeze(take(x, starts, (1, *x.shape[1:])), (0,))
+
+        return self._traced(slice_of, [x], source)
 
     def _append(
         self,
@@ -169,54 +274,37 @@ class _Line:
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
+        """Computes an equation between constant scalars, such as a counter that keys are made of.
+
+        Returns:
+            The results; None if the equation has arrays or values that are not constant, is not
+            cheap, or has effects.
+        """
+        if eqn.effects or not is_cheap(eqn) or any(_jax.aval(v).shape for v in eqn.outvars):
+            return None
         if not all(isinstance(a, Literal) or a in self.constants for a in atoms):
             return None
-        values = [a.val if isinstance(a, Literal) else self.constants[a] for a in atoms]
-        results = folded(eqn, values)
-        if not results:
-            return results
-        pairs = zip(results, eqn.outvars, strict=True)
-        return [Literal(x, _jax.aval(v)) for x, v in pairs]
+        values = jaxprs.read_by(atoms, self.constants)
+        avals = map(_jax.aval, eqn.outvars)
+        with jax.ensure_compile_time_eval():
+            results = zip(_jax.bind(eqn, values), avals, strict=True)
+            return [Literal(_literal(x, aval), aval) for x, aval in results]
 
     def _read(self, atom: Atom) -> Atom:
         """Returns an operand; a literal key becomes a constant: JAX allows no literal keys."""
-        if not isinstance(atom, Literal):
-            return atom
-        if isinstance(_jax.aval(atom).dtype, np.dtype):
-            return atom
-        return self._constant(_jax.aval(atom), atom.val)
+        if isinstance(atom, Literal) and is_key(_jax.aval(atom)):
+            return self._constant(_jax.aval(atom), atom.val)
+        return atom
 
     def _constant(self, aval: Any, value: Any) -> Atom:
-        if not aval.shape and isinstance(aval.dtype, np.dtype):
-            return Literal(literal(value, aval), aval)
+        if not aval.shape and not is_key(aval):
+            return Literal(_literal(value, aval), aval)
         if id(value) not in self._variables:
             self._variables[id(value)] = _jax.new_variable(aval)
         self.constants[self._variables[id(value)]] = value
         return self._variables[id(value)]
 
 
-def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """Computes an equation between constant scalars, such as a counter from which keys are derived.
-
-    Args:
-        eqn: the equation.
-        values: its operands.
-
-    Returns:
-        The results; None if the equation has arrays or traced values, is not cheap, or has effects.
-    """
-    if eqn.effects or not is_cheap(eqn):
-        return None
-    if any(_jax.aval(v).shape for v in eqn.outvars):
-        return None
-    if any(isinstance(value, _jax.Tracer) for value in values):
-        return None
-    with jax.ensure_compile_time_eval():
-        results = zip(_jax.bind(eqn, values), eqn.outvars, strict=True)
-        return [literal(x, _jax.aval(v)) for x, v in results]
-
-
-def literal(value: Any, aval: Any) -> Any:
+def _literal(value: Any, aval: Any) -> Any:
     """Returns a constant as JAX's tracing writes it: a scalar as a NumPy scalar of its type."""
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    return value if aval.shape or is_key else np.asarray(value, aval.dtype)[()]
+    return value if aval.shape or is_key(aval) else np.asarray(value, aval.dtype)[()]

@@ -5,7 +5,8 @@ pass forward meets every value before its readers. A pass backward, such as `pru
 readers of a value before the equation that defines it.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +62,16 @@ def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
+def size_of(atom: Atom) -> int:
+    """Returns the number of elements of a value."""
+    return math.prod(_jax.aval(atom).shape)
+
+
+def bytes_of(atom: Atom) -> int:
+    """Returns the number of bytes of a value."""
+    return size_of(atom) * _jax.aval(atom).dtype.itemsize
+
+
 def read_by(atoms: Iterable[Atom], env: dict[Var, Any]) -> list[Any]:
     """Returns the values of variables and literals."""
     return [atom.val if isinstance(atom, Literal) else env[atom] for atom in atoms]
@@ -82,12 +93,6 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
             kept.append(eqn)
             live.update(variables(eqn.invars))
     return kept[::-1]
-
-
-def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
-    """Returns a jaxpr with other equations, pruned to those that its results need."""
-    jaxpr = closed.jaxpr
-    return ClosedJaxpr(jaxpr.replace(eqns=prune(eqns, jaxpr.outvars)), closed.consts)
 
 
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
@@ -169,6 +174,18 @@ def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
         yield eqn
         for inner in _jax.inner_jaxprs(eqn):
             yield from every(inner.eqns)
+
+
+def renamed(eqns: Iterable[JaxprEqn], names: Mapping[Var, Atom]) -> list[JaxprEqn]:
+    """Returns equations that read and define other variables in place of some."""
+
+    def new(atom: Atom) -> Any:
+        return names.get(atom, atom) if isinstance(atom, Var) else atom
+
+    return [
+        eqn.replace(invars=list(map(new, eqn.invars)), outvars=list(map(new, eqn.outvars)))
+        for eqn in eqns
+    ]
 
 
 def defined(eqns: Iterable[JaxprEqn]) -> set[Var]:

@@ -70,14 +70,9 @@ def picks_key(eqn: JaxprEqn) -> bool:
     return set(eqn.params["strides"] or [1]) == {1}
 
 
-def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """Computes `keys[i]` by a slice whose index is an operand; None for any other equation."""
-    if not picks_key(eqn):
-        return None
-    starts = eqn.params["start_indices"]
-    bounds = zip(starts, eqn.params["limit_indices"], strict=True)
-    sizes = [stop - start for start, stop in bounds]
-    return [take(values[0], starts, sizes)]
+def index_key(eqn: JaxprEqn, keys: Any) -> Any:
+    """Computes `keys[i]`, which `eqn` computes, by a slice whose index is an operand."""
+    return take(keys, eqn.params["start_indices"], _jax.aval(eqn.outvars[0]).shape)
 
 
 def take(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
@@ -131,20 +130,19 @@ def _places(
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     for p in products[1:]:
         before_end = len(run) - p
-        first = _reads(run[:p])
-        second = _reads(run[p:])
+        first, second = (set(jaxprs.free_variables(half)) for half in (run[:p], run[p:]))
         shared = _behind(first, behind) & _behind(second, behind)
         if shared:
             continue
         # The layer's floating equations come before its run, so they count in the first half.
         later_s = sum(eqns_s[len(eqns_s) - before_end :])
         share = (total_s - later_s) / total_s if total_s else 0.0
-        sent = {v for eqn in run[:p] for v in eqn.outvars} & second
+        sent = jaxprs.defined(run[:p]) & second
         places.append(
             CutPlace(
                 before_end,
                 share,
-                sum(map(_bytes, sent)),
+                sum(map(jaxprs.bytes_of, sent)),
             )
         )
     return places
@@ -205,12 +203,3 @@ def _bounds(traced: Traced, sorted_eqns: Sorted) -> list[tuple[int, int]]:
 
 def _behind(values: Collection[Var], behind: dict[Var, frozenset[Var]]) -> set[Var]:
     return set().union(*(behind.get(v, ()) for v in values))
-
-
-def _reads(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    return set(jaxprs.free_variables(eqns))
-
-
-def _bytes(var: Var) -> int:
-    aval = _jax.aval(var)
-    return aval.size * aval.dtype.itemsize

@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -126,8 +125,8 @@ def trace_loss(
     check_modules(params)
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
-    outputs = _Outputs(has_aux, has_state)
-    flat = _flat(loss_fn, key, state, outputs)
+    returned: list[TreeDef] = []  # a traced function returns only arrays: it leaves trees here
+    flat = _flat(loss_fn, key, state, returned, has_aux=has_aux, has_state=has_state)
     arguments = (params, *([state] if has_state else []), batch, seed)
     closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
@@ -137,40 +136,50 @@ def trace_loss(
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     # The inputs are the leaves of the trees in the order of `trees`, then the seed, if there is
     # one, then the arrays that the loss captured, then the lifted numbers.
-    refs = [Ref(kind, i) for kind in trees for i in range(len(leaves[kind]))]
-    refs += [Ref(ValueKind.SEED, 0)] if seed is not None else []
-    refs += [Ref(ValueKind.CONSTANT, i) for i in range(len(constants))]
+    inputs = {kind: len(leaves[kind]) for kind in trees}
+    inputs |= {ValueKind.SEED: seed is not None, ValueKind.CONSTANT: len(constants)}
     results = closed.jaxpr.outvars
-    output_refs = outputs.refs(len(results), len(leaves[ValueKind.STATE]))
+    loss_tree, aux_tree = returned[-1].children()
+    states = len(leaves[ValueKind.STATE])
+    outputs = {ValueKind.LOSS: loss_tree.num_leaves, ValueKind.STATE: states}
+    outputs[ValueKind.AUX] = aux_tree.num_leaves
+    of_aux = results[len(results) - aux_tree.num_leaves :]
+    aux = aux_tree.unflatten(map(jaxprs.shape_of, of_aux))
+    aux_paths, aux_parts = _leaves_of_aux(aux)
     returns: Any = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
 
+    @functools.cache  # called often, for the few sizes of the replicas' slices
     def of_size(examples: int) -> LossJaxpr:
         resized = _resized(batch, examples)
-        return trace_loss(
-            loss_fn,
-            params,
-            resized,
-            rng,
-            state,
-            **returns,
-        )
+        return trace_loss(loss_fn, params, resized, rng, state, **returns)
 
     traced = LossJaxpr(
         tuple(eqns),
-        dict(zip([*closed.jaxpr.invars, *constants], refs, strict=True)),
-        tuple(zip(results, output_refs, strict=True)),
+        dict(zip([*closed.jaxpr.invars, *constants], _refs(inputs), strict=True)),
+        tuple(zip(results, _refs(outputs), strict=True)),
         names,
         tuple(constants.values()),
-        outputs.weighted,
-        outputs.aux_tree,
-        outputs.aux_weighted,
+        loss_tree.num_leaves == 2,
+        jax.tree.structure(aux, is_leaf=_is_weighted),
+        tuple(len(parts) == 2 for parts in aux_parts),
         0 if seed is None else seed.size,
-        functools.cache(of_size),  # called often, for the few sizes of the replicas' slices
-        aux_chosen=chosen_aux(reductions, outputs.aux_paths, outputs.aux_parts(results)),
+        of_size,
+        aux_chosen=chosen_aux(reductions, aux_paths, aux_parts),
         state_chosen=chosen("model_state_reduce", reductions.state, names[ValueKind.STATE]),
     )
     _check_dependence(traced)
     return traced
+
+
+def _leaves_of_aux(aux: Tree) -> tuple[tuple[str, ...], list[Any]]:
+    """Returns the paths of the leaves of aux, and the values of each: two for a `Weighted`."""
+    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
+    return path_names([path for path, _ in leaves]), [jax.tree.leaves(leaf) for _, leaf in leaves]
+
+
+def _refs(counts: dict[ValueKind, int]) -> list[Ref]:
+    """Returns the names of as many values of each kind."""
+    return [Ref(kind, i) for kind, count in counts.items() for i in range(count)]
 
 
 def _resized(batch: Tree, examples: int) -> Tree:
@@ -178,68 +187,6 @@ def _resized(batch: Tree, examples: int) -> Tree:
         return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
 
     return jax.tree.map(resized, batch)
-
-
-@dataclass
-class _Outputs:
-    """The outputs of a loss. During the trace, `flatten` sets all but the first two attributes.
-
-    Attributes:
-        has_aux: whether the loss returns aux, as the caller says.
-        has_state: whether the loss returns the model state, as the caller says.
-        weighted: whether the value of the loss is a `Weighted`.
-        aux_tree: the tree of aux.
-        aux_weighted: marks the leaves of aux that are `Weighted`.
-        aux_paths: the paths of the leaves of aux.
-    """
-
-    has_aux: bool
-    has_state: bool
-    weighted: bool = False
-    aux_tree: TreeDef = field(default_factory=lambda: jax.tree.structure(None))
-    aux_weighted: tuple[bool, ...] = ()
-    aux_paths: tuple[str, ...] = ()
-
-    def flatten(self, out: Any, state: Tree) -> list[Any]:
-        """Checks what a loss returned, and returns the leaves of the loss, model state and aux."""
-        loss, new_state, aux = _parts(
-            out,
-            self.has_aux,
-            self.has_state,
-        )
-        _check_loss(loss)
-        _check_state(state, new_state)
-        _check_aux(aux)
-        aux_leaves, self.aux_tree = jax.tree.flatten(aux, is_leaf=_is_weighted)
-        self.aux_weighted = tuple(map(_is_weighted, aux_leaves))
-        self.aux_paths = path_names([path for path, _ in _with_path(aux)])
-        self.weighted = _is_weighted(loss)
-        return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
-
-    def refs(self, count: int, states: int) -> list[Ref]:
-        """Names the leaves that `flatten` returns, in the same order.
-
-        Args:
-            count: how many leaves `flatten` returned.
-            states: how many of them belong to the model state.
-        """
-        refs = [Ref(ValueKind.LOSS, i) for i in range(1 + self.weighted)]
-        refs += [Ref(ValueKind.STATE, i) for i in range(states)]
-        return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
-
-    def aux_parts(self, results: Sequence[Atom]) -> list[Sequence[Atom]]:
-        """Returns the values of each leaf of aux: two for a `Weighted`, one for any other leaf.
-
-        The values of aux come last among all results of the loss.
-        """
-        ends = list(accumulate([1 + pair for pair in self.aux_weighted], initial=0))
-        first = len(results) - ends[-1]
-        return [results[first + a : first + b] for a, b in pairwise(ends)]
-
-
-def _with_path(aux: Tree) -> list[tuple[Any, Any]]:
-    """Returns the leaves of aux with their paths; a `Weighted` is one leaf."""
-    return jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
 
 
 def _is_weighted(x: Any) -> bool:
@@ -250,15 +197,33 @@ def _flat(
     loss_fn: Callable[..., Any],
     key: "KeyKind | None",
     state: Tree,
-    outputs: _Outputs,
+    returned: list[TreeDef],
+    *,
+    has_aux: bool,
+    has_state: bool,
 ) -> Callable[..., Any]:
-    """Returns a function from (params, [model state,] batch, seed) to a loss's flat outputs."""
+    """Returns a function from (params, [model state,] batch, seed) to a loss's flat outputs.
+
+    Args:
+        loss_fn: the loss.
+        key: the form of the user's key; None if there is none.
+        state: the shapes of the model state that the loss takes.
+        returned: gets the tree of (loss, aux).
+        has_aux: whether the loss returns aux besides its value.
+        has_state: whether the loss returns the model state.
+    """
 
     @_named_as(loss_fn)
     def flat(params: Tree, *rest: Any) -> list[Any]:
         *states, batch, seed = rest
         rng = None if key is None else key.micro_batch_key(seed)
-        return outputs.flatten(loss_fn(params, *states, batch, rng), state)
+        out = loss_fn(params, *states, batch, rng)
+        loss, new_state, aux = _parts(out, has_aux, has_state)
+        _check_loss(loss)
+        _check_state(state, new_state)
+        _check_aux(aux)
+        returned.append(jax.tree.structure((loss, aux)))
+        return jax.tree.leaves((loss, new_state, aux))
 
     return flat
 
@@ -304,8 +269,7 @@ class KeyKind:
         >>> KeyKind.of(jax.random.key(0))
         KeyKind(shape=(2,), impl='threefry2x32')
         """
-        is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        impl = str(jax.random.key_impl(rng)) if is_typed else None
+        impl = str(jax.random.key_impl(rng)) if is_key(rng) else None
         return KeyKind(key_words(rng).shape, impl)
 
     @property
@@ -326,8 +290,7 @@ class KeyKind:
 
 def key_words(rng: jax.Array) -> np.ndarray:
     """Returns a key's words, whether it is typed or raw."""
-    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(rng) if typed else rng)
+    return np.asarray(jax.random.key_data(rng) if is_key(rng) else rng)
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 
@@ -18,14 +19,6 @@ from jvpipe.trace.stacks import Stacks, find_stacks
 from jvpipe.util.paths import path_names
 
 Tree = Any
-
-
-class Returns(TypedDict):
-    """The results of a loss besides its value: aux, the model state, and their reductions."""
-
-    has_aux: bool
-    has_state: bool
-    reductions: Reductions
 
 
 @dataclass(frozen=True)
@@ -83,31 +76,23 @@ def trace_model(
             than the same layer of `present` does.
     """
     specs = {} if sharding is None else _specs(sharding, params)
-    returns: Returns = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
+    trace = partial(
+        trace_loss,
+        batch=micro_batch,
+        rng=rng,
+        state=model_state,
+        has_aux=has_aux,
+        has_state=has_state,
+        reductions=reductions,
+    )
     loss = None
     if stacks is None:
-        loss = trace_loss(
-            loss_fn,
-            params,
-            micro_batch,
-            rng,
-            model_state,
-            **returns,
-        )
+        loss = trace(loss_fn, params)
         stacks = find_stacks(loss, params)
     if stacks:
         # Each slice becomes a parameter of its own, so the loss has to be traced again.
         params, loss_fn, loss = stacks.split(params), stacks.of_slices(loss_fn), None
-    if loss is None:
-        loss = trace_loss(
-            loss_fn,
-            params,
-            micro_batch,
-            rng,
-            model_state,
-            **returns,
-        )
-    loss = deferred(loss, deferred_over)
+    loss = deferred(loss or trace(loss_fn, params), deferred_over)
     if sharding is not None:
         slices = map(_of_slices, specs.keys(), specs.values(), stacks.lengths)
         loss = replace(

@@ -5,33 +5,38 @@ are recomputed only if a plan says so. A new cheap primitive of JAX therefore ha
 """
 
 import math
-from functools import cache
 from itertools import chain
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
-# Cheap operations are recomputed rather than kept or sent. Besides the elementwise ones, `_CHEAP`
-# has changes of shape, reductions, and the derivation of keys.
-_ELEMENTWISE = """
+# Cheap operations are recomputed rather than kept or sent. `_CHEAP` has the elementwise ones,
+# changes of shape, reductions, and the derivation of keys.
+_ELEMENTWISE = frozenset(
+    """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
     erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p logistic
     lt lt_to max min mul mulhi name ne neg nextafter not or population_count pow real
     reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
     sign sin sinh sqrt square stop_gradient sub tan tanh xor
-"""
-_CHEAP = """
+    """.split()  # noqa: SIM905 - read as a table
+)
+_CHEAP = _ELEMENTWISE | frozenset(
+    """
     argmax argmin broadcast_in_dim concatenate device_put dynamic_slice dynamic_update_slice empty
     empty2 expand_dims from_edtype full iota optimization_barrier pad random_clone random_fold_in
     random_seed random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
     reduce_prod reduce_sum reduce_xor reshape rev sharding_constraint slice split squeeze stack
     threefry2x32 tie tile to_edtype transpose unstack
-"""
-_MOVES = """
+    """.split()  # noqa: SIM905 - read as a table
+)
+_MOVES = frozenset(
+    """
     bitcast_convert_type broadcast_in_dim convert_element_type copy copy_p expand_dims iota optimization_barrier reshape
     rev slice squeeze stop_gradient transpose
-"""
+    """.split()  # noqa: SIM905 - read as a table
+)
 _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_gamma"})
 
 
@@ -40,17 +45,12 @@ def is_random(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _RANDOM and _jax.aval(eqn.outvars[0]).shape != ()
 
 
-@cache
-def _cheap_names() -> frozenset[str]:
-    return frozenset(_CHEAP.split()) | _elementwise_names()
-
-
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Tells whether each element of a result is made of the operands' elements at its position.
 
     An operand may be a scalar, or have size one along an axis: its element is at every position.
     """
-    if eqn.primitive.name not in _elementwise_names():
+    if eqn.primitive.name not in _ELEMENTWISE:
         return False
     result = _jax.aval(eqn.outvars[0]).shape
 
@@ -62,18 +62,10 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
     return all(map(fits, {_jax.aval(atom).shape for atom in eqn.invars} - {()}))
 
 
-@cache
-def _elementwise_names() -> frozenset[str]:
-    return frozenset(_ELEMENTWISE.split())
-
-
 def calls_host(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation runs the user's code on the host, which can raise."""
+    """Tells whether an equation itself runs the user's code on the host, which can raise."""
     name = eqn.primitive.name
-    if "callback" in name or name in ("debug_print", "ffi_call"):
-        return True
-    inner = chain.from_iterable(body.eqns for body in _jax.inner_jaxprs(eqn))
-    return any(map(calls_host, inner))
+    return "callback" in name or name in ("debug_print", "ffi_call")
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
@@ -85,17 +77,12 @@ def is_cheap(eqn: JaxprEqn) -> bool:
         is_loop = eqn.primitive.name in ("scan", "while")
         inner = chain.from_iterable(body.eqns for body in bodies)
         return not is_loop and all(map(is_cheap, inner))
-    return eqn.primitive.name in _cheap_names()
+    return eqn.primitive.name in _CHEAP
 
 
 def is_move(eqn: JaxprEqn) -> bool:
     """Tells whether an equation only moves or casts values, which XLA merges into its readers."""
-    return eqn.primitive.name in _move_names()
-
-
-@cache
-def _move_names() -> frozenset[str]:
-    return frozenset(_MOVES.split())
+    return eqn.primitive.name in _MOVES
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:

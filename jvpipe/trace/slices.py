@@ -286,12 +286,7 @@ def _equations(
     names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
     results = zip(closed.jaxpr.outvars, outputs, strict=True)
     names |= {v: output for v, output in results if isinstance(v, Var)}
-    renamed = []
-    for eqn in closed.jaxpr.eqns:
-        invars = [names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars]
-        outvars = [names.get(x, x) for x in eqn.outvars]
-        renamed.append(eqn.replace(invars=invars, outvars=outvars))
-    return renamed
+    return jaxprs.renamed(closed.jaxpr.eqns, names)
 
 
 def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:

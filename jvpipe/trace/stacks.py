@@ -18,9 +18,9 @@ from jvpipe._jax import JaxprEqn, TreeDef
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
+from jvpipe.trace.inline import SLICEWISE, stack_layers
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
-from jvpipe.trace.unroll import SLICEWISE, stack_layers
 from jvpipe.util.names import nearest
 from jvpipe.util.paths import path_names
 

@@ -4,11 +4,11 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.trace.flatten import RULES
+from jvpipe.trace.keys import is_key
 from jvpipe.trace.pullbacks import pullback
 
 
@@ -140,7 +140,7 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
     if isinstance(value, Jaxpr):
         inputs = [*value.constvars, *value.invars]
         return "jaxpr", structure(value.eqns, inputs, value.outvars, rules=rules)
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and is_key(value):
         return ("key", str(value.dtype), comparable(jax.random.key_data(value)))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(value)

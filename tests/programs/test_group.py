@@ -17,7 +17,7 @@ WIRES = (((0, 1), (2,)), ((2, 1), (3,)), ((0, 1), (3,)))
 
 
 def program(fn: Callable[..., Any], *inputs: Any, donated: tuple[int, ...] = ()) -> Program:
-    return Program.of(jax.make_jaxpr(fn)(*inputs), donated, marked=True, key=fn.__name__)
+    return Program.of(jax.make_jaxpr(fn)(*inputs), donated, key=fn.__name__)
 
 
 def product(x: jax.Array, w: jax.Array) -> list[jax.Array]:

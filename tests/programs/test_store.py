@@ -67,14 +67,14 @@ def test_a_program_is_compiled_once_per_device() -> None:
     assert len({id(run), id(there), id(other)}) == 3
     assert store.compile([(doubled, second)])[0] is there
     for executable, device, scale in ((run, first, 2), (there, second, 2), (other, first, 3)):
-        (found,) = executable(jax.device_put(X, device))
+        found, _ = executable(jax.device_put(X, device))
         assert found.devices() == {device}
         np.testing.assert_array_equal(found, scale * X)
 
 
-def test_a_marked_program_yields_four_bytes_that_are_not_donated() -> None:
+def test_the_mark_of_a_program_has_four_bytes_that_are_not_donated() -> None:
     (run,) = ProgramStore().compile(
-        [(Program.of(closed(2.0), [0], marked=True, key="marked"), jax.devices()[0])]
+        [(Program.of(closed(2.0), [0], key="doubled"), jax.devices()[0])]
     )
     x = jnp.asarray(X) + 0
     found, mark = run(x)

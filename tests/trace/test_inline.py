@@ -13,8 +13,9 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import CALLS, RULES
-from jvpipe.trace.inline import folded, inlined
-from jvpipe.trace.keys import index_key
+from jvpipe.trace.inline import inlined
+from jvpipe.trace.keys import index_key, picks_key
+from jvpipe.trace.primitives import is_cheap
 from jvpipe.trace.structure import comparable, structure
 
 X = jax.ShapeDtypeStruct((3, 4), np.float32)
@@ -90,6 +91,18 @@ def shape_of(closed: ClosedJaxpr) -> Any:
     return structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars), consts
 
 
+def folded(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
+    """The results of a cheap equation between constant scalars; None for any other one."""
+    shapes = [_jax.aval(v).shape for v in eqn.outvars]
+    if any(shapes) or any(isinstance(x, _jax.Tracer) for x in values) or not is_cheap(eqn):
+        return None
+    with jax.ensure_compile_time_eval():
+        results = _jax.bind(eqn, values)
+    avals = map(_jax.aval, eqn.outvars)
+    plain = [isinstance(aval.dtype, np.dtype) for aval in avals]
+    return [np.asarray(x)[()] if p else x for x, p in zip(results, plain, strict=True)]
+
+
 def traced_again(closed: ClosedJaxpr, calls: dict[str, str]) -> ClosedJaxpr:
     """What JAX makes of a function that runs the equations of calls one by one."""
 
@@ -105,7 +118,9 @@ def traced_again(closed: ClosedJaxpr, calls: dict[str, str]) -> ClosedJaxpr:
                 body = eqn.params[calls[eqn.primitive.name]]
                 closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
                 return results(closed.jaxpr, closed.consts, values)
-            return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
+            if picks_key(eqn):
+                return [index_key(eqn, values[0])]
+            return folded(eqn, values) or _jax.bind(eqn, values)
 
     again = jax.make_jaxpr(lambda *xs: results(closed.jaxpr, closed.consts, xs))(*closed.in_avals)
     return ClosedJaxpr(

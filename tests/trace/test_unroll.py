@@ -9,7 +9,7 @@ import pytest
 
 from jvpipe._jax import ClosedJaxpr, jaxpr_as_fun
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.unroll import stack_layers
+from jvpipe.trace.inline import stack_layers
 
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 SLICES = [np.eye(3, dtype=np.float32) * (i + 1) for i in range(4)]
