@@ -16,7 +16,7 @@ from statistics import fmean
 
 import optax
 
-from experiments.planners.questions import question_of
+from experiments.planners.questions import costs_on, question_of
 from experiments.planners.tables import profiled
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
@@ -107,7 +107,7 @@ def costs_of(model: str) -> LocalCosts:
         costs = profiled(model)
         return LocalCosts((PROFILED_BATCH[model],), (costs,))
     sized, device = TRACED[model], find_cluster("v100-a")
-    return LocalCosts.of(lambda b: sized.question(b, 1, 1).costs(device), sized.local)
+    return LocalCosts.of(lambda b: costs_on(sized.question(b, 1, 1), device), sized.local)
 
 
 def shapes_on(

@@ -36,7 +36,7 @@ def lowered(schedule: str, stages: int) -> Lowered:
     plan = Plan.from_cuts([each + (s < more) for s in range(stages)], schedule=schedule)
     signatures = [programs.signature for programs in layer_programs(shared_store(), model.traced)]
     layouts = [MicrobatchLayout.of(graph, plan, signatures)] * MICROBATCHES
-    optimizer = asked.cut(model, model.traced)
+    optimizer = asked.cut(model)
     return lower_step(
         graph, layouts, lists_of(plan, find_schedule(schedule), MICROBATCHES), optimizer
     )

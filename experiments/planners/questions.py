@@ -4,6 +4,8 @@ import jax
 import optax
 
 from jvpipe import models
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.hardware import Cluster
 from jvpipe.models.workload import Workload
 from jvpipe.schedules import find_schedule
 from jvpipe.session.question import Question
@@ -49,3 +51,9 @@ def question_of(
         has_aux=workload.has_aux,
         has_state=workload.has_state,
     )
+
+
+def costs_on(asked: Question, cluster: Cluster) -> Costs:
+    """Estimates the costs of the model of a question on the first device of a cluster."""
+    model = asked.trace()
+    return asked.costs(cluster, model.traced, asked.cut(model))

@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 
 from experiments.planners.profiles import profiles_folder
-from experiments.planners.questions import question
+from experiments.planners.questions import costs_on, question
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
@@ -112,7 +112,7 @@ def models(
         asked = question(model, size, 8 * examples, 8)
         yield (
             f"{model} {size or ''}".strip(),
-            lambda q=asked: (q.costs(find_cluster("a100-40gb")), None),
+            lambda q=asked: (costs_on(q, find_cluster("a100-40gb")), None),
         )
 
 

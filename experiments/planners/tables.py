@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.planners.expert_split import expert_split, split_loads_s
 from experiments.planners.profiles import profiles_folder
-from experiments.planners.questions import question
+from experiments.planners.questions import costs_on, question
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
 from jvpipe.papers.registry import PLANNERS
@@ -106,7 +106,7 @@ def under_limits() -> None:
     cases = [(name, profiled(name)) for name in FILES]
     cluster = find_cluster("a100-40gb")
     for size in ("base", "large"):
-        costs = question("bert", size, 64, 16).costs(cluster)
+        costs = costs_on(question("bert", size, 64, 16), cluster)
         cases.append((f"bert {size}", costs))
     columns = [(s, share) for s in ("1f1b", "gpipe", "2bw") for share in (1.0, 0.6)]
     planners = [p.name for p in PLANNERS if p.name not in ("even", "torchgpipe-size")]
@@ -150,7 +150,7 @@ def noise(draws: int = 20) -> None:
     )
     print("| planner | mean | worst |\n|---|---|---|")
     cluster = find_cluster("a100-40gb")
-    costs = question("bert", "large", 64, 16).costs(cluster)
+    costs = costs_on(question("bert", "large", 64, 16), cluster)
     problem = on_cluster(Problem(costs, 8, find_schedule("1f1b"), 16), cluster)
     for planner in ("torchgpipe", "pipedream", "vpipe", "dawnpiper", "adapipe", "jvpipe"):
         true = answer(problem, planner)

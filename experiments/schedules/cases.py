@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.planners.profiles import profiles_folder
-from experiments.planners.questions import question
+from experiments.planners.questions import costs_on, question
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import INFINITE, Link
@@ -164,7 +164,7 @@ def estimated(model: str, size: str, examples: int, devices: int) -> Problem:
         question(model, size, microbatches * examples, microbatches, devices), schedule=AUTO
     )
     return _on_a100(
-        Problem(asked.costs(find_cluster("a100-40gb")), devices, ONE_F_ONE_B, microbatches)
+        Problem(costs_on(asked, find_cluster("a100-40gb")), devices, ONE_F_ONE_B, microbatches)
     )
 
 

@@ -234,9 +234,9 @@ def test_state_on_the_host_follows_its_layer(
     schedule: str, by_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_host:  # the way of a move that has no room
-        way = migrate._way
+        way = migrate._migration_in_way
         ways = {"between": "by host", "inside": "inside"}
-        monkeypatch.setattr(migrate, "_way", lambda how, *args: way(ways[how], *args))
+        monkeypatch.setattr(migrate, "_migration_in_way", lambda how, *args: way(ways[how], *args))
     found = []
     for swaps in (False, True):
         pipe = pipeline(2, schedule)
