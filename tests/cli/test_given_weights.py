@@ -114,7 +114,7 @@ def test_options_of_weights_that_do_not_go_together(tmp_path: Path) -> None:
     for asked, told in (
         (["--lora-on", "*"], r"--lora-on \* needs --lora, the rank"),
         (["--lora", "0"], "--lora must be a whole number of at least 1, not 0"),
-        (["--export-weights", str(tmp_path / "new")], "needs --init-from, the folder that it is"),
+        (["--export-weights", str(tmp_path / "new")], "needs --init-from, the folder whose layout"),
         (["--init-from", there, "--export-weights", there], "exists already: name a new folder"),
         (
             ["--init-from", there, "--export-weights", str(tmp_path / "no" / "new")],
