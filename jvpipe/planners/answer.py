@@ -1,4 +1,4 @@
-"""A planner's answer to a problem: a plan, or the reason why there is none. Sorts answers."""
+"""Defines a planner's answer, a plan or the reason why there is none, and ranks several answers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
 
 
 def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
-    """Returns the smallest limit that one of the answers is known to keep."""
+    """Returns the smallest limit under which one of the planners is known to have a plan."""
     refused = [x.infeasible.smallest_limit_bytes for x in answers if x.infeasible is not None]
     planned = [x.evaluation.limit_bytes for x in answers if x.evaluation is not None]
     return min(refused + planned)

@@ -13,7 +13,7 @@ from jvpipe.util.sizes import format_bytes
 
 
 def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
-    """Explains each cut in a line, first to last: why the layer after it is not before it.
+    """Explains each cut in a line, first to last: why the cut does not lie one layer later.
 
     Args:
         problem: the problem that was asked.
@@ -64,9 +64,9 @@ def _reason(
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
-    # If the layer is recomputed (a negative choice), it may belong to a run of layers that are
-    # recomputed together. The run ends at the cut, so on the stage before the layer is counted as
-    # keeping its values.
+    # A negative choice recomputes the layer, perhaps as the first of several layers that
+    # are recomputed together. The moved cut would separate these layers. To keep it simple,
+    # the moved layer is counted as keeping its values.
     choices = list(decision.choices)
     choices[j] = max(choices[j], 0)
     before = stage_cost(problem, s - 1, i, j + 1, choices)

@@ -1,4 +1,4 @@
-"""Explains an order of tasks: its gain over 1F1B, the cost of updates, what prevents overlap."""
+"""Explains an order of tasks: its gain over 1F1B, the cost of updates, why steps do not overlap."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -39,9 +39,9 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
         raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
     if mode == "never":
         return plan.without_fates()
-    # Among the tensors are those that the stage makes for other stages. So the forward of the
-    # stage's last layer, too, runs again before cotangents arrive, and not within that layer's
-    # backward.
+    # The tensors that a stage makes for other stages are recomputed too. This makes the
+    # forward of the stage's last layer run again before cotangents arrive, and not within
+    # that layer's backward.
     again = Fate.RECOMPUTE
     stages = tuple(
         replace(stage, fates=dict.fromkeys(_names(graph, stage, again), again))
@@ -58,9 +58,9 @@ def with_fates(
     """Changes the fates of tensors by name, such as `{"*/attention/*": "swap"}`.
 
     A tensor's name is its layer's name, a slash, and the operation that makes the tensor; `explain`
-    lists all names. If several patterns match, the last one wins. If a pattern matches none of
-    these names, but names a layer before its last slash, all candidates of that layer get the fate,
-    and a warning says so.
+    lists all names. If several patterns match, the last one wins. If a pattern matches no
+    name, but the part before its last slash matches a layer's name, all candidates of that
+    layer get the fate, and a warning says so.
 
     Args:
         graph: the model's layers.
@@ -77,8 +77,8 @@ def with_fates(
     def matching(pattern: str, fate: Fate) -> list[list[str]]:
         names = [_names(graph, stage, fate) for stage in plan.stages]
         matches = _matching(names, pattern)
-        # The pattern may name a value that is not a candidate. It is computed from the candidates
-        # of its layer, so they are taken in its place.
+        # The pattern may name a value that is not a candidate. Then all candidates of the
+        # value's layer are taken instead.
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
@@ -181,7 +181,8 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     for old, (i, j) in zip(plan.stages, spans, strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
         possible = {fate: set(_names(graph, stage, fate)) for fate in FATES}
-        # If two stages hold a value, each of them has a fate for it. On this stage, its own wins.
+        # If two stages hold a value, each of them has a fate for it. The fate that this
+        # stage had before wins.
         carried = every_fate | dict(old.fates)
         fates = {name: fate for name, fate in carried.items() if name in possible[fate]}
         trained = [name for name in _trained(graph, stage) if name in every_state_fate]

@@ -4,8 +4,8 @@ The surrogate (`stage_cost.py`) estimates the seconds of a step in closed form. 
 of all stages. It cuts the layers into segments, one for each stage. Legend:
 
     M      the micro-batches of a step
-    t      seconds of a segment per micro-batch, with the segment's best fates; also its part of
-           what happens once per step, all-reduces and updates (`Objective.with_once`)
+    t      seconds of a segment per micro-batch, with the segment's best fates, plus 1 / M of what
+           happens once per step: all-reduces and updates (`Objective.with_once`)
     F      the seconds of the segment's forward, a part of t
     comm   the seconds of the link before the segment per micro-batch, in both directions
 
@@ -27,8 +27,9 @@ below the maxima of the shortest path are left. A test compares the best paths w
 enumeration.
 
 Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
-when a shortest path goes through the segment. That happens for few segments. The table calls a
-segment as a stage a cell. A cell is open while its t is a lower bound, and settled after that.
+when a shortest path goes through the segment. That happens for few segments. In the table,
+a cell is a segment together with the number of its stage. A cell is open while its t is a
+lower bound, and settled after that.
 
 How hard to search may be changed (`Effort` in `segment_table.py`). With less effort the result may
 not be the best, but its lower bound stays valid.

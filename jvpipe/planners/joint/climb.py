@@ -6,8 +6,8 @@ in one of these ways:
 - One bound, or two adjacent bounds, have moved. Fates are chosen again, with and without swaps.
 - One bound is removed and another one inserted, so that the stages between them move to the next
   device. Fates are chosen again.
-- One layer has other fates. This helps because the searches for fates treat a link as free until it
-  is full. Only the simulator knows which device waits for a link.
+- One layer has other fates. This helps because the searches for fates count transfers as
+  free until a link is always busy. Only the simulator knows which device waits for a link.
 - The last layers of a stage become a run: their forwards run again, one after the other, while the
   stage waits for its cotangents.
 
@@ -144,8 +144,8 @@ class Climb:
         while before is not best and self.tasks > 0:
             before = best
             for neighbors in neighborhoods:
-                # Wider neighborhoods are tried only if narrower ones have nothing better, which is
-                # seldom the case before the last round.
+                # Wider neighborhoods are tried only if narrower ones have no better plan.
+                # Before the last round, they usually have one.
                 if best is before:
                     best = self._best_of(best, neighbors(best))
         return best

@@ -92,8 +92,8 @@ class Reach:
         Args:
             tolerance: by how much the result may be above the least cap, as a share of it.
         """
-        # A larger cap reaches further, so the least cap is found by halving an interval. It is not
-        # below the longest layer, nor below the slowest stage's share of the work.
+        # A larger cap reaches further, so the least cap is found by halving an interval. It
+        # is not below the longest layer, nor below `share_s`, which bounds the slowest stage.
         segments = self.pricing.segments
         layers_s = np.diff(segments.least_compute_s)
         low = max(float(layers_s.max(initial=0.0)), segments.share_s)
@@ -162,9 +162,9 @@ class Reach:
     def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
         """Yields for each pair of prices what layers pay, and the most that the stage may pay.
 
-        What layers pay comes as prefix sums. A stage reaches a cut if it pays no more than it may
-        for any pair of prices. What it may pay is raised a little, so that rounding does not
-        exclude a cut.
+        What layers pay comes as prefix sums. A stage reaches a cut if it pays no more than
+        it may under every pair of prices. What it may pay is raised a little, so that
+        rounding does not exclude a cut.
         """
         yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
         if self.pricing.limit_bytes < MOST_BYTES:

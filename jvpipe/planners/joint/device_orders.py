@@ -78,7 +78,7 @@ def _all_orders(problem: Problem) -> bool:
 
 
 def _distinct(kinds: Sequence[Kind], left: Sequence[int]) -> Iterator[list[int]]:
-    """Yields one order of the devices that are left for each arrangement of their kinds."""
+    """Yields one order of the devices in `left` for each arrangement of their kinds."""
     if not left:
         yield []
     for kind in dict.fromkeys(kinds):

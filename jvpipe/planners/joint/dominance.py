@@ -11,16 +11,16 @@ show early that a state must end over the limit.
 Legend: a device has the layers of one stage or of several, one stage after the other. At each
 moment of the device's order of tasks, each stage has some micro-batches in flight (`Lot`). A layer
 leaves bytes of a micro-batch between its forward and its backward, and needs working bytes while it
-runs. What a stage holds counts all that its layers leave. This is one micro-batch on a stage of
-layers a to d:
+runs. The bytes that a stage holds are the sum of what all its layers leave. For one
+micro-batch on a stage of layers a to d:
 
     held          [-- a --][-- b --][-- c --][-- d --]
     while b runs  [-- a --][-- b --][===== working =====]
                                                       [-]  beyond
 
-While b runs, c and d hold nothing: they have left nothing yet, or it is free again. Beyond what the
-stage holds, b therefore needs its working bytes less what c and d leave. The need of a stage is the
-largest of these differences among its layers.
+While b runs, c and d hold nothing: they have left nothing yet, or what they left is free
+again. Beyond what the stage holds, b therefore needs its working bytes less what c and d
+leave. The need of a stage is the largest of these differences among its layers.
 
 A run is a sequence of layers whose forwards run again together, from the first layer's input, which
 is kept. A state ends in a run if its last layer belongs to a run. The next layer may continue the
@@ -329,8 +329,9 @@ class Growth:
     def _end_stage(self, states: np.ndarray) -> None:
         """Ends a stage: records its need in MOST, and resets the other rows for the next stage."""
         needed = states[BEYOND]
-        # The moments count what is held before the first half of a backward, and also what is held
-        # after. Beyond the larger of these two, the stage needs the smaller of HALVES and ENDS.
+        # The moments count what is held before the first half of a backward, and also what
+        # is held after it. Beyond the larger of these two, the stage needs the smaller of
+        # HALVES and ENDS.
         if self.lot.halves:
             halves = np.minimum(states[HALVES], states[ENDS])
             needed = np.maximum(needed, halves)
@@ -413,8 +414,8 @@ def follow(
 
     Args:
         growth: of the layers.
-        below: answers that are not less than this are not searched for.
-        width: more than twice as many states are too many.
+        below: only answers that are less than this are searched for.
+        width: if there are more than twice this many states, only the fittest are kept.
         bounds: called with states and the number of their layers. It returns for each state a lower
             bound on any answer that the state leads to.
         fittest: called with states, their bounds, the indices of those whose bound is less than

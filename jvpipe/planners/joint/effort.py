@@ -21,11 +21,13 @@ class CutEffort:
 
     Attributes:
         all_cells: if all cuts have at most this many cells, all cuts are considered.
-        window_cells: if all cuts have more, windows are narrowed until they have at most this many.
+        window_cells: if all cuts have more cells than `all_cells`, windows are narrowed
+            until they have at most this many.
         trip_cells: the most cells that are considered when round trips must be kept short.
         cap_slacks: by how much the slowest stage may be above the least that is possible, as shares
             of the least; the first slack that leaves few enough cells is taken.
-        transfer_factors: factors by which transfers are lengthened, because they wait for others.
+        transfer_factors: factors by which transfers are lengthened, because transfers wait
+            for each other.
         spread_cells: windows with more cells than this are thinned out.
         spread_stages: how far a bound may be from where all stages would take equal seconds, when
             round trips must be kept short; the unit is the mean seconds of a stage.
@@ -61,8 +63,8 @@ class FateEffort:
         many_states: kept by that search if it is to be exact.
         overrun_price: the multiple of a byte's price that is charged for each byte by which a state
             will probably exceed the limit.
-        near_best: how much worse than its layer's best a choice may be before it counts little in
-            estimates, as a share of the bound divided by the number of layers.
+        near_best: a choice counts little in estimates if it is worse than its layer's best by
+            more than this share of the bound per layer.
     """
 
     states: int = 16
@@ -110,22 +112,22 @@ class OrderEffort:
     """How many orders of tasks are tried if the order is open (`schedule="auto"`).
 
     Attributes:
-        farthest: the most tasks that another task passes in a move.
+        farthest: the most tasks that one task passes in a move.
         moves: how many moves are compared before one is made.
         gainless: a climb ends after this many moves without a gain.
         blocked: a turn in which no move is possible counts as this many moves without a gain.
         rest: a task that has moved rests for at least this many moves, and for fewer than twice as
             many.
         all_cuts: if a placement has at most this many choices of cuts, all are tried.
-        in_flight: before list scheduling, fates are asked to leave room for each of these numbers
-            of micro-batches in flight on a device's first stage.
+        in_flight: before list scheduling, fates are chosen that leave room for each of
+            these numbers of micro-batches in flight on a device's first stage.
         caps: list scheduling is given room on each device for this many micro-batches, times the
             number of devices. Under a limit, only rooms below the real one are tried, and then the
             real one.
         patiences: of list scheduling (`order_list.py`).
         simulated: how many refined orders are simulated.
-        crowded: how many further candidates are simulated if transfers share links, because the
-            times of `order_course.py` leave out that they wait for each other.
+        crowded: how many further candidates are simulated if transfers share links. Such
+            transfers wait for each other, which the times of `order_course.py` leave out.
         doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`.
             If devices share workers, measured seconds have larger errors than any order saves.
     """
@@ -175,12 +177,13 @@ class PlanEffort:
             the simulated plan without a limit is tried too.
         paths: how many of the surrogate's best cuts are simulated.
         tasks: how many tasks are simulated in all.
-        clocked: the most tasks of neighbors that are bounded at once (`least_steps_s`).
+        clocked: the most tasks, over all neighbors, whose seconds are bounded at once
+            (`least_steps_s`).
         clocked_for_one: how many bounded tasks cost as much effort as one simulated task.
         noticed_link: round trips are considered if links take more than this share of the seconds
             of the work.
-        imbalance: more is tried if the slowest stage takes more than this many times its even share
-            of the work.
+        imbalance: for models of more than `hasty_layers` layers, swaps are tried if the
+            slowest stage takes more than this many times its even share of the work.
         host_crowding: by how many times the link to the host is slowed down for the surrogate. A
             link that is never idle keeps others waiting: transfers that the surrogate counts as
             hidden cost up to half of a simulated step.
@@ -231,7 +234,7 @@ class ShapeEffort:
         stages: the most stages of a path.
         rounds: how many times paths are searched, each time with the seconds of the best plan's
             slowest stage as a floor; and how many rounds of climbs follow.
-        paths: how many are simulated.
+        paths: how many paths are simulated for each size.
         climbs: the most steps of a climb.
         neighbors: how many neighbors of a plan are simulated in each step of a climb.
         starts: how many shapes are climbed from, besides the best of each kind.
@@ -239,7 +242,7 @@ class ShapeEffort:
             from.
         planned: the most shapes that are planned exactly.
         worth_a_plan: how many times slower than the best shape a shape may be to be planned
-            exactly; any shape may be if the best one recomputes layers.
+            exactly; if the best shape recomputes layers, this number does not count.
         microbatches: how many micro-batches per stage of a rough plan are simulated; further ones
             are taken to be equally far apart.
         few_tasks: plans with at most this many forwards are simulated rather than estimated.

@@ -189,9 +189,9 @@ def _of_every_cut(
 ) -> Iterator[Decision]:
     """Yields the emptiest plan for each choice of cuts, as long as it may be the emptiest of all.
 
-    Plans come in the order of the planners' count. It ends at a plan that this count puts far above
-    both the first plan and the emptiest plan counted exactly. If the count is wrong by the same
-    bytes for all plans, the order is still right.
+    Plans come in the order of the planners' count. The generator ends at a plan that
+    this count puts far above both the first plan and the emptiest plan counted exactly. If
+    the count is wrong by the same bytes for all plans, the order is still right.
 
     Args:
         problem: without seconds and limit.
@@ -262,8 +262,8 @@ def _valid(
     """Mends the runs of proposed bounds and choices, and yields the decisions that are then valid.
 
     A run is layers whose forwards run again together. A `RECOMPUTE_CHAIN` continues the run of the
-    layer before. If that layer is in another stage or does not run again, a `RECOMPUTE` takes its
-    place, which begins a run.
+    layer before. If that layer is in another stage or does not run again, `RECOMPUTE`,
+    which begins a run, replaces `RECOMPUTE_CHAIN`.
     """
     for bounds, choices in proposals:
         mended = list(choices)

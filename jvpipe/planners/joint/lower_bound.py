@@ -28,9 +28,10 @@ def lower_bound(problem: Problem) -> float:
     A stage is busy for M micro-batches of t seconds each, on its device or on its link to the host.
     A synchronous step also takes the forwards, backwards and transfers of all earlier layers: the
     first micro-batch passes them before the stage begins, the last returns through them at the end.
-    Recomputation there is not added, because it may run while devices wait. GPipe runs all forwards
-    first, so each phase is bounded alone. An asynchronous stream also makes round trips
-    (`trips.py`). Several stages per device, or halves of backwards, go to `_of_any_order`.
+    Recomputation in earlier layers is not added, because it may run while devices wait.
+    GPipe runs all forwards first, so each phase is bounded alone. An asynchronous stream
+    also makes round trips (`trips.py`). Schedules with several stages per device, or with
+    halves of backwards, are bounded by `_of_any_order`.
 
     Args:
         problem: what is asked.
@@ -105,7 +106,10 @@ def _of_any_order(problem: Problem) -> float:
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
-    """Bounds a stream by the least cap of `trips.py`, for micro-batches in whole cycles alone."""
+    """Bounds a stream by the least cap of `trips.py`.
+
+    The cap counts only for micro-batches in whole cycles of waiting (`trips_counted`).
+    """
     m = problem.microbatches
     own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for x, t in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for x, t in stages]

@@ -23,7 +23,7 @@ def fewest_bytes(
     exact: bool,
     below: float = np.inf,
 ) -> Fewest:
-    """Finds the choices that take the fewest bytes, not counting bytes that no choice changes.
+    """Finds the choices that take the fewest bytes; bytes that all choices share do not count.
 
     A first search keeps few states (`FATE.few_states`). If it may have missed the best, and `exact`
     is set, a second search keeps many (`FATE.many_states`). It looks only for what is better than

@@ -111,7 +111,7 @@ def climbed(
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
-    """Picks the best of the sorted moves, and for each other device its best one if that gains.
+    """Picks the best of the sorted moves, and for each other device its best move that gains.
 
     A move gains if the path through its steps is shorter than the whole order (`step_s`).
     """
@@ -152,9 +152,8 @@ def _put(course: Course, move: Move, steps: list[int]) -> None:
 def _neighbors(course: Course, draw: Random) -> Iterator[Move]:
     """Yields the moves that fit and that lead to the order's neighbors.
 
-    They come block by block of one longest path.
-
-    The path is drawn among the longest paths, and the order of its blocks is random.
+    One of the longest paths is drawn. Moves come block by block,
+    in a random order of the path's blocks.
     """
     blocks = course.path(draw)
     draw.shuffle(blocks)

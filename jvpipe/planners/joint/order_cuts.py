@@ -4,8 +4,9 @@ The bounds of a plan are the cuts that it uses. Bounds (0, 2, 5) make two stages
 and layers 2 to 4. A neighbor of some bounds has a few of them moved, or one of them removed and
 another cut inserted.
 
-A device may have several stages. So long lists begin with the bounds whose busiest device works
-least: a search that ends early has then seen the most promising ones.
+Long lists begin with the bounds whose busiest device works least. A search that ends early
+has then seen the most promising bounds. Devices count and not stages, because a device may
+have several stages.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def moved_bounds(
     run: int,
     count: int,
 ) -> list[tuple[int, ...]]:
-    """Lists the neighbors in which adjacent bounds have moved together, by as many cuts each.
+    """Lists the neighbors in which adjacent bounds have all moved by the same number of cuts.
 
     Args:
         bounds: of the stages; the first and the last stay.
@@ -42,7 +43,7 @@ def moved_bounds(
     if end == len(bounds):
         return []
     places = np.searchsorted(cuts, bounds)
-    # Bounds stay in strict order: between two equal bounds is a stage without layers.
+    # Bounds stay in strict order: between two equal bounds, a stage would have no layers.
     back = max(-count, places[s - 1] + 1 - places[s])
     ahead = min(count, places[end] - 1 - places[end - 1])
     _, *moves = sorted(range(back, ahead + 1), key=abs)  # the first is 0

@@ -102,7 +102,8 @@ class Listing:
         self.queue = [(0.0, d) for d in range(len(self.devices))]
         # An entry of the queue is a time at which a device may find something to do. An entry whose
         # device still works at that time is skipped, because the end of that work is an entry too.
-        # The loop ends: an entry comes from a task, or is for a time at which a task can run.
+        # The loop ends, because tasks are finitely many: a task adds at most two
+        # entries, and any other entry is for a time at which a task can run.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
@@ -136,10 +137,11 @@ class Listing:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
-        """Picks the task that runs if a backward is ready: its I, if what that hands to its W fits.
+        """Picks the task that runs if a backward is ready: its I, if what I hands to W fits.
 
-        If not, it is the W of an earlier backward, which makes room, or B if no W was left. It is
-        always B if the stage is the first, or if its backwards cannot be split.
+        If that does not fit, the W of an earlier backward runs, which makes room, or B if
+        no W is left for later. B always runs if the stage is the first, or if its backwards
+        cannot be split.
         """
         if s == 0 or not self.loads.splits[s]:
             return Kind.B

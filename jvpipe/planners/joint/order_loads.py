@@ -198,7 +198,8 @@ def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, 
         for edge in problem.costs.edges_at(i, j):
             is_read = any(i <= reader < j for reader in edge.readers)
             if edge.producer < i and is_read:
-                # `waiting_bytes` takes the making stage to be as early as possible: each stage has
-                # at least one layer, so it is at most `away` stages before the reader.
+                # `waiting_bytes` takes the making stage to be as early as possible: each
+                # stage has at least one layer, so the maker is at most `away` stages before
+                # the reader.
                 away = i - edge.producer
                 yield s, max(0, s - away), edge.bytes

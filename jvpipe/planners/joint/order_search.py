@@ -6,6 +6,7 @@ and W are the first and the second half of a split backward. The search has thes
 
     placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee (`PLACEMENTS`)
     cuts        all cuts of a placement if there are few, else those that give devices equal work
+                and, if sends take time, the best by the surrogate
     fates       the fastest that fit the limit with as many micro-batches in flight as a rule has,
                 and also with fewer
     orders      from rules, from rules with W as late as bytes allow, from list scheduling
@@ -15,9 +16,9 @@ and W are the first and the second half of a split backward. The search has thes
                 simulator can time, are tried for the best orders
 
 The plans of 1F1B, called rivals, are simulated too, so the answer is never worse than any of them.
-Under a limit there are also rivals with fewer micro-batches in flight, down to one. No order holds
-less than the one with a single micro-batch in flight: if any plan fits in that order, the search
-has an answer. `effort.py` sets how much is tried.
+Under a limit there are also rivals with fewer micro-batches in flight, down to one. No
+order holds less than the one with a single micro-batch in flight. So the search has an
+answer if any plan fits in that order. `effort.py` sets how much is tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -173,7 +174,7 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if that is near."""
+    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if nearly as good."""
     best = min(answers, key=lambda one: one.worth_s)
     # Devices that lend time share workers, so their measured seconds are uncertain, and a small
     # gain is doubtful.
@@ -204,8 +205,8 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[RuledPlan]:
     """Makes plans with orders, for all placements, cuts, rules and ways to make room.
 
-    If a placement has few choices of cuts, each is tried whose lower bound is below the seconds of
-    the best plan so far.
+    If a placement has few choices of cuts, all are tried but those whose lower bound
+    reaches the seconds of the best plan so far.
     """
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()

@@ -140,7 +140,8 @@ def _simulated_best(
 ) -> Decision:
     """Returns the fastest simulated plan: the surrogate's, one with simple cuts, or a neighbor.
 
-    Fates are chosen without swaps, and, if that may help, with swaps too (`crowded`).
+    Fates are chosen without swaps. If swaps may help, fates are also chosen with swaps, as
+    if the link to the host were slower (`crowded`).
 
     Args:
         problem: what is asked.
@@ -163,7 +164,8 @@ def _simulated_best(
     # Over slow links, devices wait for round trips, which the surrogate leaves out.
     if _link_share(problem, begin[0]) > PLAN.noticed_link:
         begin += trips(problem, plain, PLAN.paths)
-    # If there are many layers and a limit, the climb chooses no fates again: it takes too long.
+    # With many layers and a limit, the climb does not choose fates again, because that
+    # takes too long.
     are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     ways = list[DeviceFates]()
     if are_few or problem.memory_limit_bytes is None:

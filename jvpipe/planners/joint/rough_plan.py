@@ -7,7 +7,7 @@ in two steps:
     estimate   seconds to fill and drain the pipeline, plus a period per further micro-batch. The
                period is the time between two micro-batches in the long run: the longest that any
                stage, round trip or network needs
-    simulate   the shapes with the best estimates; of many micro-batches, only some
+    simulate   the shapes with the best estimates; only some of their micro-batches if they are many
 
 `shape_search.py` ranks shapes by these numbers. They only decide which shapes are planned exactly,
 so the estimate may be changed.
@@ -48,7 +48,7 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """Returns the plan with simulated seconds; of many micro-batches, simulates only some."""
+        """Returns the plan with simulated seconds; of many micro-batches, some are simulated."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
         # In the long run, micro-batches are equally far apart in time. The difference between two

@@ -138,10 +138,10 @@ class StageTable:
 
 
 def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
-    """Counts the bytes of segments that keep everything; infinite if that may not be fastest.
+    """Counts the bytes of segments that keep everything; infinite if others may be faster.
 
-    It may not be if another choice of some layer takes fewer seconds, or if the choice that keeps
-    everything swaps something. Then a cell that could keep everything stays open.
+    Others may be faster if another choice of some layer takes fewer seconds, or if the choice
+    that keeps everything swaps something. Then a cell that could keep everything stays open.
     """
     choices = pricing.choices
     segments = pricing.segments
@@ -251,7 +251,7 @@ class Table:
                 stage.price(prices)
 
     def _choose(self, cell: Cell) -> None:
-        """Searches the best choices of a cell, and settles the cell with what is found."""
+        """Searches for the best choices of a cell, and settles the cell with what is found."""
         stage, at = self.found(cell)
         bound_s = float(stage.seconds[at])
         self.layers += cell[2] - cell[1]

@@ -90,7 +90,7 @@ def _least_cap_s(
     devices: int,
     high_s: float,
 ) -> float:
-    """Finds nearly the least cap under which there are enough devices; never more than that cap.
+    """Finds nearly the least cap under which there are enough devices, from below.
 
     Args:
         stages_s: t(i, j, r) of the module, indexed by number of replicas, start and end.

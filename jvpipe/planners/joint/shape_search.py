@@ -136,7 +136,7 @@ class _Search:
         self._stages = RoughStages()
 
     def sizes(self) -> list[int]:
-        """Lists sizes of micro-batches, the most promising first; of many sizes, some."""
+        """Lists sizes of micro-batches, the most promising first; only some if there are many."""
         every = self.shapes.sizes
         count = min(len(every), SHAPE.glances)
         spread = np.linspace(0, len(every) - 1, count).astype(int)
@@ -343,7 +343,7 @@ class _Search:
                 yield Shape.along(order, starts, replicas, size), bounds
 
     def _balanced(self, size: int, replicas: Replicas) -> Bounds:
-        """Finds the bounds with the fastest slowest stage; empty if no bounds fit."""
+        """Finds the bounds whose slowest stage takes the least time; empty if no bounds fit."""
         stages = len(replicas)
         if max(replicas) > size:
             return ()

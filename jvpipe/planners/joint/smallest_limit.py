@@ -68,8 +68,8 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 def _least_reached_bytes(pricing: Pricing) -> float:
     """Finds nearly the least limit under which stages reach the last layer (`cut_windows.py`).
 
-    The interval that is halved ends at a limit under which the first stage alone reaches it: the
-    bytes of a device that has the whole model and recomputes all of it.
+    The interval that is halved ends at a limit under which the first stage alone reaches
+    the last layer: the bytes of a device that has the whole model and recomputes all of it.
     """
     segments = pricing.segments
     problem = segments.problem
@@ -250,8 +250,8 @@ def longer_bytes(
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1]
     begun = on_device_bytes(in_flight, inputs[-1] - least[starts - starts[0]])
-    # The second: what a run needs more if it ends with the known segment. It is 0 for segments that
-    # end there too.
+    # The second: what a run needs in addition if it ends with the known segment. That is 0
+    # for longer segments that end there too.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
     ended = np.full(len(block.ends) - b, max(0.0, more_at_end))
     ended[0] = 0.0

@@ -1,4 +1,4 @@
-"""Searches the fastest choices (fates) for the layers of a device under its limit, by dominance.
+"""Finds the fastest choices (fates) for the layers of a device under its limit, by dominance.
 
 A state stands for choices of the first layers: their seconds and bytes (`dominance.py`). The search
 begins with one state, for no layers. With each further layer, a state becomes several, one for each
@@ -164,7 +164,8 @@ class FateSearch:
         Ties go to the choices that swap least, then to those that hold least.
 
         Args:
-            width: how many states stay after a layer, if there are more than twice as many.
+            width: after a layer with more than twice as many states, about twice as many
+                stay (`_fittest`).
             below_s: seconds; slower choices are not of interest.
         """
         last = follow(

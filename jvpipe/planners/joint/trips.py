@@ -17,9 +17,10 @@ Let u_r be the most by which a group that ends with stage r exceeds the right si
 
     u_r = t_r - T + max(0, u_(r-1) + c_r)
 
-because the worst group is either stage r alone, or the worst group that ends with stage r - 1,
-extended. The path of cuts keeps the cap if u_r <= 0 at every stage. As u_r never falls when u_(r-1)
-rises, the path with the least u up to each cut is found stage by stage, like a shortest path.
+because the worst group is either stage r alone, or the worst group that ends with
+stage r - 1, extended by stage r. The path of cuts keeps the cap if u_r <= 0 at every stage.
+As u_r never falls when u_(r-1) rises, the path with the least u up to each cut is found
+stage by stage, like a shortest path.
 
 If many micro-batches follow each other, the least possible T is the time between two of them. A
 step with a flush has few, and the sum of t and c over all stages counts too. So paths are made for
@@ -39,7 +40,7 @@ from jvpipe.planners.model.chain_dp import Matrix
 
 @dataclass(frozen=True)
 class Trips:
-    """The possible stages between given cuts: their seconds, and the seconds of the links before.
+    """The possible stages between given cuts: the seconds of each, and of the link before it.
 
     `busy_s` are further seconds of the stages, such as those of another link. On a path under a
     cap, none of them is above the cap.
