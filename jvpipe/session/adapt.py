@@ -5,7 +5,7 @@ run. A second thread reads the marks, asks the trigger (trigger.py) whether anot
 and compiles the migration: the move of layers to the devices of the other plan. The training thread
 makes the migration between two steps.
 
-If there are several processes, each reports the seconds of its devices, the first one decides, and
+If there are several processes, each reports the seconds of its layers, the first one decides, and
 all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps` steps.
 The columns are the step of the round, what the news says, and what follows:
 
@@ -86,7 +86,7 @@ class Adapter:
         self._limits, self._hosts = limits, hosts
         self._thread, self._judge = Thread("jvpipe-adapt"), _Judge(Rule(), compiled_plans, limits)
         self._stream_steps = 0
-        self._link: Link | None = None  # measured before the first step
+        self._link: Link | None = None  # measured before the first watched step
 
     def switch(self, on: bool, rule: Rule) -> None:
         """Switches watching on, under a rule, or off; all processes must do the same.
@@ -230,10 +230,10 @@ class _Judge:
         self.untold: deque[tuple[int, Seen]] = deque()  # steps not yet reported to the others
         self.proposal: Proposal | None = None  # not yet reported to the others
         self.preparing: Proposal | None = None  # all processes prepare this one
-        self.ready: Migration | str | None = None  # for `preparing`, or why it cannot be made
+        self.ready: Migration | str | None = None  # the migration of `preparing`, or an error
         self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # a proposal leaves this plan: its steps do not count
+        self._replaced: Plan | None = None  # the plan to leave: its further steps do not count
         self._answer: Planned | None = None  # the last plan that the planner gave
         self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
 
@@ -270,7 +270,7 @@ class _Judge:
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
-        """Prepares a migration within the limits; sets `ready` to it, or to the error's text.
+        """Prepares a migration within the limits; sets `ready` to the result or the error's text.
 
         Args:
             proposal: has the plan to move to.
@@ -339,8 +339,8 @@ class _Judge:
 
         Returns:
             `home`, if its cuts are asked for. Otherwise the planner's plan for devices as slow as
-            they now are, or None if that plan gains too little. If no planner made `home`, or its
-            planner cannot be asked again, `home` with the cuts that are asked for.
+            they now are, or None if this plan gains too little. If the user chose `home` or its
+            fates, or if its planner gives no other plan: `home` with the cuts that are asked for.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
@@ -385,8 +385,8 @@ def _alike(one: Plan, other: Plan) -> bool:
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     """Returns a measured step's seconds per micro-batch, by layer and by stage.
 
-    In an asynchronous schedule the devices of a stage take turns: each of n devices has every n-th
-    micro-batch and n times as long for it, so its seconds are divided by n.
+    In an asynchronous schedule, the n devices of a stage take turns: each has every n-th
+    micro-batch, and n times as long for it. So the seconds of the stage's layers are divided by n.
 
     Args:
         measured: what the monitor has measured.
@@ -409,8 +409,8 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
 # apart, each with its own programs. After a migration, layers are apart again. Groups are compiled
 # beside the training, which takes over their programs once they are ready. How long a run will last
 # is not known. So, unless the user asks for groups, they are compiled once the steps under a plan
-# have taken as long as its programs took to compile (c seconds). This is done only on CPUs, where
-# groups were measured and found bitwise identical:
+# have taken as long as its programs took to compile (c seconds). Groups that nobody asks for are
+# compiled only on CPUs, where groups were measured and found bitwise identical:
 #
 #     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
 #     |<------- c -------->|<---------- c ------------>|

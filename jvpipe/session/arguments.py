@@ -76,7 +76,7 @@ def _is_positive(value: Any) -> bool:
 
 def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
     """Makes a check that a name is one of `choices`; `kind` is the message's word for a choice."""
-    # Each check reads the names, while `choices` may be an iterator, which is read only once.
+    # Each check reads the names, but `choices` may be an iterator, which can be read only once.
     names = list(choices)
 
     def check(name: str, value: Any) -> str:

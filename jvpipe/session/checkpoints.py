@@ -98,7 +98,7 @@ def check_json(extra: Any) -> None:
 
 
 def restore(session: Engine, path: str | Path) -> State:
-    """Begins a run with the state of a snapshot that was written, under the plan in use.
+    """Begins a run with the state in a checkpoint, under the plan in use.
 
     Each process reads the arrays that it will hold.
 
@@ -135,7 +135,7 @@ def restore(session: Engine, path: str | Path) -> State:
 
 
 def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
-    """Traces the loss with a checkpoint's shapes; raises ValueError if it cannot take them."""
+    """Traces the loss with a checkpoint's shapes; raises ValueError if the loss refuses them."""
     inputs = saved_inputs(path, meta)
     try:
         session.compiled_plans.trace(*inputs)

@@ -129,7 +129,8 @@ class CompiledPlans:
 
         Args:
             batch: a whole batch.
-            warms_up: the step is one of the synchronous steps that begin an asynchronous run.
+            warms_up: whether the step is one of the synchronous steps that begin an asynchronous
+                run.
         """
         trees, key = self.trees, shapes_of(batch)
         if key not in self._by_shapes:
@@ -171,7 +172,7 @@ class CompiledPlans:
         return run
 
     def take_leaves(self) -> dict[Name, Leaf]:
-        """Returns the run's first parameters by name, and forgets them here: they may be large."""
+        """Returns the run's initial parameters by name, and forgets them: they may be large."""
         leaves, self._leaves = self._leaves, {}
         return leaves
 
@@ -389,7 +390,7 @@ class KnownModels:
     def compiled_for(
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
     ) -> CompiledPlans:
-        """Returns the compiled plans of a loss; a new one is traced at the present batch shape.
+        """Returns the compiled plans of a loss; a new loss is traced at the present batch shape.
 
         Args:
             present: the compiled plans of the model that is in training.

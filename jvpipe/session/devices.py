@@ -177,7 +177,7 @@ def device_limits(
 
     Args:
         limits: one limit for all devices; or one for each device; or one for each device of the
-            plan, of which other devices get the smallest. None: the limits that devices report.
+            plan (other devices get the smallest of these). None: the limits that devices report.
         devices: all devices of the run.
         planned: how many devices the plan uses; they come first in `devices`.
         hosts: the processes of the run, if there are several.
@@ -185,8 +185,8 @@ def device_limits(
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    # With several processes, each takes part in the exchange of reports, because another process
-    # may have been given no limit and wait for them.
+    # With several processes, each takes part in the exchange of reports, even if a limit is
+    # given. A process without a given limit would otherwise wait for the reports.
     if limits is None or hosts is not None:
         reported = reported_limits(devices, hosts)
         if limits is None:
@@ -291,7 +291,7 @@ def inner_axes(
         raise ValueError(
             f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(common)}"
         )
-    # New meshes have axes of the default type, which the compiler handles.
+    # New meshes have axes of JAX's default type: the compiler lays values out over them.
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
     if sharding is None and batch_axis is None:
@@ -387,7 +387,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         loss_fn: as the user gave it.
         optimizer: as the user gave it.
         devices: as the user gave them.
-        options: values by option name, each already checked alone; some are removed from it.
+        options: values by option name, each already checked by itself; some are taken out of the
+            dict.
 
     Raises:
         ValueError: an option contradicts another one, or the devices.

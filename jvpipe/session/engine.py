@@ -64,7 +64,7 @@ class Engine:
         self.store = shared_store()
         self.compiled_plans = CompiledPlans(settings, self.store)
         self.known_models = KnownModels(self.store)
-        # Arrays of models that are not in training lie on the host and count there.
+        # Arrays of models that are not in training lie on the host and count toward its limit.
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
         if any(device.platform == "cpu" for device in settings.devices):
@@ -267,8 +267,8 @@ class Engine:
 
         Args:
             compiled_plans: the compiled plans of the model.
-            compiled: the compiled plan that places the arrays: one of `compiled_plans`, or one that
-                they adopt afterwards.
+            compiled: the compiled plan that places the arrays: one of `compiled_plans`, or
+                one that `compiled_plans` adopts afterwards.
             leaves: by name, what makes an array or puts it on a device. Optimizer state that has no
                 leaf here is made by the optimizer.
             words: the words of the run's key.
@@ -297,8 +297,8 @@ class Engine:
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
-        # A new run parks no arrays of other models on the host, so the check does not count them.
-        # They are forgotten only after the check, because a failed check must change nothing.
+        # The new run does not need the arrays that the earlier run has parked, so the check does
+        # not count them. They are forgotten after the check: a failed check must change nothing.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:

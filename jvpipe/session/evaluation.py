@@ -1,4 +1,4 @@
-"""Evaluation of a loss, and of any function of the parameters, each part where its parameters lie.
+"""Evaluates a loss, or any function of the parameters; layers run where their parameters lie.
 
 An evaluation runs only the forwards of the plan in use. A prediction runs a function of the user's,
 which is traced and cut into layers like a loss. Each layer of the function runs on the device that
@@ -43,12 +43,12 @@ from jvpipe.trace.model import trace_model
 Tree = Any
 Function = Callable[..., Any]
 _Name = tuple[ValueKind, str | int]
-"""A name for an array that is the same in the graphs of the loss and of a function: the kind, and
-the path of a parameter or the index of another array."""
+"""An array's name, equal in the graphs of the loss and of a function: its kind, and the
+path of a parameter or the index of another array."""
 _Spot = tuple[_Name, int]
 """An array's name, and the place where it lies."""
 _LAST = Reductions(aux={"*": AuxReduction.LAST})
-"""A prediction has one micro-batch, so the value of the last one is the only one."""
+"""A prediction has one micro-batch, so the value of its last micro-batch is its only value."""
 
 
 def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] = ()) -> Metrics:
@@ -58,8 +58,8 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
         session: the session to which the state belongs.
         state: its newest arrays are evaluated.
         batch: a batch whose size is a multiple of the number of micro-batches.
-        params: leaves to use in place of the state's parameters; empty to use the state's. Both are
-            in memory during the evaluation.
+        params: leaves to use in place of the state's parameters; empty to use the state's.
+            The given leaves and the state's are both in memory during the evaluation.
 
     Raises:
         MemoryLimitExceeded: an evaluation does not keep the limit.
@@ -133,8 +133,8 @@ def _holding(
 ) -> Iterator[None]:
     """Checks that a forward and other arrays together keep the limits, and counts new arrays.
 
-    If there are several processes, all raise the error of one. Otherwise the others would begin the
-    forward and wait for it.
+    If there are several processes, all raise the error of one. Otherwise the others would
+    begin the forward and wait for that process.
 
     Args:
         session: has the limits and the ledger.

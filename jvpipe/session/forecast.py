@@ -298,7 +298,7 @@ def _plan_of(problem: Problem, answer: Answer) -> Plan:
 def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
     """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
 
-    `host_bytes` comes in addition, which `--json` does not have.
+    There is also `host_bytes`, which `--json` leaves out.
     """
     assert answer.evaluation is not None
     stages = list[dict[str, Any]]()

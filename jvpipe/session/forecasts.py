@@ -179,8 +179,8 @@ def _planned(
 class _Asking:
     """A question with the hardware and the planners, to be asked again when more is known.
 
-    A shape says which devices each stage has. `pins` are the parts of it that the user gives, and
-    the planner chooses the rest; None: each stage has one device.
+    A shape says which devices each stage has. `pins` are the parts of the shape that the
+    user gives; the planner chooses the rest. If `pins` is None, each stage has one device.
     """
 
     question: Question
@@ -211,7 +211,7 @@ class _Asking:
         return away if not kept.fits or (away.fits and away.step_s < kept.step_s) else kept
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
-        """Returns the answers, with layers cut at `splits`; empty: wherever a cut saves time."""
+        """Returns the answers with layers cut at `splits`, or, if empty, where a cut saves time."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes = question.shapes(cluster, self.devices, self.pins, limits)
@@ -312,8 +312,8 @@ class _Asking:
         """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
 
         Returns:
-            The plan and `more`; or None, and the smallest raise under which a plan is expected to
-            fit.
+            The answers and `more`; or None, and the smallest raise under which a plan is
+            expected to fit.
         """
         less, nearest, before = 0, math.inf, None
         for _ in range(ASKING.signings):

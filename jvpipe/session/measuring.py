@@ -154,7 +154,7 @@ class Measurement:
     """The measurements for a plan, each made when it is first read.
 
     Bytes are always counted. Layers and links between devices are timed if the planner asks for
-    seconds. Recomputation and links to the host are timed if it also chooses fates.
+    seconds. Recomputation is timed if the planner also chooses fates, or recomputes all values.
 
     Args:
         settings: what the user asked for.
@@ -309,7 +309,7 @@ class Measurement:
 
         Args:
             local: the costs of the model on slices of a micro-batch.
-            pins: the parts of a shape that are given; None: only the examples of a micro-batch are.
+            pins: the given parts of a shape; None: only the number of examples of a micro-batch.
         """
         settings, examples = self.settings, self.traced.graph.examples
         shapes = Shapes(
@@ -479,7 +479,7 @@ def _one_each(measurement: Measurement, why: str) -> ChosenShape:
 
 
 def _refusal(measurement: Measurement) -> str:
-    """Says why stages cannot have several devices under any loss; empty if they can."""
+    """Says why stages cannot have several devices, whatever the loss; empty if they can."""
     schedule = measurement.settings.schedule
     try:
         check_replicable(schedule)

@@ -58,7 +58,8 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
     """Returns the seconds of a step in which optimizer state is copied from the host and back.
 
-    Devices copy at the same time, so the device with the most state on the host counts.
+    Devices copy at the same time, so the device with the most state on the host counts. Copies in
+    the two directions are assumed to overlap fully, so only one direction counts.
 
     Args:
         plan: says which state lies on the host.
@@ -164,9 +165,9 @@ class ModelPlanner:
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
         """Makes a plan, unless the user gives one, and compiles it.
 
-        Under a limit, a plan with the optimizer's state on the devices is made first. A plan with
-        it on the host is made if the first one does not fit, or if values are recomputed or swapped
-        to make room for the state. The faster of the two is taken.
+        Under a limit, a plan with the optimizer's state on the devices is made first. A
+        second plan, with the state on the host, is made if the first plan does not fit, or
+        if it recomputes or swaps values at a noticeable cost. The faster plan is taken.
 
         Args:
             traced: the model, with whole layers.
@@ -176,7 +177,7 @@ class ModelPlanner:
             ValueError: there are more stages than layers, or the given plan does not fit.
             MemoryLimitExceeded: no plan keeps the limit.
         """
-        # The bytes of state that may lie on the host; empty if the user decides or has no limit.
+        # The bytes of state that may lie on the host; empty if none may.
         sizes = self._may_leave(traced)
         if not sizes:
             return self._planned(traced, finer=finer)
@@ -283,10 +284,10 @@ class ModelPlanner:
         return self.cutter.cut(traced.graph, self.settings.schedule)
 
     def _question(self, traced: Traced) -> tuple[str, ...]:
-        """Returns texts of everything that the choice of layers to cut in two depends on.
+        """Returns texts of all, except seconds, that the choice of layers to cut in two depends on.
 
-        They are the key of the choice in the archive. Measured seconds are left out on purpose: the
-        same question then finds the same choice in each process, although its seconds vary.
+        The texts are the key of the choice in the archive. Measured seconds vary from process to
+        process. Without them, the same model and options find the same choice in each process.
         """
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
@@ -435,12 +436,12 @@ def compile_plan(
 def _check_carried(compiled: CompiledPlan) -> None:
     """Raises ValueError if a device with several stages might wait for its own later task.
 
-    Model state is carried from one micro-batch to the next: the first layer that reads a leaf waits
-    until the last layer that writes it has run on the previous micro-batch. A device with several
-    stages runs one of them for several micro-batches before it runs the next. Suppose that the
-    reader is in the first of these two, and the writer in a later stage. The reader's second
-    micro-batch then waits for the writer, which may wait for the device's next stage, which waits
-    for the reader.
+    Model state is carried from one micro-batch to the next: the first layer that reads a
+    leaf waits until the last layer that writes it has run on the previous micro-batch. A
+    device with several stages runs one stage for several micro-batches before it runs its
+    next stage. Suppose that the reader is in the former stage, and the writer in a later
+    one. The reader's second micro-batch then waits for the writer, which may wait for the
+    device's next stage, which waits for the reader.
     """
     plan = compiled.plan
     for first, *_, last in carried(compiled.traced.graph):

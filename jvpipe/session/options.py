@@ -100,7 +100,7 @@ class Option:
     def checked(self, said: str, value: Any) -> Any:
         """Returns the value that the program uses for a given one.
 
-        If None is the default, it means that nothing was given, and is not checked.
+        If the default is None, the value None means that nothing was given, and is not checked.
 
         Args:
             said: the option's name as the user wrote it, for the message.

@@ -57,7 +57,7 @@ class AskingEffort:
         signings: how often a planner is asked at most until a plan, as compiled by the hardware's
             compiler, keeps the limit.
         counted_times: the largest expected ratio of a planner's estimate to the bytes of a run. If
-            the estimate for a plan exceeds the limit by more, the plan is not lowered.
+            the estimate for a plan is more than this many times the limit, the plan is not lowered.
         noticed: a plan with optimizer state on the host is tried only if the limit makes steps
             longer by more than this share.
     """
@@ -146,8 +146,9 @@ def ask(
     Args:
         planner: the name of the planner.
         problem: the problem to solve; the problem in the answer has the order that was chosen.
-        places: the device of each stage; if the order of tasks is open, the devices in turn. Unless
-            given, 0, 1, 2 and so on. Not used for unlike devices, whose numbers the problem has.
+        places: the device of each stage; if the order of tasks is open, the device of each place.
+            Unless given, 0, 1, 2 and so on. Not used for unlike devices, whose numbers the problem
+            has.
         fixed: keep unlike devices in the order that they have.
 
     Raises:
@@ -226,9 +227,9 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
     """Returns the rough plans, given the fastest first, whose shapes are worth an exact plan.
 
-    If the fastest one recomputes layers, much slower shapes are worth one too, because exact fates
-    may save much time. Otherwise only better cuts can save time, and such shapes are left out. At
-    most `SHAPE.planned` plans are returned.
+    If the fastest plan recomputes layers, much slower shapes are worth an exact plan too,
+    because exact fates may save much time. Otherwise only better cuts can save time, so
+    much slower shapes are left out. At most `SHAPE.planned` plans are returned.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s
@@ -241,8 +242,8 @@ def _of_shape(planner: str, plan: RoughPlan) -> Planned:
     problem = plan.problem
     if problem.schedule == AUTO:
         return _ask(planner, problem, None)
-    # The search begins with the rough plan if this keeps the limit and has the problem's number of
-    # stages. What the search finds is then at least as fast.
+    # The search begins with the rough plan if that plan keeps the limit and has the
+    # problem's number of stages. What the search finds is then at least as fast.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
     return answered(planner, problem, under_rule(problem, begin))
@@ -326,7 +327,7 @@ class _Asker:
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
 
     def unlimited(self, problem: Problem) -> Planned | None:
-        """Asks a planner that chooses fates for a plan as if there were no limit.
+        """Asks for a plan as if there were no limit, if the planner chooses fates.
 
         Returns:
             The plan; None if it exceeds the limit, or if the planner does not choose fates.

@@ -1,4 +1,4 @@
-"""The question that planners answer for hardware that is not here: how to run a model's shapes."""
+"""The question that planners answer for absent hardware: how to run a model of given shapes."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -54,9 +54,9 @@ class Question(Training):
         stages: how many devices a micro-batch passes; a schedule may run several stages on each.
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
-        remembered: the traces, optimizer cutters and costs so far. Copies of the question share
-            them. So copies may differ only in stages, schedule, `microbatches`, `state_fates` and
-            `said`: the key of each entry has those of these on which the entry depends.
+        remembered: the traces, optimizer cutters and costs so far, shared by copies of the
+            question. Copies may differ only in `stages`, `schedule`, `microbatches`, `state_fates`
+            and `said`: the key of an entry names each of these fields on which the entry depends.
     """
 
     params: Tree

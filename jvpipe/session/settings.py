@@ -176,7 +176,8 @@ _Readers = tuple[int, ...]
 class OptimizerCutter:
     """Cuts an optimizer into one piece for each layer, for any cuts of the model into layers.
 
-    The optimizer is traced once, and cut again if the layers change.
+    The optimizer is cut again if the layers change. It is traced again only if the number
+    of readers of a parameter, or of micro-batches per update, changes.
 
     Args:
         settings: has the optimizer, and says how it sees parameters.
@@ -283,7 +284,7 @@ class OptimizerCutter:
         return left
 
     def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
-        """Returns lines that are equal if two optimizers make equal states and equal updates."""
+        """Returns the traced optimizer as lines; equal lines mean equal states and updates."""
         traced = self._trace(*self._sums(graph, schedule))
         parts = {"update": traced.update, "init": traced.init}
         return [

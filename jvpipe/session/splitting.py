@@ -46,8 +46,8 @@ class SplitEffort:
         slow_times: layers are cut if the slowest stage takes more than this many times the mean.
         near_times: cuts whose slowest stage takes up to this many times the least possible are
             accepted, because they may cut fewer layers.
-        apart: a share of a stage's mean seconds; if two places inside layers are closer than this,
-            one of them is left out.
+        apart: a share of a stage's mean seconds; if a place inside a layer is closer than
+            this to the place before it, one of the two is left out.
         worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and backward,
             is not cut, because a dispatch takes some 0.05 ms.
         gain: the share of a step's seconds that finer layers must save.
@@ -224,7 +224,7 @@ class Splitter:
         return None
 
     def finer(self, traced: Traced) -> Traced | None:
-        """Cuts in two all layers that can be; None if none can be cut."""
+        """Cuts in two all layers that can be cut; returns None if there is none."""
         # Layers of one kind share a program, so all of them are cut at the same place.
         kinds = [layer_signature(body) for body in traced.bodies]
         where: dict[Hashable, int | None] = {}
@@ -284,8 +284,9 @@ def even_places(
     Two dynamic programs run over all places, like those for whole layers
     (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage. The
     second looks at all cuts that come near to these seconds, and finds those with the fewest cut
-    layers, and then the fewest sent bytes. A stage may take more seconds than the sum of its layers
-    if it recomputes or its device is slow. This ratio is taken to stay as it is now.
+    layers, and then the fewest sent bytes. If a stage recomputes or its device is slow, the stage
+    takes more seconds than the sum of its layers. The ratio of the two is taken to stay as it is
+    now.
 
     Args:
         planned: the plan so far.

@@ -14,8 +14,8 @@ Cuts for a slow device give it fewer layers. The layers return once the device's
 
 Noise in the measurements must not move layers, so the gain of other cuts must exceed a threshold in
 several steps in a row, each judged by itself. The home plan is the one that was planned or that the
-user gave. A return to it needs a smaller gain, and layers return as soon as no other cuts gain
-enough over the home plan. The thresholds are in `Rule` and may be changed.
+user gave. Its cuts replace the best cuts if these gain too little over the home plan. A return to
+the home plan needs a smaller gain than other cuts. The thresholds are in `Rule` and may be changed.
 """
 
 import json
@@ -136,8 +136,8 @@ class Trigger:
         rule: how much evidence is enough.
         home: the planned or given plan. The first plan that is observed becomes the home plan, and
             so does any later plan that does not have the cuts `asked`.
-        asked: the cuts of the next plan. `observe` sets them to those that it returns. Whoever
-            moves to other cuts in place of these has to set them.
+        asked: the cuts that the next plan should have. `observe` sets `asked` to the cuts that it
+            returns. A caller that moves to other cuts instead must set `asked` to those.
         refused: cuts that are impossible or do not pay, which `observe` returns no more. When the
             plan changes, they are forgotten.
 
@@ -278,7 +278,7 @@ class Trigger:
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
-        """Names, as the reason, the stage whose seconds are furthest from the planned ones."""
+        """Gives the reason: the stage whose seconds are furthest from the planned seconds."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
@@ -324,8 +324,8 @@ class Told:
     Args:
         seconds: the seconds of its layers and stages, by step.
         proposal: a new proposal; only the first process makes any.
-        how: in which way it will make the migration of the earlier proposal; empty until ready.
-        refusal: why it cannot make that migration; empty if it can or is not ready.
+        how: in which way the process will make the migration proposed earlier; empty until ready.
+        refusal: why the process cannot make that migration; empty if it can or is not ready.
     """
 
     seconds: dict[int, Seen]

@@ -57,7 +57,7 @@ def parse_limits(
         The bytes of the limit or limits; None if there is no limit.
 
     Raises:
-        ValueError: a size is wrong, or one of several is missing.
+        ValueError: a size is wrong, one of several sizes is None, or the sequence is empty.
 
     >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
     ((25769803776, 11811160064), (1000, 2000), 17179869184, None)
