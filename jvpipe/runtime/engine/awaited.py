@@ -42,8 +42,8 @@ class Awaited(NDArrayOperatorsMixin):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # NumPy looks for protocols such as `__array_interface__`. Through those of the plain array
-        # it would read the values without `_come`, and could block forever.
+        # NumPy looks for protocols such as `__array_interface__`. Through the plain array's
+        # protocols, NumPy would read the values without `_come`, and could block forever.
         if name.startswith("__"):
             raise AttributeError(name)
         array = self._array if name in _KNOWN else self._come()

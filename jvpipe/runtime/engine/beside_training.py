@@ -93,7 +93,7 @@ class Thread:
     def switch(self, *, on: bool) -> None:
         """Starts the thread, or ends it.
 
-        If the thread is on already, it ends in both cases, after the call that it is running. Its
+        If the thread is on already, it first ends: it finishes the call that it is running, and its
         other calls are cancelled.
         """
         if self._pool:

@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
         watched: whether the row calls code on the host, and can therefore fail after its dispatch.
         row: the row.
         mark: for a copy whose result later rows may overwrite, compiles a program that only reads
-            the result; else None. A monitor waits for the program in place of the result.
+            the result; else None. A monitor waits for this program instead of the result.
     """
 
     run: Callable[..., Any]
@@ -300,7 +300,7 @@ def _in_list(copy: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
 
 def _gather(ids: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
     """Returns a function that picks the arrays with these ids from the table."""
-    # With one id, `itemgetter` would yield the array itself and not a tuple. It needs at least one.
+    # With one id, `itemgetter` would yield the array itself, not a tuple. Without ids, it raises.
     if len(ids) > 1:
         return itemgetter(*ids)
     return (lambda table: (table[ids[0]],)) if ids else (lambda table: ())

@@ -234,9 +234,9 @@ class Channel:
         if not lost:
             return self.silent(self.silent_s)
         gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
-        # The processes that are gone may have left because another one was silent. The message also
-        # names that one. Its silence, as measured here, may still be a little shorter than
-        # `silent_s`, so half of `silent_s` is enough.
+        # A process may have left because it found another process silent. The message also names
+        # the silent process. The silence that this process has measured may still be a little
+        # shorter than `silent_s`, so half of `silent_s` is enough.
         silent = self.silent(self.silent_s / 2, lost)
         return " and ".join(filter(None, [gone, silent]))
 

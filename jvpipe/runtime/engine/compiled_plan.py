@@ -76,9 +76,9 @@ class CompiledPlan:
         devices: the device of each place of the plan.
         store: compiles programs, and keeps them.
         previous: in a stream whose plan has changed: the compiled plan before this one, and the
-            first micro-batch that runs under this one. The micro-batch is counted in the stream as
-            the earlier plan has lowered it. There, the step that repeats is counted only once, so
-            the number may be smaller than in the run.
+            number of the first micro-batch under this one. The number counts through the steps that
+            the earlier plan has lowered. A step that the run repeats is lowered only once, so the
+            number may be smaller than in the run.
         hosts: the processes that run the plan together, if there are several.
         stand_in: a device of this process to use in place of all devices. Programs can then be
             compiled, and bytes counted, although the devices belong to other processes.
@@ -109,8 +109,8 @@ class CompiledPlan:
         # The programs of all rows that were bound, by their keys and devices.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
         self.compile_s = 0.0  # how long these programs took to compile, one after another
-        # These are compiled, which takes long, so none of them uses `cached_property`: in Python 3.11
-        # all objects of a class share its lock, and one plan would wait for another.
+        # Making one of these compiles programs, which takes long. So none is a `cached_property`:
+        # in Python 3.11, all plans would share the property's lock and wait for each other.
         self.bound_step: Bound | None = None
         self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
@@ -201,15 +201,15 @@ class CompiledPlan:
         of its own.
 
         Args:
-            first: the number of this plan's first layout. Rows name layouts by number. If some
-                micro-batches run under another plan, the numbers of its layouts come first.
+            first: the number of this plan's first layout. Rows name layouts by number. If earlier
+                micro-batches run under another plan, that plan's layouts have the first numbers.
         """
         plans = [self.plan, self.plan.without_fates()][: len(self.programs)]
         usual, *last = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
         return [*[usual] * (self.microbatches - len(last)), *last]
 
     def _layout(self, index: int, number: int, plan: Plan) -> MicrobatchLayout:
-        """Returns the layout of this plan's `index`-th programs, which rows name by `number`."""
+        """Returns the layout of `self.programs[index]`; rows name the layout by `number`."""
         halves = self._halves[index]
         signatures = [programs.signature for programs in self.programs[index]]
         slices = self.replicas.layouts(index, halves) if self.replicas else {}
@@ -254,7 +254,7 @@ class CompiledPlan:
 
     @cached_property
     def spans(self) -> tuple[PlanSpan, ...]:
-        """The parts of a stream under its earlier plans, in order, and then that under this one."""
+        """The parts of a stream: one under each earlier plan, then one under this plan."""
         if self.previous is None:
             return (PlanSpan(0, self.layouts()[0]),)
         earlier, start = self.previous
@@ -313,7 +313,7 @@ class CompiledPlan:
         return self.bound_drains[n]
 
     def representative(self, steps: int) -> int:
-        """Returns a number of lowered steps that leave the same arrays in flight as `steps` do.
+        """Returns how many lowered steps leave the same arrays in flight as `steps` steps do.
 
         All steps after the last lowered one repeat it, and so leave the same arrays as it does.
         """
@@ -322,7 +322,7 @@ class CompiledPlan:
     def after(self, previous: tuple["CompiledPlan", int] | None) -> "CompiledPlan":
         """Returns the same plan after another one in a stream; its layers are apart again.
 
-        Groups of its steps may hold more memory, and somebody has to look before they run.
+        Groups may need more memory, so their peaks must be checked again before they run.
 
         Args:
             previous: as the attribute.
@@ -511,9 +511,9 @@ def _tasks(lowered: Lowered) -> dict[Hashable, Row]:
 def _task(row: Row) -> Hashable:
     """Returns the key of a row's executable.
 
-    Rows with one key must have equal programs. The key leaves out the micro-batch and the versions
-    of arrays, because no program depends on them, so the rows of all micro-batches share one. Some
-    rows of a kind and layer take or make more arrays than others, so both counts are in the key.
+    Rows with the same key must have equal programs. No program depends on the micro-batch or the
+    versions of arrays, so the key leaves them out, and all micro-batches share it. Some rows of a
+    kind and layer take or make more arrays than others, so the key has both counts.
     """
     if len(row.parts) > 1:
         return row.place, *map(_task, row.parts), row.wires

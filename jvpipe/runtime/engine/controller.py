@@ -37,10 +37,10 @@ def _look(
 ) -> None:
     """Tells the monitor which moved arrays have come.
 
-    If an array has not come and the next row takes it, it cannot be checked later. The monitor then
-    waits for a marker: a small array that comes when the moved array has come. Only the dispatching
-    thread may check arrays, because the process crashes if an array is checked while a program
-    overwrites it.
+    If the next row overwrites or frees an array that has not come, the array cannot be checked
+    later. The monitor then waits for a marker: a small array that comes when the moved array has
+    come. Only the dispatching thread may check arrays, because the process crashes if an array is
+    checked while a program overwrites it.
 
     Args:
         monitor: the monitor of the run; None only if `arriving` is empty.
@@ -71,7 +71,7 @@ class Moment(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A result of a row that may fail while it runs: waiting for the array shows whether it did."""
+    """A result of a row that may fail while it runs; waiting for it shows whether it fails."""
 
     array: jax.Array
     row: Row
@@ -97,8 +97,8 @@ class Controller:
             for late copies, so that the host never holds more than the lowered step counts.
         monitor: measures the rows; None if nothing is measured.
         marks: the marks of rows that can fail while they run. A mark stays until its row is known
-            to have succeeded. They are in the order of dispatch, so the first that failed is the
-            cause.
+            to have succeeded. Marks are in the order of dispatch, so the first whose row has failed
+            shows the cause.
         first_step: the number by which messages call the first step of a run.
         hosts: the processes that run the steps together, if there are several.
         profiled: whether a profiler sees each dispatch by the name of its row.
@@ -343,7 +343,7 @@ def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> st
 
 
 def _message(error: Exception) -> str:
-    """Returns the first and the last line of an error; only a traceback may lie between them."""
+    """Returns the first and the last line of an error; between them is usually a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys([*lines[:1], *lines[-1:]])
     return f"{type(error).__name__}: " + " ... ".join(ends)

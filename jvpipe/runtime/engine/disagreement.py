@@ -15,8 +15,8 @@ class Disagreement(ValueError):  # noqa: N818 - it says what differs
 def told_failure(failure: Exception | None) -> bytes:
     """Returns the word that reports a failure to other processes; an empty word for none.
 
-    The word has a memory limit that would be enough, a tab and the message. The limit is 0 if the
-    failure is not about a limit.
+    The word consists of a memory limit, a tab and the message. If the failure is about a limit, the
+    word's limit would be enough; else it is 0.
     """
     if failure is None:
         return b""

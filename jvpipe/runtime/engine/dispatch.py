@@ -99,7 +99,7 @@ class _Blocked:
                 del self.queues[device]
 
     def is_ready(self, index: int) -> bool:
-        """Tells whether a row may be dispatched; the caller looks at earlier rows of its device."""
+        """Tells whether a row may be dispatched, if no earlier row of its device is blocked."""
         return self._may_enter(index) and self._has_inputs(self.rows[index])
 
     def _may_enter(self, index: int) -> bool:
@@ -114,7 +114,7 @@ class _Blocked:
         return True
 
     def _is_before(self, index: int, condition: Callable[[int], bool]) -> bool:
-        """Tells whether a blocked row that meets a condition comes before a row in the lists."""
+        """Tells whether, before row `index`, there is a blocked row that meets a condition."""
         earlier = (i for queue in self.queues.values() for i in queue if i < index)
         return any(map(condition, earlier))
 
@@ -130,5 +130,5 @@ class _Blocked:
 
 
 def _awaits_move(row: Row) -> bool:
-    """Tells whether a row is the FREE of a moved array. Unlike that of a swap, it has no layer."""
+    """Tells whether a row is the FREE of a moved array; the FREE of a swapped value has a layer."""
     return row.kind is Kind.FREE and row.layer < 0

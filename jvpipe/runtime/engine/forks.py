@@ -22,7 +22,7 @@ def check_not_forked() -> None:
 
 @cache
 def _owner() -> int:
-    """Returns the process of the first call; 0 if JAX's devices came to this process by a fork.
+    """Returns the process that called this first; 0 if it got JAX's devices by a fork.
 
     The answer is cached, and a forked process inherits it. After a fork, the answer is therefore
     the number of another process. If the fork came before the first call but after JAX was used,

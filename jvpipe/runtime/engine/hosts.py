@@ -55,8 +55,8 @@ class Carried(NamedTuple):
 class Hosts(Channel):
     """The present process, with its connections to all others that run the pipeline.
 
-    `Channel` brings the exchange of words and the search for processes that are gone or silent. A
-    process is silent if its pulses stop: the signs of life that it sends all the time (`pulse.py`).
+    `Channel` exchanges words and finds processes that are gone or silent. A pulse is a sign of life
+    that each process sends all the time (`pulse.py`). A process is silent if its pulses stop.
 
     All processes must make these calls in the same order, because each waits for the same call of
     the others: `exchange`, `agree`, `together`, `first`, `decided`, `gather`, `carry`, `connect`.

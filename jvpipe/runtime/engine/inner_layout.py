@@ -122,7 +122,7 @@ def _laid(
     ]
     (executable,) = store.compile([(program.laid(takes, gives), group)])
     chosen = [_chosen(of_result) for of_result in executable.output_shardings]
-    # A sharding of JAX has equal parts. An array that cannot be so divided keeps its old layout.
+    # A sharding of JAX has equal parts. An array that cannot be divided so keeps its old layout.
     return [
         sharding.laid(array, spec) if array and sharding.divides(array.shape, spec) else array
         for array, spec in zip(open_arrays, chosen, strict=False)
@@ -130,7 +130,7 @@ def _laid(
 
 
 def _chosen(sharding: object) -> Spec:
-    """Returns the mesh axes that cut each dimension of a result, up to the last that is cut."""
+    """Returns the mesh axes that cut each dimension, up to the last dimension that is cut."""
     entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     while entries and not entries[-1]:
         entries = entries[:-1]

@@ -12,13 +12,13 @@ picture, time runs to the right, and each line is a queue of tasks that run in o
     device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
     link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
 
-Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, this time is exposed: it
-belongs to a copy, and no work hides it.
+Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, this time is exposed: a
+part of the copy that no work hides.
 
 An array that moves to another device may be overwritten there, so no thread may wait for it. The
-controller checks such an array whenever it dispatches a row. If the array has not come when the row
-would overwrite it, a program that only reads the array is run first. It yields a marker, for which
-a third thread waits.
+controller checks such an array whenever it dispatches a row. If the row would overwrite the array
+before it has come, the controller first runs a program that only reads the array. This program
+yields a marker, for which a third thread waits.
 """
 
 import statistics
@@ -43,7 +43,7 @@ _PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Ru
 _HALVES = {Kind.I, Kind.W}
 _BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} for n in (1, -1))
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
-"""Kinds of copies that are watched."""
+"""Kinds of copies that the monitor times."""
 TICK_S = 1e-9
 """The least seconds of a task: a thread that wakes late sees no time between two markers."""
 
@@ -166,7 +166,7 @@ class Monitor:
         devices: the device of each place.
         kept: how many of the last steps are kept, at least two.
         layer_s: the seconds of each layer, if they are known. A group of layers that run as one
-            program is measured as a whole. Its time is divided among them in this proportion.
+            program is measured as a whole, and its time is divided in proportion to these seconds.
     """
 
     def __init__(
@@ -415,8 +415,8 @@ class _Reading:
         """Adds the time by which copies to and from the host delayed a program, if any."""
         others = [self.made_s.get(b, 0.0) for b in row.reads if b not in self.fetched]
         inputs_s = max(others, default=0.0)
-        # A FREE waits for a copy, and so delays the dispatch of later rows. If there was one, the
-        # program could also have been dispatched earlier, so the time of dispatch does not count.
+        # A FREE waits for a copy, and so delays the dispatch of later rows. Without the copy, the
+        # program might have been dispatched earlier, so its time of dispatch is left out.
         asked_s = 0.0 if row.place in self.waiting else dispatched_s
         possible_s = max(self.free_s[place], inputs_s, asked_s)
         if self.free_s[place]:  # 0 before the first program of a run, which waits for no copy

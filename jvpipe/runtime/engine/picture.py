@@ -62,7 +62,7 @@ def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
 
 
 def _hops(monitor: Monitor, record: Record) -> Iterator[Hop]:
-    """Yields both ends of the arrow that shows a copy between devices.
+    """Yields both ends of each arrow that shows a copy between devices.
 
     An arrow begins just before the end of the row that made the copied value. It ends at the start
     of the first row that reads the copy. So both ends lie inside spans of the picture.

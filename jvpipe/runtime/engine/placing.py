@@ -101,7 +101,7 @@ class Placing:
     def _pass(self, ledger: Ledger) -> None:
         """Counts optimizer state that will lie on the host, while it passes through its device.
 
-        It is made last, and only one layer's at a time.
+        Such state is made last, layer by layer, so only one layer's bytes are on a device at once.
         """
         passing = Counter[tuple[int, int]]()
         for buffer in self.buffers:
@@ -158,8 +158,8 @@ class Placing:
     def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
         """Moves an array from the device that made it to the memory where it lies between steps.
 
-        This is another memory only if the array lies on the host. Then this method waits for the
-        copy and deletes the array on the device.
+        Only an array that lies on the host has to move. This method then waits for the copy and
+        deletes the array on the device.
         """
         if not buffer.copy.on_host:
             return array

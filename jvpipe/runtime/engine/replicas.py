@@ -1,7 +1,7 @@
 """The programs of stages with replicas: those of layers on slices, and those that cut and join.
 
-Replicas are devices that run the same layers, each on a slice of every micro-batch. In this example
-a micro-batch has four examples, START:STOP are those of a slice, and time runs to the right:
+Replicas are devices that run the same layers, each on a slice of every micro-batch. In this
+picture, a micro-batch has four examples, START:STOP is a slice of them, and time runs to the right:
 
     stage 0, two replicas    F(0:2)  F(2:4)                   one forward on each replica
     stage 1, one device              CONCAT  F  B  SLICE      joins slices, cuts cotangents

@@ -1,7 +1,7 @@
 """Makes processes compare the rows that each of them has lowered, before any of these rows runs.
 
-A process that sends what no other process receives waits forever. So rows that differ, for example
-because a process has another version of a library, must raise an error before the first row.
+A process that asks for an array that no other process sends waits forever. So if rows differ, for
+example because a process has another version of a library, an error must come before the first row.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ def agree_on_rows(
 ) -> None:
     """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
 
-    The rows of evaluations are not compared. Each process begins at a time of its own to run layers
-    in groups, and then binds these rows again.
+    The rows of evaluations are not compared. A comparison needs all processes at the same time, but
+    each process binds these rows again when it begins to run layers in groups, at its own time.
 
     Args:
         compiled: the plan.

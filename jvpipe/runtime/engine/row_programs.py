@@ -137,7 +137,7 @@ class RowPrograms:
                 return self._loss_program(read)
             case Kind.REDUCE if self.replicas is None:
                 # The devices of a stage take turns with whole micro-batches, and each has sums of
-                # its own. The row adds those of two devices, so it reads each value twice.
+                # its own. The row adds the sums of two devices, so it reads each sum from both.
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(self._shapes(read[::2]), 2, in_place=in_place)
             case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:

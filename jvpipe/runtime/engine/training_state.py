@@ -152,7 +152,7 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
         if not isinstance(value, LazyArray):
             return jax.device_put(value, sharding, may_alias=False)
         array = jax.device_put(np.asarray(value), sharding, may_alias=False)
-        # Waiting here keeps at most one array that was read in the host's memory.
+        # Because of this wait, the host's memory holds at most one array that was read.
         return array.block_until_ready()
 
     return [Leaf(partial(put, value)) for value in values]

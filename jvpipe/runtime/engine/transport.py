@@ -27,10 +27,10 @@ _NEVER = (1 << 62) - 1
 
 
 class Transport:
-    """The connections to the transfer servers of all processes, which match numbers.
+    """The connections to the transfer servers, which match offers and requests by their numbers.
 
-    It also notices when a process is gone. For this it asks every other process for an array that
-    is never offered. The request fails when the connection to the process ends.
+    A transport also notices when a process is gone. For this it asks every other process for an
+    array that is never offered. The request fails when the connection to the process ends.
 
     Args:
         server: the transfer server of this process.

@@ -1,8 +1,8 @@
 """Finds the shape, type and layout of a value of a run before the value is made.
 
 Here the layout says how a value is cut over the devices of a mesh. The model's graph, the optimizer
-and the loss have these. Some values are exceptions, for example residuals: only the programs
-that make them know their shapes.
+and the loss know all three for most values. The exceptions, such as residuals, have shapes that
+only their programs know.
 """
 
 import jax
@@ -39,7 +39,7 @@ def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Arr
 def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
     """Returns along which axes of its mesh a value is cut; empty if it is whole on each device.
 
-    It does not know the layouts of residuals: only the programs that leave them have these.
+    Do not call this for a residual: only the program that leaves the residual has its layout.
 
     Args:
         graph: the model's layers.

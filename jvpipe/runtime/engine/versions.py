@@ -125,8 +125,8 @@ class VersionLedger:
     def _newest(self, layers: int) -> tuple[dict[int, int], int]:
         """Finds the staleness of layers' last updates, and the step in which the search has ended.
 
-        Every step may call this method, so it reads the ledger from its end. It stops once it has
-        found, for so many layers, the last update and the forward of the same micro-batch.
+        Every step may call this method, so it reads the ledger from the end. It stops once it has
+        found the last update, and the forward of the same micro-batch, for `layers` layers.
 
         Args:
             layers: how many layers have an update.
@@ -155,9 +155,9 @@ class VersionLedger:
     def to_json(self) -> Any:
         """Returns the newest uses, for a checkpoint.
 
-        Each layer's last update applied the gradients of some micro-batch. The oldest forward of
-        these micro-batches is in the first step that is saved. So all micro-batches in flight are
-        included, and the staleness of later steps can be found.
+        Each layer's last update applied the gradients of some micro-batch. The saved steps begin
+        with the oldest forward of these micro-batches. Micro-batches in flight have later forwards,
+        so all of these are saved. The staleness of later steps can be found from the saved uses.
         """
         since = self._since()
         runs: list[list[Any] | None] = []

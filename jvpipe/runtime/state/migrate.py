@@ -62,9 +62,9 @@ class PlanChange:
         new: the plan after.
         layers: the layers that moved: (layer, device before, device after).
         moved_bytes: how many bytes the copies carried.
-        how: "inside" a step; "between" two steps; or "by host". The last is also between two steps,
-            but through the host's memory: some device could not hold the layers that leave it
-            together with those that arrive.
+        how: "inside" a step; "between" two steps; or "by host": between two steps as well, but
+            through the host's memory, because some device could not hold the layers that leave it
+            together with the layers that arrive.
     """
 
     step: int

@@ -132,7 +132,7 @@ class ModelSwitch:
         return self.origins.new
 
     def change(self, step: int) -> ModelChange:
-        """Returns the entry of the history for this switch, made before a step."""
+        """Returns the entry of the history for this switch, which is made before `step`."""
         # A parameter that is read at several places has several arrivals. It is named only once.
         paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
         for arrival in self.origins.arrivals:

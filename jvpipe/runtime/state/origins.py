@@ -33,8 +33,8 @@ Parked = dict[Identity, Any]
 class Arrival(NamedTuple):
     """A persistent buffer of the new model, with the identity and the origin of its array.
 
-    The array may "stay" where the old model has it, be a "copy" from another place of the old
-    model, "return" from the host, where it was parked, or be new ("make"). If it stays or is
+    The array may "stay" where the old model has it, be a "copy" from another place or memory of the
+    old model, "return" from the host, where it was parked, or be new ("make"). If it stays or is
     copied, `old_index` is the number of its buffer in the old model.
     """
 
@@ -156,7 +156,7 @@ class Origins:
 
     @cached_property
     def parked_after(self) -> Parked:
-        """The arrays that are parked after the change; those that it parks are as in `parks`."""
+        """The parked arrays after the change; newly parked ones have the values of `parks`."""
         parked = self.parked | self.parks
         for arrival in self.arrivals:
             if arrival.how == "return":

@@ -110,8 +110,8 @@ class Replay:
 
     def forget(self) -> None:
         """Forgets PipeMare's mean and XPipe's last update, as a run does after a drain."""
-        # By parameter and version, for shifts: PipeMare's running mean of updates, or XPipe's last
-        # update.
+        # By parameter and version, to shift weights (`_read`): PipeMare's running mean of updates,
+        # or XPipe's last update.
         self._memory: dict[tuple[int, int], Any] = {}
         self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
 

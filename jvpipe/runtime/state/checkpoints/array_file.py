@@ -2,10 +2,10 @@
 
 In a checkpoint, a name is KIND/PATH. The kind is parameter, optimizer, state (the model's) or
 flight. The path leads to the array in the tree of its kind. Arrays of the kind flight are saved
-only while micro-batches are in flight: they are all buffers, each under its own name.
+only while micro-batches are in flight: all arrays of the state, each under the name of its buffer.
 
-The format has no random keys and lacks some types of numbers. Keys are written as their integers.
-Arrays of the types that it lacks are written as bytes. The types of both are kept in `meta.json`.
+The format has no random keys and lacks some types of numbers. Keys are written as their integers,
+and arrays of the missing types as bytes. The types of both are kept in `meta.json`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -4,8 +4,8 @@ The state is copied to the host before the write begins. So no step waits for th
 changes the arrays that are written.
 
 Orbax's CheckpointManager also has a thread, and rules for which checkpoints to keep. It is not used
-here, because Orbax's format has no digests of files and no states in flight. Its arrays are global
-ones that all processes hold together, while each array of jvpipe lies with one process. It also
+here, because Orbax's format has no digests of files and no states in flight. In that format, an
+array belongs to all processes, while each array of jvpipe lies with one process. The manager also
 names and deletes folders by its own rules. Only its thread would be of use, and this file is such a
 thread.
 """

@@ -30,7 +30,7 @@ def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -
 
     Args:
         path: a folder, which may hold an older checkpoint; the new one replaces it.
-        arrays: arrays on the host, by kind (parameter, optimizer, state) and path.
+        arrays: arrays on the host, by kind (parameter, optimizer, state, flight) and path.
         meta: further entries of `meta.json`, which JSON can hold.
 
     Raises:
@@ -194,7 +194,7 @@ WORDS = {
     "optimizer": ("optimizer", "array of the optimizer's state"),
     "state": ("model", "leaf of the model state"),
 }
-"""For each kind of array, two words for messages: for what the array belongs to, and for itself."""
+"""For each kind, what messages call the thing that an array belongs to, and the array itself."""
 
 
 def check_paths(

@@ -158,7 +158,7 @@ _Holder = tuple[ValueKind, int, int, int]
 
 def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
     """Returns the positions of the newest versions of all values that outlive a step."""
-    # Versions of parameters and optimizer state count updates, those of model state micro-batches.
+    # Parameters and optimizer state are numbered by updates, model state by micro-batches.
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):

@@ -152,7 +152,8 @@ class Saving:
             in_flight: the entry of `meta.json` about the micro-batches in flight.
 
         Raises:
-            ValueError: the micro-batches ran under another schedule, cuts, fates or devices.
+            ValueError: the micro-batches ran under another schedule, cuts, fates or devices, or a
+                step had another number of micro-batches.
         """
         plan = Plan.from_json(in_flight["legs"][-1][1])
         then = [stage.devices for stage in plan.stages]
@@ -167,7 +168,7 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        """The parts of schedule and plan that a state in flight needs unchanged to go on, as JSON.
+        """What must not change in schedule and plan, so that a state in flight can go on, as JSON.
 
         Checkpoints contain this list, so its order is part of their format.
         """
