@@ -106,8 +106,9 @@ class Interleaved(Schedule):
     """The schedule of 1F1B over several chunks per device.
 
     Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a backward runs
-    in two halves, and the second half comes some backwards later than the first. `late` says how
-    many, for each device; a device that is given 0 runs whole backwards. By default device d has d.
+    in two halves, and the second half comes some backwards later than the first. `late`
+    says how many, per device; a device that is given 0 runs whole backwards. By default it
+    is d on device d.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')

@@ -12,8 +12,9 @@ their backward has not. With 2 (S - s) - 1 in flight ("eager", DAPPLE's policy B
 time in the long run if a send takes at most half as long as a forward plus a backward.
 
 Let K[s] be the most micro-batches in flight on stage s, and let F, B and c be the seconds of a
-forward, of a backward and of a send. A round trip from stage a to stage b and back lets K[a] - K[b]
-+ 1 micro-batches pass. So in the long run a micro-batch takes the maximum, over stages a <= b, of
+forward, of a backward and of a send. During a round trip from stage a to stage b and back,
+at most K[a] - K[b] + 1 micro-batches can start. So in the long run a micro-batch takes the
+maximum, over stages a <= b, of
 
     ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
 """
