@@ -16,9 +16,9 @@ zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With
 
 Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that no device
 waits for the first of them to come back from the last device. There are as many rounds as possible,
-and their sizes differ by at most one. So for every M >= S a step with whole backwards takes
-(M + (S - 1) / v) (F + B), where F and B are the seconds of all chunks of a device for one
-micro-batch. On each stage backwards run in ascending order, as under every other schedule.
+and their sizes differ by at most one. Let F and B be the seconds of all chunks of a device
+for one micro-batch. Then for every M >= S a step with whole backwards takes
+(M + (S - 1) / v) (F + B). On each stage backwards run in ascending order, as under every other schedule.
 """
 
 from collections.abc import Sequence

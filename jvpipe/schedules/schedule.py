@@ -126,8 +126,8 @@ class Schedule:
         micro-batches are between their forward and their backward, and w are between the two halves
         of their backward. A vector is left out if another one is as large or larger in every entry.
 
-        The vectors do not depend on bytes. If a micro-batch takes A bytes of a chunk
-        between forward and backward, and H bytes between halves, the peak of a device is
+        The vectors do not depend on bytes. Let a micro-batch take A bytes of a chunk
+        between forward and backward, and H bytes between halves. The peak of a device is
         the maximum, over its vectors, of the sum over its chunks of k A + w H.
 
         >>> from jvpipe.schedules import find_schedule

@@ -49,7 +49,7 @@ class Body:
         active: marks the outputs whose cotangents the backward gets if no parameter is frozen.
         candidates: the variables whose fate (keep, swap or recompute) can be chosen, with names.
         returned: marks the inputs whose gradient is used. The backward is made for all
-            differentiable inputs and then pruned to these: a backward made for fewer inputs would
+            differentiable inputs and then pruned to these. A backward made for fewer inputs would
             have other equations, and the compiler might round the remaining gradients differently.
         received: marks the outputs whose cotangents the backward gets, given the frozen parameters.
         share: the factor of the loss on a slice of a micro-batch; below 1 only for a mean.

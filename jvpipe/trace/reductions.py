@@ -1,9 +1,9 @@
 """Finds which values made of sums and means over examples are again sums or means.
 
-Each replica of a stage has a slice of the micro-batch's examples. Sums and means follow from the
-slices' values: a sum is the sum of the slices' sums; a mean is the sum of the slices'
-means, each times the slice's share (its fraction of the examples). Below, `decay` depends
-on no example, `count` is a sum over examples, and `size` is the number of examples:
+Each replica of a stage has a slice of the micro-batch's examples. Sums and means follow
+from the slices' values. A sum is the sum of the slices' sums. A mean is the sum of the
+slices' means, each times the slice's share (its fraction of the examples). Below, `decay`
+depends on no example, `count` is a sum over examples, and `size` is the number of examples:
 
     2 * sum(x), sum(x) + sum(y)          sums
     mean(x) + decay                      a mean: shares of decay add up to decay

@@ -42,8 +42,8 @@ class Sum:
     Attributes:
         eqn: the place of the equation that makes the sum.
         count: how many values are added up in each element of the sum.
-        mean_of: the place of the sum by whose mean the values are centered before they are squared;
-            None if they are not centered, so that the sums of micro-batches can just be added up.
+        mean_of: the place of the sum by whose mean the values are centered before they are squared.
+            None if they are not centered: then the sums of micro-batches can just be added up.
     """
 
     eqn: int

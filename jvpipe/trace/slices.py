@@ -1,8 +1,8 @@
 """Makes a model's layers for a slice of a micro-batch, the part that one replica of a stage has.
 
-The loss is traced again at the size of the slice, and cut into the same layers. If it is a mean, a
-slice's loss is multiplied by the slice's fraction of the examples, its share, so that the losses of
-all slices add up to the mean.
+The loss is traced again at the size of the slice, and cut into the same layers. If it is a
+mean, a slice's loss is multiplied by the slice's share (its fraction of the examples). So
+the losses of all slices add up to the mean.
 
 Random numbers and positions are made for the whole micro-batch, and each slice takes its part. So
 every replica draws all numbers, and dropout masks do not depend on the number of replicas. For a
