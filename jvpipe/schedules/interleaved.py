@@ -18,7 +18,8 @@ Micro-batches pass the chunks in rounds. A round has at least S micro-batches, s
 waits for the first of them to come back from the last device. There are as many rounds as possible,
 and their sizes differ by at most one. Let F and B be the seconds of all chunks of a device
 for one micro-batch. Then for every M >= S a step with whole backwards takes
-(M + (S - 1) / v) (F + B). On each stage backwards run in ascending order, as under every other schedule.
+(M + (S - 1) / v) (F + B). On each stage backwards run in ascending order, as under every
+other schedule.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@ rules keep a device from ever holding more than the ledger counts:
 
     FREE    holds back all later rows of its device, and all later copies to its device
     IN      waits for the last program that was dispatched to its device before it
-    FEED    brings a leaf of the batch. It waits as IN does if it takes no time. If it takes time, it
-            waits for the program before that one, so that it can run beside the last program
+    FEED    brings a leaf of the batch. It waits as IN does if it takes no time. Else it waits for
+            the program before that one, so that it can run beside the last program
 
 On some devices (CUDA) a buffer can be used only after all work that was enqueued there before the
 buffer was made (`buffers_wait`). On such devices, a copy from another device also waits for

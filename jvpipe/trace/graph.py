@@ -6,7 +6,7 @@ no run: each layer computes the ones that it needs.
 
     main        e0 e1 e2 | e3 e4 | e5      layers 0, 1 and 2
     floating    f0 f1
-    layer 1     f1 e3 e4                   reads its parameters, the inputs of f1, tensors of layer 0
+    layer 1     f1 e3 e4                   reads its parameters, f1's inputs, tensors of layer 0
 
 A value that one layer makes and another reads is a tensor of the graph. An input of the loss does
 not become a tensor: every layer that needs the input reads it directly.

@@ -92,7 +92,7 @@ def normalized(
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether an equation is linear or a square: a batch norm has no others on open values."""
+    """Tells whether an equation is linear or a square, as a batch norm has on open values."""
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True

@@ -102,7 +102,7 @@ class Said:
         return bool(lies.roots) and lies.roots <= set(self.normalizing)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices change, except additions and maxima behind unknown leaves.
+        """Returns the equations that slices change, except additions and maxima of unknown leaves.
 
         Args:
             loss: the loss that has the equations.
