@@ -16,9 +16,10 @@ zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With
 
 Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that no device
 waits for the first of them to come back from the last device. There are as many rounds as possible,
-and their sizes differ by at most one. So for every M >= S a step with whole backwards takes
-(M + (S - 1) / v) (F + B), where F and B are the seconds of all chunks of a device for one
-micro-batch. On each stage backwards run in ascending order, as under every other schedule.
+and their sizes differ by at most one. Let F and B be the seconds of all chunks of a device
+for one micro-batch. Then for every M >= S a step with whole backwards takes
+(M + (S - 1) / v) (F + B). On each stage backwards run in ascending order, as under every
+other schedule.
 """
 
 from collections.abc import Sequence
@@ -106,8 +107,9 @@ class Interleaved(Schedule):
     """The schedule of 1F1B over several chunks per device.
 
     Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a backward runs
-    in two halves, and the second half comes some backwards later than the first. `late` says how
-    many, for each device; a device that is given 0 runs whole backwards. By default device d has d.
+    in two halves, and the second half comes some backwards later than the first. `late`
+    says how many, per device; a device that is given 0 runs whole backwards. By default it
+    is d on device d.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')

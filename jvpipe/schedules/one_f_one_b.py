@@ -8,12 +8,13 @@ of time, and each task takes one unit. With S = 3 stages and M = 4 micro-batches
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
 On stage s, at most min(S - s, M) micro-batches are in flight: their forward has run there, and
-their backward has not. With 2 (S - s) - 1 in flight ("eager", DAPPLE's policy B), sends cost no
-time in the long run if a send takes at most half as long as a forward plus a backward.
+their backward has not. "Eager" (DAPPLE's policy B) has 2 (S - s) - 1 in flight. Then sends
+cost no time in the long run if a send takes at most half as long as a forward plus a backward.
 
 Let K[s] be the most micro-batches in flight on stage s, and let F, B and c be the seconds of a
-forward, of a backward and of a send. A round trip from stage a to stage b and back lets K[a] - K[b]
-+ 1 micro-batches pass. So in the long run a micro-batch takes the maximum, over stages a <= b, of
+forward, of a backward and of a send. During a round trip from stage a to stage b and back,
+at most K[a] - K[b] + 1 micro-batches can start. So in the long run a micro-batch takes the
+maximum, over stages a <= b, of
 
     ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
 """

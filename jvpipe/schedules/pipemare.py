@@ -1,10 +1,10 @@
 """PipeMare (MLSys 2021): an asynchronous schedule that keeps one version of the weights.
 
-A backward finds newer weights than its forward has read, and corrects for that. The order of tasks
-is that of PipeDream. On stage s of S, F<m> reads version max(0, m - tau) and B<m> reads version m,
-where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N micro-batches, is for a pipeline
-in which more tasks lie between a forward and its update.) The paper has three techniques. Here K is
-`anneal_updates`, D is `decay`, and w[t] is version t of the weights w:
+A backward finds newer weights than its forward has read; technique T2 corrects for that. The order
+of tasks is that of PipeDream. On stage s of S, F<m> reads version max(0, m - tau) and B<m> reads
+version m, where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N micro-batches, is
+for a pipeline in which more tasks lie between a forward and its update.) The paper has three
+techniques. Here K is `anneal_updates`, D is `decay`, and w[t] is version t of the weights w:
 
     T1  the t-th update is scaled by max(1, tau) ** -(1 - min(t / K, 1))
     T2  B reads w - tau delta, where delta <- gamma delta + (1 - gamma) (w[t + 1] - w[t])

@@ -8,10 +8,10 @@ stage 1 has one. An update (U) comes every two micro-batches:
               odd    F1 F3          B1 U1 F5 ...
     stage 1             F0 B0 F1 B1 U1     ...
 
-A stage has as many micro-batches in flight as the next stage, plus one for each of its own devices,
-rounded up so that each of its devices has the same number. PipeDream has fewer in flight: as many
-as the stage and all later stages have devices. But then the devices of a stage that has more
-devices than its neighbors would wait for one another.
+A stage has as many micro-batches in flight as the next stage, plus one for each of its own
+devices. The number is rounded up, so that its devices have equally many. PipeDream has
+fewer in flight: as many as the stage and all later stages have devices. But then the
+devices of a stage that has more devices than its neighbors would wait for one another.
 """
 
 import math

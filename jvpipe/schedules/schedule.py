@@ -1,7 +1,7 @@
 """A schedule: the order of tasks on each device, and the versions of weights that tasks read.
 
-The counts that planners need follow from the lists of tasks, such as the micro-batches in flight
-(`Schedule.in_flight`). So a new schedule gives its lists, and no formulas for such counts.
+The counts that planners need, such as the micro-batches in flight (`Schedule.in_flight`), follow
+from the lists of tasks. So a new schedule gives its lists, and no formulas for such counts.
 
 Gradients are added up in the order of a stage's backwards. All schedules here run them in ascending
 order of micro-batches, so that the results of synchronous ones are bitwise identical. A schedule
@@ -53,8 +53,8 @@ class Schedule:
         chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
 
-    `versions` is a function of a stage (counted from 0) and the number of stages. It counts the
-    versions of its parameters that the stage holds.
+    `versions` is a function of a stage (counted from 0) and the number of stages. It counts
+    the versions of the stage's parameters that are held.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
     A forward reads the version that `rule` says. A backward reads the same version if `stash` is
@@ -126,9 +126,9 @@ class Schedule:
         micro-batches are between their forward and their backward, and w are between the two halves
         of their backward. A vector is left out if another one is as large or larger in every entry.
 
-        The vectors serve for any sizes. If a micro-batch takes A bytes of a chunk between forward
-        and backward, and H bytes between halves, the peak of a device is the maximum, over its
-        vectors, of the sum over its chunks of k A + w H.
+        The vectors do not depend on bytes. Let a micro-batch take A bytes of a chunk
+        between forward and backward, and H bytes between halves. The peak of a device is
+        the maximum, over its vectors, of the sum over its chunks of k A + w H.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("zb-h1").held(2, 8)
@@ -152,7 +152,7 @@ class Schedule:
         return _splits(self, devices, microbatches)
 
     def phases(self, devices: int, microbatches: int) -> int:
-        """Counts the phases of a step, in each of which one slowest stage sets the pace.
+        """Counts the phases of a step; within a phase, one slowest stage sets the pace.
 
         If all forwards of a device come before its first backward, there are two phases: the stage
         with the slowest forward need not be the one with the slowest backward. If forwards and

@@ -12,8 +12,8 @@ A task that occupies two links holds both from its start to its end.
 On a resource of the first kind, each task waits for the task before it. This is an edge of the
 graph like any other, so only resources of the second kind have queues. If no task queues, a task
 starts at the end of the longest path to it. Otherwise a heap holds the ready tasks, by the time
-when they became ready, and the first of them is started next. This is exact: all tasks that become
-ready later come later in the queue, so they cannot change when this task starts.
+when they became ready, and the first one is started next. This is exact: tasks that become
+ready later stand behind it in the queue, so they cannot change when it starts.
 
 A million tasks take a few seconds: `python -m experiments.planners.simulator` measures it.
 """
@@ -161,7 +161,7 @@ class TaskGraph:
 
         The level of a task is the number of tasks on the longest path to it. So a task waits only
         for tasks on lower levels, and all starts of a level are computed at once. The second array
-        has a row for each task, filled up with the number of the row that stands for no task.
+        has a row for each task. Short rows are filled up with the number that stands for no task.
         """
         tasks = len(self._before)
         depth = [0] * tasks

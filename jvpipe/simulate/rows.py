@@ -7,13 +7,13 @@ more rules are needed for memory. The ledger of a run counts bytes in the order 
 rules keep a device from ever holding more than the ledger counts:
 
     FREE    holds back all later rows of its device, and all later copies to its device
-    IN      waits for the last program that was dispatched to its device before
-    FEED    waits as IN does, if it takes no time. A FEED that takes time waits for the program
-            before that one, so that it can run beside the last program
+    IN      waits for the last program that was dispatched to its device before it
+    FEED    brings a leaf of the batch. It waits as IN does if it takes no time. Else it waits for
+            the program before that one, so that it can run beside the last program
 
 On some devices (CUDA) a buffer can be used only after all work that was enqueued there before the
-buffer was made (`buffers_wait`). There a copy from another device also waits for the last program
-that was dispatched to the receiving device before.
+buffer was made (`buffers_wait`). On such devices, a copy from another device also waits for
+the last program that was dispatched to the receiving device before the copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence

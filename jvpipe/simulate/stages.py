@@ -34,12 +34,12 @@ link in each direction. R waits for its turn on the device and for swapped value
 backward recomputes within its own program are part of the seconds of B.
 
 `jvpipe.simulate.rows` simulates the rows that the controller dispatches, layer by layer.
-tests/simulate/test_two_levels.py compares the two. Bytes are the same. Without swaps, seconds are
-the same. With swaps, two rules differ:
+tests/simulate/test_two_levels.py compares the two. Bytes are the same. Without swaps, seconds
+are the same. With swaps, the first of these rules differs under GPipe, the second under 1F1B:
 
     task                    waits in rows for              waits here for
-    F before the first B    all OUTs that are not done     all OUTs but the last one (GPipe)
-    IN                      the end of the task before     the start of the B before its own (1F1B)
+    F before the first B    all OUTs that are not done     all OUTs but the last one
+    IN                      the end of the task before     the start of the B before its own
 
 For random loads with swaps, rows took between 0.8 and 1.25 times as long. Both times lie between a
 step whose copies take no time and that step plus the seconds of all its copies.

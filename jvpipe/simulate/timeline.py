@@ -61,9 +61,9 @@ class Timeline:
     has the bytes over time, one curve for each device and a last one for the host. `peak_bytes` has
     the peaks in the same order.
 
-    If the tasks are rows, a peak may differ from the largest number of its curve. It then counts
-    bytes in the order in which rows are dispatched, as the ledger of a run does. The curve counts
-    them by simulated time.
+    If the tasks are rows, a peak may differ from the largest number of its curve. The peak
+    counts bytes in the order in which rows are dispatched, as the ledger of a run does. The
+    curve counts bytes by simulated time.
     """
 
     tasks: Sequence[Task | Row]

@@ -5,8 +5,9 @@ equations get the same number if the equations have the same primitive, the same
 operands with the same numbers. The type of a whole number does not matter:
 sum(mask).astype(float) and sum(mask, dtype=float) are the same count.
 
-Equal values may get different numbers: then fewer losses are recognized. Different values must not
-get the same number, unless slices replace one by the other (`same` in `Alike.tell`).
+Equal values may get different numbers: then fewer sums and means are recognized. Different
+values must not get the same one, unless a replica computes one in place of the other
+(`same` in `Alike.tell`).
 """
 
 from collections.abc import Hashable

@@ -1,7 +1,8 @@
 """Finds which axis of an equation's result holds the examples, given the axes of its operands.
 
-An axis holds the examples if it has them one after another. An example may have several rows on the
-axis, but they must lie together. Below, `a x b` is one axis, made of the axes a and b by a reshape:
+An axis holds the examples if they follow one another along it. An example may have several
+rows there, but its rows must lie together. Below, `a x b` is one axis, made of the axes a
+and b by a reshape:
 
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
     [examples x tokens]    along axis 0          [tokens x examples]    along no axis
@@ -21,8 +22,8 @@ from jvpipe._jax import JaxprEqn
 
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
-"""The axis of the examples in each result, None if a result has no such axis. If the examples do
-not stay apart, a text that says why. An axis may be a numpy integer, as in vmap's parameters.
+"""The axis of the examples in each result, None if a result has no such axis. If the examples
+cannot be followed, a text that says why. An axis may be a numpy integer, as in vmap's parameters.
 """
 
 _CLASSES = {
@@ -68,8 +69,8 @@ def along_after(
             axis does.
 
     Returns:
-        For each result, the axis; None if the result has no such axis. If the examples do not stay
-        apart, a text that says why.
+        For each result, the axis; None if the result has no such axis. If the examples
+        cannot be followed, a text that says why.
     """
     followed = _followed(eqn, axes, grown)
     if isinstance(followed, str):
@@ -134,7 +135,7 @@ def _followed(
 
 
 def _all(axis: int, grown: Sequence[Axis]) -> Followed:
-    """Returns the given axis for every result, if exactly that axis of every result has grown."""
+    """Returns the axis for each result, if just this axis grows with the number of examples."""
     if any(size_follows != axis for size_follows in grown):
         return "changes the number of examples"
     return [axis] * len(grown)
@@ -180,8 +181,8 @@ def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
 def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
     """Returns the axis after a reshape.
 
-    The axes in front of the examples' axis must have as many elements together in the result as in
-    the operand. Then the new axis begins where the old one began, and it holds whole examples in
+    The product of the sizes in front of the examples' axis must be the same before and
+    after. Then the new axis begins where the old one began, and it holds whole examples in
     their order.
     """
     before = _jax.aval(eqn.invars[0]).shape
@@ -194,8 +195,8 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     """Follows the axis through a product.
 
-    The examples may be contracted in both operands, be a batch axis of both, or be a free axis of
-    one operand while the other operand depends on no example.
+    Three cases are followed. Both operands contract the examples; both have them as a batch
+    axis; or one has them as a batch axis or a free axis, and the other depends on no example.
     """
     # If each example of one operand meets the same example of the other, contracting them is a sum
     # over the examples.

@@ -4,10 +4,10 @@ This holds if the loss is a mean over examples. It does not hold for a sum, nor 
 the loss, as in an in-batch softmax, a batch norm, a maximum, or a mean over a varying number of
 items.
 
-The equations are followed at two numbers of examples, as for replicas (`jvpipe.trace.spread`). But
-here a batch norm couples examples, too, while replicas may normalize by their own statistics. Only
-the equations that make the loss's value are followed, because metrics and model state may combine
-examples in any way.
+The equations are followed at two numbers of examples, as for replicas
+(`jvpipe.trace.spread`). But here a batch norm counts as coupling examples. It does not for
+replicas, which may normalize by their own statistics. Only the equations that make the
+loss's value are followed, because metrics and model state may combine examples in any way.
 """
 
 import logging

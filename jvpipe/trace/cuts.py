@@ -40,9 +40,9 @@ class LayerEffort:
             `skip` weighted operations is a skip connection.
         few_layers: a model with fewer layers is cut again at the next scale.
         large_operations: a layer with more weighted operations is cut again if possible.
-        even: a step of rounding, for cutting a layer in two (`jvpipe.trace.layer_split`). The cut
-            whose slower half is the smallest fraction of the layer is the best. Fractions that
-            round to the same multiple of `even` are equally good; then fewer bytes sent are better.
+        even: how finely the ways to cut a layer in two are compared. The slower half should
+            take a small fraction of the layer's seconds. Fractions that round to the same
+            multiple of `even` are equally good; then fewer bytes sent are better.
     """
 
     scales: tuple[tuple[int, int], ...] = ((6, 12), (3, 3), (1, 1), (0, 0))
@@ -106,10 +106,10 @@ def _narrow(
     #
     #     equations    W a b W c W d      W: a weighted operation
     #     groups        0 0 0 1 1         no cut before the first W or behind the last
-    #     alive         2 1 3 2 2         the fewest values alive in group 0 are 1, in group 1, 2
+    #     alive         2 1 3 2 2         the fewest alive: 1 in group 0, 2 in group 1
     #
-    # If two neighboring groups have equally few, both are narrow. So a model of equal layers is cut
-    # between any two of its layers.
+    # If two neighboring groups have equally few live values, both are narrow. So a model of
+    # equal layers is cut between any two of its layers.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
     numbers = range(1, seen[-1] + 1)

@@ -1,9 +1,9 @@
-"""Running statistics of batch norms that change once per batch, by sums over its micro-batches.
+"""Changes running statistics of batch norms once per batch, from sums over its micro-batches.
 
 Each micro-batch adds its sums to leaves of the model state that the user does not see. The last
 micro-batch of the batch computes the new running statistics from these leaves, as one whole batch
 would, and sets the leaves to 0. Below, sk are the sums of micro-batch k of four, r is a running
-statistic, and h is the formula by which the loss makes its new value from sums:
+statistic, and h is the formula by which the loss makes the new value of r from sums:
 
     after micro-batch          none    0     1          2               3
     the added leaves           0       s0    s0 + s1    s0 + s1 + s2    0
@@ -40,9 +40,9 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
         microbatches: the number of micro-batches of a batch.
 
     Returns:
-        The loss with more leaves of the model state, behind the user's. Each running statistic of a
-        batch norm adds a counter of the micro-batches seen so far, and one leaf for each sum over
-        them.
+        The loss with more leaves of the model state, behind the user's. For each running
+        statistic of a batch norm, these are a counter of the micro-batches so far and one
+        leaf for each sum over them.
 
     Raises:
         ValueError: no leaf is a running statistic of a batch norm, or one is updated by a formula

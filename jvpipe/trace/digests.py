@@ -46,7 +46,7 @@ def without_addresses(text: str) -> str:
 
 
 def array_digest(value: Any) -> str:
-    """Returns a digest of an array's bytes on a device; typed keys count as their words."""
+    """Returns a digest of an array's bytes on a device, or of the words of typed keys."""
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
     # The array is cast to the type that it has on a device, because a float64 array of NumPy and
@@ -87,8 +87,9 @@ def _digest_of_leaf(leaf: Any) -> str:
 def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """Returns a line for each leaf that a function makes from a key: path, type, shape and digest.
 
-    No leaf is computed. Its digest covers the equation that makes the leaf and the digests of that
-    equation's operands. So each equation is digested once, however many leaves depend on it.
+    No leaf is computed. A leaf's digest covers the equation that makes the leaf and the
+    digests of the equation's operands. So each equation is digested once, however many
+    leaves depend on it.
 
     Args:
         initializer: makes a tree of arrays from a key.

@@ -6,7 +6,7 @@ no run: each layer computes the ones that it needs.
 
     main        e0 e1 e2 | e3 e4 | e5      layers 0, 1 and 2
     floating    f0 f1
-    layer 1     f1 e3 e4                   reads f1's inputs, its parameters, and tensors of layer 0
+    layer 1     f1 e3 e4                   reads its parameters, f1's inputs, tensors of layer 0
 
 A value that one layer makes and another reads is a tensor of the graph. An input of the loss does
 not become a tensor: every layer that needs the input reads it directly.
@@ -46,13 +46,13 @@ class Body:
         inputs: the variables of `reads`.
         outputs: the variables of `writes`.
         differentiable: marks the inputs that a gradient flows to if no parameter is frozen.
-        active: marks the outputs that a gradient comes from if no parameter is frozen.
+        active: marks the outputs whose cotangents the backward gets if no parameter is frozen.
         candidates: the variables whose fate (keep, swap or recompute) can be chosen, with names.
         returned: marks the inputs whose gradient is used. The backward is made for all
-            differentiable inputs and then pruned to these: a backward made for fewer inputs would
+            differentiable inputs and then pruned to these. A backward made for fewer inputs would
             have other equations, and the compiler might round the remaining gradients differently.
-        received: marks the outputs that a gradient comes from, given the frozen parameters.
-        share: the factor of a slice's loss in the micro-batch's loss; below 1 only for a mean.
+        received: marks the outputs whose cotangents the backward gets, given the frozen parameters.
+        share: the factor of the loss on a slice of a micro-batch; below 1 only for a mean.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -111,7 +111,7 @@ def build_graph(
     """Cuts a traced loss into layers.
 
     Cheap values made of no parameter (masks) or of parameters alone (casts) belong to no layer:
-    each layer that needs one computes it. Only `settle_sums` gives some sums to a layer.
+    each layer that needs one computes it. But `settle_sums` gives some sums to one layer.
 
     Args:
         loss: the traced loss.
@@ -209,21 +209,21 @@ class Sorted:
                 main.append(eqn)
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
-        # If at most one equation is heavy, as in a model without products, every equation that
-        # reads a parameter counts as weighted.
+        # If at most one equation is heavy and reads a parameter, as in a model without
+        # products, every equation that reads a parameter counts as weighted.
         weighted = weighted if sum(weighted) > 1 else reading
         return Sorted(tuple(floating), tuple(main), tuple(weighted))
 
 
 @dataclass(frozen=True)
 class _Assembly:
-    """The assembly of a loss's layers.
+    """Makes the layers of a loss from the equations of each layer.
 
     Args:
         loss: the traced loss.
         floating: equations that each layer computes if it needs them.
         runs: the main equations of each layer.
-        cuts: the positions between the runs.
+        cuts: the positions between the runs, without `splits` (see `build_graph`).
         last: the layer that makes the loss; it also yields the outputs that no run makes.
     """
 
@@ -342,8 +342,9 @@ class _Assembly:
     def _names(self, bodies: Sequence[Body]) -> list[str]:
         """Names each layer by the common module of the parameters that it is the first to read.
 
-        A layer that reads no new parameter is named by all that it reads. If these share no module,
-        the scope of its heavy equations names it, else its first parameter, else its number.
+        If a layer reads no new parameter, all that it reads count. Without a common module,
+        the name is the scope of the layer's heavy equations, else the module of its first
+        parameter, else its number.
         """
         paths = self.loss.names[ValueKind.PARAMETER]
         seen, names = set(), []
@@ -484,8 +485,8 @@ def _common(paths: Sequence[str]) -> str:
 def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
     """Returns the values whose fate can be chosen, with names.
 
-    They are the results of heavy equations, such as products, which XLA writes to memory in any
-    case, and random bits. In place of the bits, the mask that is made of them is returned.
+    They are random bits, and the results of heavy equations such as products, which XLA writes to
+    memory in any case. If random bits only become a mask, the mask is returned in their place.
 
     Args:
         eqns: the equations of a layer.

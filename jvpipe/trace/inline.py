@@ -1,8 +1,9 @@
 """Replaces calls inside a jaxpr by their bodies, equation by equation, without tracing again.
 
-Scans over stacked layers are unrolled on the way, so that the loss can be cut between layers. An
-array whose slices are known one by one is passed on as a `_Stack`. A scan over stacks of layers
-takes the slices from it. Any other equation reads the whole array, which is made only then.
+Scans over stacked layers are unrolled on the way, so that the loss can be cut between
+layers. An array whose slices are known one by one is passed on as a `_Stack`. A scan over
+layers takes slices from stacks, and a cast of a stack is a stack. Any other equation reads
+the whole array, which is made only then.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +80,7 @@ class _Stack:
 
     Attributes:
         part: returns the slice at an index.
-        whole: appends the equations that make the array when it is first read, and returns it.
+        whole: returns the array; the first call appends the equations that make it.
         layers: whether the slices belong to layers, so that a scan over the stack is unrolled.
     """
 
@@ -92,7 +93,7 @@ _Value = Atom | _Stack
 
 
 def _made(value: _Value) -> Atom:
-    """Returns a value that is read now."""
+    """Returns a value as one atom, for an equation that reads it; a stack is made whole."""
     return value.whole() if isinstance(value, _Stack) else value
 
 
@@ -134,7 +135,7 @@ class _Line:
         values: list[_Value],
         call: Any,
     ) -> Sequence[_Value]:
-        """Appends whatever replaces an equation, if anything does, and returns its results."""
+        """Appends an equation, or what replaces it, and returns the results of the equation."""
         name = eqn.primitive.name
         source = _jax.joined_source(call, eqn)
         stack = self._stack(eqn, values, call)

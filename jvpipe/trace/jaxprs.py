@@ -96,7 +96,7 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
 
 
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
-    """Returns a jaxpr whose results are other values that it computes, pruned to what they need."""
+    """Returns a jaxpr with others of its values as results, pruned to what they need."""
     jaxpr = closed.jaxpr
     narrowed = jaxpr.replace(eqns=prune(jaxpr.eqns, results), outvars=list(results))
     return ClosedJaxpr(narrowed, closed.consts)
@@ -122,7 +122,7 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
 
 def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
-    """Returns a key for each call of `jax.debug` in a jaxpr; another trace has the same keys."""
+    """Returns a key for each call of `jax.debug`; another trace of the loss has the same keys."""
     calls = (eqn for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING)
     return set(map(_call_key, calls))
 
@@ -177,7 +177,7 @@ def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def renamed(eqns: Iterable[JaxprEqn], names: Mapping[Var, Atom]) -> list[JaxprEqn]:
-    """Returns equations that read and define other variables in place of some."""
+    """Returns the equations with other variables in place of some."""
 
     def new(atom: Atom) -> Any:
         return names.get(atom, atom) if isinstance(atom, Var) else atom

@@ -4,9 +4,9 @@ The results of the two halves must be bitwise identical with those of the whole 
 where a layer may be cut:
 
 - Right before a product, with at least one product on either side. There XLA writes the values that
-  cross the cut to memory in any case. In the forward they are the operands of a product; in the
-  backward, their cotangents are the results of products. So two programs can give the same results
-  as one. `jvpipe.programs.bit_equality` tests whether they do.
+  cross the cut to memory in any case. In the forward these values are operands of a product; in the
+  backward, their cotangents are results of products. So two programs can give the same results as
+  one. `jvpipe.programs.bit_equality` tests whether they do.
 - Not between two readers of a parameter. Each half would make a gradient of the parameter, and the
   sum of the two could be added up in another order than in the whole layer.
 
@@ -159,7 +159,7 @@ def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
 
 
 def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
-    """Returns the same model with layers cut at places; a layer may have several.
+    """Returns the same model with layers cut at places; a layer may be cut at several.
 
     Args:
         traced: the model.

@@ -53,7 +53,7 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
         role: what its leaves are, for messages.
 
     Raises:
-        ValueError: no device can hold a leaf; the message names it by its role and path.
+        ValueError: no device can hold a leaf, or a leaf is being traced; the message names it.
 
     >>> abstract({"x": np.zeros(3)}, "batch leaf")
     {'x': ShapeDtypeStruct(shape=(3,), dtype=float32)}

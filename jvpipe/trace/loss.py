@@ -440,7 +440,8 @@ def _check_dependence(traced: LossJaxpr) -> None:
 def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
     """Returns the variables that a gradient flows through.
 
-    Such a variable is of inexact type, is made from a parameter, and the loss is made from it.
+    Such a variable is of inexact type, is made from a parameter, and the loss is made from
+    it. A parameter that is trained counts even if the loss does not read it.
 
     Args:
         traced: the loss.

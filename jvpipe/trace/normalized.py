@@ -1,4 +1,4 @@
-"""Recognizes batch norm among equations in which single examples read a statistic of several.
+"""Recognizes batch norms, in which single examples read a statistic of several examples.
 
     m = mean(x)           a statistic of several examples
     c = x - m             m is open in c: c depends on m and is not yet scaled
@@ -27,7 +27,7 @@ _SHAPING = frozenset(
     sharding_constraint
     """.split()  # noqa: SIM905 - read as a table
 )
-"""Primitives that are linear in each operand: a statistic that is open stays so."""
+"""Primitives that are linear in each operand: an open statistic stays open in their result."""
 _SUMS = ("add", "sub", "add_any")
 _PRODUCTS = ("mul", "div")
 _ROOTS = ("sqrt", "rsqrt")
@@ -57,7 +57,7 @@ def normalized(
     ins: Sequence[Lies],
     out: Lies,
 ) -> Lies | None:
-    """Returns how a result lies, now with its open statistics and whether it is a scale.
+    """Returns how a result lies over the examples, with its open statistics and `is_scale`.
 
     Args:
         eqn: an equation that is neither a loop nor a call.
@@ -92,13 +92,13 @@ def normalized(
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether an equation is linear or a square, as a batch norm's are on open values."""
+    """Tells whether an equation is linear or a square, as a batch norm has on open values."""
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True
     if name == "integer_pow":
         return eqn.params["y"] == 2
     operands = zip(eqn.invars, ins, strict=True)
-    # If only one operand depends on examples, the product is linear; if it is both, a square.
+    # If one operand depends on examples, a product is linear; if both are one value, a square.
     moving = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
     return name in _PRODUCTS and len(moving) == 1

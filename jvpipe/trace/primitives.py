@@ -48,7 +48,8 @@ def is_random(eqn: JaxprEqn) -> bool:
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Tells whether each element of a result is made of the operands' elements at its position.
 
-    An operand may be a scalar, or have size one along an axis: its element is at every position.
+    An operand may be a scalar, or have size one along an axis: one element serves all
+    positions.
     """
     if eqn.primitive.name not in _ELEMENTWISE:
         return False

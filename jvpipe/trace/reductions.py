@@ -1,12 +1,12 @@
 """Finds which values made of sums and means over examples are again sums or means.
 
-Each replica of a stage has a slice of the micro-batch's examples. Sums and means follow from the
-slices' values: a sum is the sum of the slices' sums; a mean is the sum of the slices' means, each
-times the slice's fraction of the examples, its share. Below, `decay` depends on no example, `count`
-is a sum over examples, and `size` is the number of examples:
+Each replica of a stage has a slice of the micro-batch's examples. Sums and means follow
+from the slices' values. A sum is the sum of the slices' sums. A mean is the sum of the
+slices' means, each times the slice's share (its fraction of the examples). Below, `decay`
+depends on no example, `count` is a sum over examples, and `size` is the number of examples:
 
     2 * sum(x), sum(x) + sum(y)          sums
-    mean(x) + decay                      a mean: decay is the mean of itself
+    mean(x) + decay                      a mean: shares of decay add up to decay
     sum(x) + decay, sum(x) + mean(y)     sums, if a slice adds only its share of decay or of mean(y)
     sum(x) / count * count               a sum, though sum(x) / count alone is neither sum nor mean
     mean(x) * size                       a sum
@@ -86,7 +86,7 @@ class Lies:
         roots: the reductions over examples that the value was made of.
         power: p, if the value, or each example's part of it, has the factor n^p, n the number of
             examples. In a slice, n is the number of the slice's examples.
-        divisor: if the value is a sum divided by a count, the number of the count in `Alike`.
+        divisor: if the value is a sum divided by a count, the number that `Alike` gives the count.
         beside: how slices must change the value's equation, so that the value lies as stated; None
             if they need not.
         open: the batch-norm statistics by which the value is centered but not yet scaled
@@ -305,8 +305,8 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     if overs == {Over.SUM}:
         return Lies(Over.SUM)
     if Over.SUM in overs and overs <= {Over.SUM, Over.MEAN, Over.NONE}:
-        # All slices together must add the other operand once: each slice adds its share, or only
-        # the first slice adds it.
+        # All slices together must add the other operand once: each slice adds its share or,
+        # for integers, only the first slice adds it.
         is_left = b.over is Over.SUM
         if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact):
             return Lies(Over.SUM, beside=Beside.LEFT if is_left else Beside.RIGHT)

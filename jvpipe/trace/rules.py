@@ -7,11 +7,12 @@ decides how its cotangent has to lie:
     has a part for each example      has a part for each example
     depends on no example            is a sum: the cotangents of all slices are added up
     is a sum over examples           depends on no example: it is the same for every slice
-    is a mean over n examples        depends on no example, but has the factor n: the cotangent of
-                                     a slice's loss has the slice's share as a factor
+    is a mean over n examples        depends on no example, but has the factor n: a slice's mean
+                                     counts by the slice's share, which grows with n
 
-To check a rule, its backward is followed as the loss is. It begins with cotangents of the rule's
-results that lie as in the table. It has to end with cotangents of the operands that do, too.
+To check a rule, its backward is followed as the loss is. The backward begins with
+cotangents of the rule's results that lie as the table says. It must end with cotangents of
+the operands for which the table holds, too.
 """
 
 from operator import attrgetter

@@ -4,7 +4,7 @@ A leaf r is a running statistic if the loss computes its new value r' like this,
 of n examples:
 
     s = sum(x)                   a statistic: a sum over the examples of a micro-batch
-    y = x - s / n                shows that s is a batch norm's: single examples are centered by s
+    y = x - s / n                shows that s is a batch norm's: its mean centers single examples
     q = sum((x - s / n)**2)      the batch norm's other statistic; it may also be sum(x**2)
     r' = h(r, s, q)              the new value is made only of the old value and of such sums
 
@@ -42,8 +42,8 @@ class Sum:
     Attributes:
         eqn: the place of the equation that makes the sum.
         count: how many values are added up in each element of the sum.
-        mean_of: the place of the sum by whose mean the values are centered before they are squared;
-            None if they are not centered, so that the sums of micro-batches can just be added up.
+        mean_of: the place of the sum by whose mean the values are centered before they are squared.
+            None if they are not centered: then the sums of micro-batches can just be added up.
     """
 
     eqn: int
@@ -57,8 +57,8 @@ class RunningLeaf:
 
     Attributes:
         index: the leaf's index in the model state.
-        sums: the sums that the new value is made of, and the sums by whose means their values are
-            centered.
+        sums: the sums that the new value is made of, and those whose means center the
+            squared values.
         eqns: the places of the equations that make the new value from the sums.
     """
 
@@ -288,7 +288,7 @@ class TwoTraces:
 
     @cached_property
     def _centering(self) -> set[int]:
-        """The places of the sums by whose mean examples are centered, repetitions included."""
+        """The places of the sums by whose mean examples are centered, and of sums equal to them."""
         firsts = {self._origin(self.eqns[place].outvars[0]) for place in self._centered.values()}
         sums = (i for i, eqn in enumerate(self.eqns) if self._is_sum(eqn))
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}

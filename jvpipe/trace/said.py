@@ -1,9 +1,9 @@
 """Decides how leaves of aux and of the model state are made of the values of slices.
 
 A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown if the
-trace cannot tell how the slices' values give it. Then the reduction that the user chose counts. It
-reduces what the loss itself makes of each slice. So on the way to an unknown leaf, no slice adds
-only its share of an operand, or leaves the operand to the first slice (`Beside`).
+trace cannot tell how the slices' values give it. Then the reduction that the user chose
+counts. It reduces what the loss itself makes of each slice. So in the equations behind an
+unknown leaf, a slice changes no operand of an addition or a maximum (`Said.plain`).
 """
 
 from collections.abc import Collection, Mapping
@@ -88,7 +88,7 @@ class Said:
         if reduction is not None:
             check_state_reduction(name, self.atoms[ref], reduction)
             return Spread(_STATE[reduction])
-        # Each replica normalizes by its own statistics, so running ones are the replicas' mean.
+        # Each replica has statistics of its own examples. The running ones are the replicas' mean.
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
@@ -102,7 +102,7 @@ class Said:
         return bool(lies.roots) and lies.roots <= set(self.normalizing)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices change, except sums that an unknown leaf is made of.
+        """Returns the equations that slices change, except additions and maxima of unknown leaves.
 
         Args:
             loss: the loss that has the equations.

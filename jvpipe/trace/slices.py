@@ -1,8 +1,8 @@
 """Makes a model's layers for a slice of a micro-batch, the part that one replica of a stage has.
 
-The loss is traced again at the size of the slice, and cut into the same layers. If it is a mean, a
-slice's loss is multiplied by the slice's fraction of the examples, its share, so that the losses of
-all slices add up to the mean.
+The loss is traced again at the size of the slice, and cut into the same layers. If it is a
+mean, a slice's loss is multiplied by the slice's share (its fraction of the examples). So
+the losses of all slices add up to the mean.
 
 Random numbers and positions are made for the whole micro-batch, and each slice takes its part. So
 every replica draws all numbers, and dropout masks do not depend on the number of replicas. For a
@@ -405,7 +405,7 @@ _LESS = " (weights that may add up to less than one take no max(weight, 1): give
 
 
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
-    """Returns the path of a leaf of aux twice: in JAX's notation, and as the user's patterns do."""
+    """Returns the path of a leaf of aux twice: in JAX's notation, and as patterns name it."""
     group = aux_group(traced.graph, index)
     aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
     path = jax.tree_util.tree_leaves_with_path(aux)[group][0]

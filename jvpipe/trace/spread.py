@@ -11,8 +11,8 @@ equation of the loss and says how its result lies over the examples:
 
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
 results). A value of a single example must not be made from them: slices would compute another value
-than the whole micro-batch. Only a batch norm may do so if the model state keeps its statistics:
-each replica normalizes by its own (`jvpipe.trace.normalized`).
+than the whole micro-batch. The exception is a batch norm whose statistics the model state
+keeps: each replica normalizes by its own ones (`jvpipe.trace.normalized`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -138,7 +138,7 @@ class Spreading:
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
             # Equal values get the same number in `Alike`, by which sum / count * count is known to
-            # be the sum. A `stop_gradient` that stops a gradient must not count as equal.
+            # be the sum. A `stop_gradient` that stops a gradient must not count as its operand.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
@@ -201,7 +201,7 @@ class Spreading:
     def _plainly(
         self, eqn: JaxprEqn, ins: Sequence[Lies], grown: Sequence[int | None]
     ) -> list[Lies]:
-        """Returns how the results of one equation lie.
+        """Returns how the results of an equation lie, without regard to batch norms.
 
         Args:
             eqn: an equation that is neither a loop nor a call.
@@ -290,12 +290,12 @@ class Spreading:
         raise self._refused(eqn, sizes)
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how a value lies that is made without examples, such as random numbers."""
+        """Returns how a result lies that has the examples' axis though no operand has it."""
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
-        # To cut a slice out of random numbers, their equation is rewritten. Equations inside a
-        # function with a derivative rule cannot be.
+        # To cut a slice out of random numbers, their equation is rewritten. This is
+        # impossible inside a function with a derivative rule.
         fixed = self._in_rule and name in GENERATORS
         is_numbered = name != "iota" or eqn.params["dimension"] == axis
         if axis is None or (fixed and is_numbered):
