@@ -1,7 +1,7 @@
 """The buffer table while a step is lowered: the numbers of buffers, and their present names.
 
-A buffer has a number, which never changes, and a name, which may. The name is a `Spot`: a value, a
-place, and which of the value's copies at that place. Names change in two ways. An update in place
+A buffer has a number, which never changes, and a name, which may change. The name is a `Spot`: a
+value, a place, and which of the value's copies there. Names change in two ways. An update in place
 turns version 3 of a parameter into version 4. A value that moves leaves its old buffer behind; that
 buffer is then named stale, so that no program reads it. Three mappings tie numbers to names:
 
@@ -84,14 +84,14 @@ class BufferTable:
         return self.buffer(value, place, size, copy)
 
     def rename(self, b: int, spot: Spot) -> None:
-        """Gives a buffer a new name. If another buffer has that name, it loses it.
+        """Gives a buffer a new name. Another buffer that has this name loses it.
 
         Args:
             b: the buffer.
             spot: its new name, at the same place.
         """
         old = self.spots[b]
-        # If another buffer has taken the old name since, that buffer keeps the name.
+        # If another buffer has the old name by now, that buffer keeps the name.
         if self.ids.get(old) == b:
             del self.ids[old]
         if self.current.get((old.value, old.place)) == b:
@@ -108,7 +108,8 @@ class BufferTable:
         if spot.copy is not Copy.AWAY:
             self.rename(b, spot._replace(copy=Copy.STALE))
             return
-        # A stale buffer counts to the device, but this one lies on the host. So it loses its name.
+        # A stale buffer is counted as memory of the device. This one lies on the host, so it only
+        # loses its name.
         self.ids.pop(spot, None)
         self.current.pop((spot.value, spot.place), None)
 

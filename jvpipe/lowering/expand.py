@@ -4,7 +4,7 @@ A task is a stage, a kind and a micro-batch: 1F2 is the forward of micro-batch 2
 operation is the work of one program. The values that it reads and writes do not yet have a place
 (the number of a device). In this example stage 1 has layers 3 and 4. Layer 3 is recomputed, has no
 weights to train, and its backward cannot be split. Micro-batch 2 is the first that runs backward,
-so that layer 4 has no accumulator of gradients yet:
+so layer 4 has no accumulator of gradients yet:
 
     task   operations, in the order in which they run
     1F2    F(layer 3) F(layer 4)
@@ -16,10 +16,10 @@ Three things determine an operation. The graph says which values a layer reads a
 of the micro-batch's tensors say which values the layer leaves for its backward and which are
 recomputed. The rule of the schedule says which version of the weights the layer reads.
 
-A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them.
-If a stage's backward is split, a layer without halves runs its whole backward once. If the layer
-returns cotangents, it runs with the first half (I), because other layers wait for the cotangents.
-Otherwise it runs with the second half (W).
+If a stage drops outputs of a layer, the layer runs again (R) before the first backward that reads
+them. If a stage's backward is split, a layer without halves still runs its backward as a whole. If
+this backward returns cotangents, it runs with the first half (I), because other layers wait for
+them. Otherwise it runs with the second half (W).
 
 The order of summation is the same for every plan. Gradients are added to one accumulator, which
 ZERO makes, in the order in which the micro-batches run backward. Cotangents of an edge (a tensor
@@ -42,7 +42,7 @@ from jvpipe.lowering.weight_rule import Weights
 
 
 class Expander:
-    """An expander of tasks, one after another.
+    """The maker of operations: it takes tasks one by one and tracks which values exist.
 
     Args:
         graph: the layers, and the values between them.
@@ -277,7 +277,7 @@ class Expander:
             tensor = self.graph.tensors[ref.index]
             cotangent = self._cotangent(ref, m)
             writes.append(Write.of(self.graph, cotangent))
-            # The sum so far goes to the reader before this one; without one, to the producer.
+            # The sum so far goes to the next earlier reader or, if there is none, to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         if between > 0:
@@ -400,7 +400,7 @@ class Expander:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
 
     def _source(self, layer: Layer, source: Source, m: int) -> Value:
-        """Names a value that a backward reads of its forward: an input, an output or a residual."""
+        """Names an input, an output or a residual of a forward that its backward reads."""
         kind, i = source
         match kind:
             case "input":

@@ -10,7 +10,7 @@ stops being a buffer, and becomes temporary memory of the group's program. Rows 
 and rows that make fresh accumulators go before the group. Copies of the group's results to other
 places go after it. Any other row between the layers ends the group.
 
-This is the last pass of lowering, and no other pass knows about groups: planning, moving, saving
+This is the last pass of lowering, and no earlier pass knows about groups. Planning, moving, saving
 and measuring still work on layers. Grouping does not change the order in which layers run.
 """
 

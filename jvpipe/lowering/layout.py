@@ -97,7 +97,7 @@ class MicrobatchLayout:
 
         A residual is a value that a forward leaves for its own backward. An edge is a tensor
         between layers. An edge whose fate is to be swapped goes only if a backward of the stage
-        reads it, and if no other stage on the same devices makes or reads it.
+        reads it. It stays if another stage on the same devices makes or reads it.
 
         Args:
             stage: the stage whose forward has run.

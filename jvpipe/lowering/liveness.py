@@ -5,7 +5,7 @@ A row is one program or one copy. To touch a buffer is to read it or to write it
     row    touches               frees
     F      writes a
     SEND   reads a
-    B      reads a, writes b     a; b stays if it is final or a metric
+    B      reads a, writes b     a; also b, unless b outlives the step
 
 So the rows alone say what a memory holds and when. A buffer begins with the first row that writes
 it, unless it exists before the step. It ends with the row that frees it. If a pass needs a buffer

@@ -60,7 +60,7 @@ class Operation:
         reads: the values that it reads. A value that is also written is updated in place.
         writes: the values that it yields.
         run: what tells it apart from other operations of its kind and layer.
-        delivers: the values that are sent at once to layers which may run elsewhere.
+        delivers: the values that are sent, as soon as they exist, to layers that may run elsewhere.
         forgets: the values that no later operation reads.
         examples: those of the replica that runs it; None for the first replica of the stage.
 
@@ -94,8 +94,9 @@ def summed(
         REDUCE   sums  = first + second
         REDUCE   sums += third
 
-    Each REDUCE takes the gradients of one more replica, so that only one replica's gradients lie
-    beside the sums at a time. The order never depends on which replica is faster.
+    The first REDUCE takes the gradients of two replicas, and each later one those of one more. So
+    copies of at most two replicas' gradients exist at a time. The order of summation never depends
+    on which replica is faster.
 
     Args:
         graph: the layers.

@@ -7,7 +7,7 @@ drawing each column is one unit of time. A forward takes one unit and a backward
     stage 0   F0 F1       B0 B0 F2 B1 B1
     stage 1      F0 B0 B0 F1 B1 B1 F2
 
-    the one list    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 1F2 ...
+    the one list    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 0B1 1F2 ...
 
 The start times are simulated. Once a task has started, its end is known. The next task of a stage
 is ready when the ends of all tasks that it waits for are known. It can start at the latest of these
@@ -15,10 +15,10 @@ ends, or when its device is free if that is later. Each turn of the loop starts 
 can start first. The loop ends, because each turn starts another task.
 
 If several tasks could start at the same time, a task that sends goes before the task that receives.
-So backwards go first, from the last stage to the first. Forwards follow, from the first device to
-the last, and on one device from its last stage to its first. The reason is that on some devices
-(GPUs) a buffer can be used only after all work that was enqueued there before the buffer was made.
-If the sender is dispatched first, little work is ahead of the copy at the device where it arrives.
+So backwards go first, from the last list to the first. Forwards follow, from the first device to
+the last, and on one device from its last list to its first. The reason is that a GPU can use a
+buffer only after all work that was enqueued on the GPU before the buffer was made. If the sender is
+dispatched first, the copy arrives at a device that has little work enqueued.
 """
 
 from collections import defaultdict, deque
@@ -34,7 +34,7 @@ from jvpipe.lowering.layout import stages_of
 
 
 class _Ready(NamedTuple):
-    """A task whose inputs come at a known time, its device, and its rank among equal times."""
+    """When the inputs of a task have come, its device, and its rank among equal times."""
 
     may_start_s: float
     device: int
@@ -51,7 +51,8 @@ def dispatch_order(
     """Merges task lists by simulated start time.
 
     Args:
-        lists: for each stage, its tasks in the order in which it runs them.
+        lists: for each stage, or each device of several stages, its tasks in the order in which it
+            runs them.
         waits_for: the tasks of other stages whose results a task needs.
         seconds: how long a task takes; only ratios matter.
         device: where a task runs; stages on one device take turns.
@@ -124,7 +125,7 @@ class _Neighbors:
                 self._connect(parameter.owner, parameter.readers, back=True)
 
     def _connect(self, source: int, readers: Iterable[int], *, back: bool) -> None:
-        """Notes that readers of a layer's value wait for it; with `back`, it waits for them too."""
+        """Notes that readers wait for a layer's value; with `back`, the layer waits for readers."""
         s = self.stage[source]
         for reader in readers:
             r = self.stage[reader]
@@ -135,7 +136,9 @@ class _Neighbors:
 
 
 class Waits:
-    """A function from a task to the tasks that make what it reads: values and model state.
+    """A function that finds the tasks which make what a task reads: values and model state.
+
+    Model state is what layers carry from one micro-batch to the next, such as running means.
 
     Args:
         graph: the layers.
@@ -206,7 +209,7 @@ def order(
 
     Args:
         waits: finds the tasks that make the values that a task reads.
-        lists: the tasks of each stage.
+        lists: the tasks of each stage or device.
         done: tasks that ran before.
         waits_too: finds further tasks that a task waits for: those that make a weight version, or
             that add to a sum of gradients first.

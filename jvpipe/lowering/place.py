@@ -4,7 +4,7 @@ A place is the number of a device, or of a mesh of devices. A row is one program
 
     operation                                              rows
     F(layer 3) delivers tensor 7 to layers 4 and 9     ->  1F0[layer 3]  1SEND0[layer 3]
-    B(layer 4) reads a sum that lies at its old place  ->  MOVE          1B0[layer 4]
+    B(layer 4) reads a sum at the layer's old place    ->  MOVE          1B0[layer 4]
     U(layer 3) gathers sums of other layers            ->  SEND          U[layer 3]
 
 In the first line layers 4 and 9 run at one other place, so one SEND serves both.
@@ -47,8 +47,8 @@ class Placer(BufferTable):
     """A writer of rows: it places operations one after another, under the plan entered last.
 
     `blocks` hold the rows. `moved` has pairs: an old buffer, and the copy that must arrive before
-    the old buffer ends. With `by_host`, everything that moves goes to the host first. Only after
-    all of it has left its old places does it go on to the new ones.
+    the old buffer ends. With `by_host`, everything that moves goes to the host first. It goes on to
+    its new places only after all of it has left the old ones.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -81,7 +81,7 @@ class Placer(BufferTable):
         self._arriving: list[tuple[int, int]] = []  # copies on the host, with their final buffers
         self._placements: dict[int, Placement] = {}  # by the identity of their plan
         # Whether a plan so far has replicas. If so, a value that is brought to another place also
-        # stays where it is, because a replica there may read it.
+        # stays where it is, because a replica at the old place may read it.
         self._replicated = False
         self.enter(plan)
         for buffer in self.where.lasting:
@@ -327,8 +327,8 @@ class Placer(BufferTable):
     def _read(self, value: Value, op: Operation, here: int) -> int:
         """Returns the buffer that an operation reads. A value that lies elsewhere is brought first.
 
-        A leaf of the batch is fed from the host, a value that an update gathers is sent, and any
-        other value belongs to the layer and is moved.
+        Batches and seeds are fed from the host. Values that an update or a sum of gradients takes
+        from other layers or replicas are sent. Any other value belongs to the layer and is moved.
         """
         layer, m = op.layer, op.microbatch
         # Optimizer state may be here with a new fate. Then `bring` moves it to or from the host.
@@ -509,7 +509,8 @@ class Placer(BufferTable):
             if not VALUES[value.kind].lasts or value.examples is not None:
                 continue
             key = value.kind, value.index, value.layer, place
-            # No value has both a version and a micro-batch. NEVER, below all numbers, means none.
+            # No value that lasts has both a version and a micro-batch. The missing number is NEVER,
+            # which is below all others.
             age = max(value.version, value.microbatch), b
             newest[key] = max(newest.get(key, age), age)
         result = []

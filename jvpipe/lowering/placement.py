@@ -88,7 +88,7 @@ class Placement:
     def updated_at(self, layer: int) -> int:
         """Returns the place of a layer's update, or for NONE that of the global program.
 
-        The global program is the part of the optimizer that mixes layers, such as one for a norm.
+        The global program is the part of the optimizer that mixes layers, such as a gradient norm.
         """
         return self.home if layer == NONE else self.places[layer][self.updating_replica[layer]]
 

@@ -1,4 +1,4 @@
-"""Prefetching: spreads out the copies of optimizer state between the host and updates.
+"""Prefetching: spreads out the copies of optimizer state from the host to updates and back.
 
 A place (a device) runs one update for each of its layers:
 
@@ -42,7 +42,7 @@ A group is a list of rows that belong together. Positions compare in the order i
 class _Copy(NamedTuple):
     """A row that copies or frees state.
 
-    The row stands after update number `after`, or before all updates of its round if that is -1.
+    The row stands after update number `after` of its round; if `after` is -1, before all updates.
     It copies or frees the state of update number `update`.
     """
 
@@ -53,7 +53,7 @@ class _Copy(NamedTuple):
 
 @dataclass
 class _Visit:
-    """An update with its copies. `at` is where its program stands: a group and a row of it."""
+    """An update with its copies. `at` has the numbers of its program's group and row."""
 
     at: tuple[int, int]
     ins: list[Row]
@@ -90,8 +90,8 @@ class _Round:
     def position(self, k: int) -> Position:
         """Returns the position of rows that follow update k.
 
-        If k is -1, they precede all updates. They then stand even before the last forward or
-        backward, so that it runs while they copy.
+        If k is -1, the rows precede all updates. They even stand before the last forward or
+        backward, which then runs while they copy.
         """
         if k >= 0:
             return (*self.visits[k].at, AFTER)
@@ -102,8 +102,9 @@ class _Round:
     def copies(self, buffers: Sequence[Buffer]) -> Iterator[_Copy]:
         """Yields each copy and each FREE, in the order of their dispatch.
 
-        `room` is the number of bytes that the place may still take, out of `UPDATES_HELD` times its
-        largest update. If a fetch lacks room, FREE rows wait until older state has left:
+        `room` is the number of bytes that the place may still take. In all, it may hold
+        `UPDATES_HELD` times the state of its largest update. If a fetch lacks room, FREE rows wait
+        until older state has left:
 
             state of the next update    must come, so it waits for any state that leaves
             state of a later update     waits only for state that began to leave before the last
@@ -210,7 +211,7 @@ def _rounds(
     """Finds the rounds of updates of all places, and the positions of the rows that copy for them.
 
     The placer has written each update as IN... U OUT..., all at one place. So a fetch to a place
-    belongs to the next update there, and a copy to the host belongs to the last one.
+    belongs to the next update there, and a copy to the host belongs to the update before it.
     """
     in_use: set[int] = set()  # the fetched buffers that updates read or write
     for group in groups:
@@ -246,6 +247,6 @@ def _rounds(
 
 
 def _is_update(row: Row) -> bool:
-    """Tells whether a row runs a program that is neither a forward nor a backward."""
+    """Tells whether a row runs a program other than a forward or a backward, such as an update."""
     info = KINDS[row.kind]
     return info.computes and info.back is None

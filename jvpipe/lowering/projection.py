@@ -1,4 +1,4 @@
-"""Projection: picks the rows that one process runs from a step that all processes lower alike.
+"""Projection: picks the rows of one process out of a step that all processes lower alike.
 
 Process 0 has place (device) 0 here, and process 1 has place 1:
 

@@ -101,7 +101,7 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
     A buffer is spoiled when it is overwritten or deleted.
 
     Args:
-        lowered: a step, as one process would run it.
+        lowered: a step, with the rows of all processes.
         processes: the process of each place.
     """
     crossing = crossings(lowered, processes)
@@ -140,10 +140,10 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 
     The witness is the first buffer at the source that was made from the copy.
 
-    A set of crossings is an integer with one bit per crossing. A row that writes a buffer reads
-    other buffers, and the new buffer depends on all their crossings: its set is the `or` of their
-    sets. When the first witness of a crossing is found, the crossing leaves the set of waiting
-    ones. So the scan over all crossings runs at most once for each crossing.
+    A set of crossings is an integer with one bit per crossing. A buffer that a row writes depends
+    on all crossings of the buffers that the row reads: its set is the `or` of their sets.
+    Whenever a row reads a new witness, a scan over all crossings finds those that the witness
+    answers. They leave the waiting set, so there are at most as many scans as crossings.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness
@@ -172,10 +172,10 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 
 
 def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
-    """Finds, by the row of each crossing, its deadline: the row that spoils the offered buffer.
+    """Finds the row that spoils the offered buffer of each crossing; keys are the crossings' rows.
 
-    That row overwrites or deletes the buffer. If the row of the offer itself deletes it, the
-    deadline is the end of the step. Only arrays from before the step are ever deleted. For any
+    This row overwrites or deletes the buffer. If the row of the offer itself deletes the buffer,
+    the result is the end of the step. Only arrays from before the step are ever deleted. For any
     other buffer the process just drops its reference, which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it

@@ -84,7 +84,7 @@ class ReplicaParts:
     def is_shared(self, value: Value) -> bool:
         """Tells whether a value is a leaf of the model state of which each replica makes a part.
 
-        Such parts have to be joined. If it is false, each replica makes the whole leaf.
+        Such parts have to be joined. Each replica makes any other leaf as a whole.
         """
         if value.kind is not ValueKind.STATE:
             return False

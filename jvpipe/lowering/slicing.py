@@ -42,14 +42,14 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""The ways to depend on examples that make a value a weighted sum of the replicas' values.
+"""How values depend on the examples if they are weighted sums of the replicas' values.
 
 Such a value has no axis of examples.
 """
 
 
 class Slicing(ReplicaParts):
-    """A function that divides operations among replicas, to be called for each in turn.
+    """A function that divides operations among replicas, called for one operation after another.
 
     Args:
         where: the replicas of each layer.
@@ -129,7 +129,8 @@ class Slicing(ReplicaParts):
         """Counts the bytes that adding up a layer's gradients takes beside one replica's gradients.
 
         It is twice the bytes of the layer's gradients: once for another replica's gradients, once
-        for the sums.
+        for the sums. This counts too little for a replica after the first two: in its first sum it
+        holds the gradients of both of these.
         """
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)

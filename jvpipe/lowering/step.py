@@ -58,8 +58,8 @@ def lower_step(
         layouts: the layout of each micro-batch; the step ends under the plan of the last one.
         lists: the tasks of each device.
         optimizer: the update.
-        batching: if stages have replicas, how the values that they exchange depend on the examples.
-            All micro-batches then have one plan. None if no stage has replicas.
+        batching: how the values that replicas exchange depend on the examples. All micro-batches
+            then have one plan. None if no stage has replicas.
     """
     plans = [layout.plan for layout in layouts]
     expander = Expander(graph, Weights(graph), set())
@@ -153,8 +153,8 @@ def _perform_last(
         B(layer 4)  B(layer 3)  REDUCE(layer 4)  B(layer 2)  REDUCE(layer 3)  REDUCE(layer 2)
 
     A layer's REDUCE comes after the backward of an earlier layer, so that the replicas send their
-    gradients while that backward runs. It also waits until backwards have freed as many bytes as it
-    takes. So the step never holds more than if all gradients were added up after the last backward.
+    gradients while that backward runs. It also comes only after backwards have freed the bytes that
+    it takes. So the step holds no more than if all gradients were added up after the last backward.
 
     Args:
         placer: makes rows of the operations.

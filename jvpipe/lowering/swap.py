@@ -12,8 +12,9 @@ Rows run from left to right:
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
 
 A device holds the swapped values of at most two micro-batches at a time: one set is in use, and one
-is on its way out or in. Two rules keep this bound. Before a forward leaves a set, older sets are
-freed. A fetch starts only one task ahead, and only after all leaving sets have left.
+is on its way out or in. Two rules keep this bound. Before a forward that will leave a set, older
+sets are freed until one is left. A fetch starts only one task ahead, after all leaving sets have
+left.
 
 A micro-batch whose backward directly follows its forward is not swapped. Values that come back for
 a split backward stay on the device until its second half has run. Copies do not change values, so

@@ -78,10 +78,10 @@ class Slots:
         update: int = 0,
         m: int = NEVER,
     ) -> Value:
-        """Names the value that a slot of a piece stands for. For a parameter it is the newest.
+        """Names the value that a slot stands for: for a parameter, its newest version.
 
         Args:
-            slot: the slot that the piece reads.
+            slot: the slot that the piece reads or writes.
             layer: the piece's layer; NONE for the global program.
             update: the number of the update whose gradients the piece takes.
             m: in a stream, the micro-batch after which the piece runs.

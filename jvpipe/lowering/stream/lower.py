@@ -48,8 +48,9 @@ from jvpipe.schedules.schedule import Schedule
 class StreamLowering:
     """A stream and its lowered steps.
 
-    `spans` have the layouts, and the micro-batches from which they hold. `in_flight_at_switch` has,
-    for each step in which a span begins, the names of the buffers that the step before it leaves.
+    `spans` have the layouts, and the micro-batches from which they apply. `in_flight_at_switch`
+    has, for each step in which a span begins, the names of the buffers that the step before it
+    leaves.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
@@ -83,12 +84,12 @@ class StreamLowering:
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
-        # Steps are compared with the names of all buffers before and after them, in each step's own
-        # numbers. If a step equals the step before it, it ends as it began. A full pipeline has the
-        # same tasks in every step, so all later steps are then equal, too. This happens after at
-        # most `fill` steps: by then the micro-batches that were in flight at the switch have left.
-        # More steps are lowered than compared, because nothing reads what the last ones leave, and
-        # so they look different.
+        # Steps are equal if their rows, and the names of all buffers before and after them, are
+        # equal in each step's own numbers. If a step equals the step before it, it ends as it
+        # began. A full pipeline has the same tasks in every step, so all later steps are then
+        # equal, too. This happens after at most `fill` steps: by then the micro-batches that were
+        # in flight at the switch have left. More steps are lowered than compared. The last lowered
+        # steps look different, because nothing reads what they leave.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
@@ -236,7 +237,7 @@ class _Unrolling:
                     settle(placer, starts.pop(task.microbatch))
                 placer.enter(timeline.plans[task.microbatch])
                 # Rows of swaps go before and after blocks that have a task. The block of an update
-                # has none, so that no swap is inserted there.
+                # gets no task, so that no swap is inserted there.
                 placer.begin(None if task.kind == Kind.U else task)
                 uses += self._task(task, number)
                 if task.kind == Kind.F:
@@ -277,7 +278,7 @@ class _Unrolling:
         return [self.weights.use(task.kind, layer, m) for layer in layers]
 
     def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields a layer's forward, and the sums of losses and of weights once all parts exist."""
+        """Yields a layer's forward and, once all parts exist, sums of losses and loss weights."""
         M = self.timeline.M
         graph = self.timeline.graph
         *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))
@@ -297,9 +298,9 @@ class _Unrolling:
     def _update(self, layer: int, m: int, number: int) -> Use:
         """Updates a layer at one of its places, which then sends the parameters to the others.
 
-        The new version overwrites the old one, with two exceptions: a later task still reads the
-        old version, or the schedule needs it to remember the update. The new version then goes to
-        buffers of its own.
+        The new version overwrites the old one, unless a later task still reads the old version, or
+        the schedule needs the old version to remember the update. In these two cases the new
+        version goes to buffers of its own.
 
         Args:
             layer: the layer to update.

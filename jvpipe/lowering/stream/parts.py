@@ -111,7 +111,7 @@ def parts(
             end = _next_step(tasks, (n + 1) * microbatches)
             first.append(tasks[:end])
             rest.append(tasks[end:])
-        # Tasks that are needed early follow the step's own tasks, in their order.
+        # Tasks that are needed early follow the step's own tasks, in the order of the list.
         moved = early(tuple(first), tuple(rest))
         pairs = zip(first, rest, strict=True)
         part = tuple((*tasks, *(t for t in later if t in moved)) for tasks, later in pairs)

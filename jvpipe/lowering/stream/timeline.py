@@ -58,7 +58,7 @@ class StreamTimeline:
 
     Args:
         graph: the layers.
-        spans: the layouts, and the micro-batches from which they hold; the first is 0.
+        spans: the layouts, and the micro-batches from which they apply; the first is 0.
         schedule: an asynchronous schedule.
         M: the number of micro-batches of a step.
         steps: the number of steps.
@@ -170,7 +170,7 @@ class StreamTimeline:
 
         Args:
             layer: the layer.
-            m: a micro-batch, which has the plan that is asked for.
+            m: a micro-batch; its plan is the one that counts.
         """
         stage = self.stage(layer, m)
         return len(self.plan(m).stages[stage].devices)

@@ -188,8 +188,8 @@ class StreamWeights(Weights):
     def gradient(self, p: int, layer: int, m: int) -> Value:
         """Names the sum of gradients to which a micro-batch adds.
 
-        Each update has one sum. If the devices of a stage take turns with the micro-batches, it has
-        one for each device.
+        Each update has one sum. If the devices of a stage take turns with the micro-batches, each
+        update has one sum for each device.
 
         Args:
             p: the parameter.

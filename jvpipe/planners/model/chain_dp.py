@@ -86,7 +86,8 @@ def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
 
     The bounds are those between stages, the one before the first stage, and the one after the last.
     """
-    # For each bound, the least sums of the paths up to each place (`ahead`), and from it on.
+    # For each bound, the least sums of the paths up to each place (`ahead`), and of the paths from
+    # each place on (`behind`).
     ahead = [np.zeros(1)]
     behind = [np.zeros(1)]
     for matrix in matrices:

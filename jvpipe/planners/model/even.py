@@ -56,8 +56,8 @@ def balanced(
 
     The search begins with the bounds whose longest stage takes the least time. It then moves one
     bound by one cut at a time, as long as a move is better. A move is better if the busiest device
-    has less to do afterwards. It is also better if that device has as much to do as before and the
-    work is spread more evenly (the squares of seconds have a smaller sum).
+    has less to do afterwards. It is also better if the busiest device has as much to do as before
+    and the work is spread more evenly (the squares of seconds have a smaller sum).
 
     Args:
         problem: gives the stages, the devices and their slowness.

@@ -166,7 +166,7 @@ def _lists(
 ) -> TaskLists:
     """Lists the tasks of `count` micro-batches, with the updates.
 
-    A synchronous step ends with its updates. In a stream, a stage has one in each
+    A synchronous step ends with its updates. In a stream, a stage has one update in each
     `Schedule.period`.
 
     Args:

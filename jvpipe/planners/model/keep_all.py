@@ -35,7 +35,7 @@ class KeptBytes:
 
     Attributes:
         shared: the bytes of values that several layers read.
-        kept: the bytes that are held once all forwards of the segment have run, with `shared`.
+        kept: the bytes that are held once all forwards of the segment have run, `shared` included.
         beyond: the most bytes that are held while a layer runs, minus `kept`.
     """
 
@@ -129,7 +129,7 @@ class KeepAll:
 
 
 def least_kept_bytes(problem: Problem) -> float:
-    """Counts the bytes of the fullest device if all is kept; the cuts make this number least.
+    """Counts the fullest device's bytes if all is kept, under the cuts that make them fewest.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

@@ -87,8 +87,8 @@ class LocalSegments:
 
         Args:
             cuts: the cuts to pick from; the first and the last, the ends of the model, stay.
-            count: about how many to pick. It is raised to two for each stage, if `pins` fix the
-                number of stages.
+            count: about how many to pick. It is raised to at least two for each stage, if `pins`
+                fix the number of stages.
         """
         count = max(count, 2 * (self.pins.count or 0))
         if len(cuts) <= count:
@@ -175,11 +175,11 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # One stage of three stands in for this stage; `near` is its position from the end. The
-        # second stage stands in for stages with fewer micro-batches in flight than the stage before
-        # them has: values arrive early there. The first stage, where no value arrives early, stands
-        # in for stages that have all micro-batches in flight, as the stages before them have. This
-        # stage has `more` micro-batches in flight than its stand-in.
+        # One of three stages stands in for this stage: number `near` from the end. Number 1 stands
+        # in for the last stage. Number 2, where values arrive early, stands in for stages with
+        # fewer micro-batches in flight than the stage before them has. Number 3, where no value
+        # arrives early, stands in for stages that have all micro-batches in flight, as the stages
+        # before them have. This stage has `more` micro-batches in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes

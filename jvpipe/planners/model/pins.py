@@ -13,8 +13,8 @@ class Pins:
         replicas: how many devices each stage has.
         cuts: how many layers each stage has.
         size: how many examples a micro-batch has.
-        least_slice: if a stage has several replicas, the least examples of a micro-batch that each
-            of them works on.
+        least_slice: if a stage has several replicas, the fewest examples of a micro-batch that a
+            replica may get.
 
     >>> Pins(replicas=(2, 1)).count, Pins(replicas=(2, 1)).allow((0, 3), (3,), 6)
     (2, False)

@@ -9,7 +9,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Path
 
 ShapeRule = Callable[[LocalSegments, int], Path | None]
-"""A function of segments and the examples of a micro-batch: it finds a shape and its bounds.
+"""A function from segments and the examples per micro-batch to a shape and its bounds.
 
 It returns None if nothing fits.
 """

@@ -184,7 +184,7 @@ class Problem:
 
     @cached_property
     def at_places(self) -> tuple[Group, ...]:
-        """The devices of each place, also if all devices are alike, so that `groups` is empty."""
+        """The devices of each place, even if `groups` is empty because all devices are alike."""
         return self.groups or tuple(Group((place,)) for place in range(self.devices))
 
     def group(self, s: int) -> Group:

@@ -265,8 +265,8 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas > 1:
             fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
-        # All stages are compared with one limit, the roomiest device's. So bytes that this device
-        # has less than the roomiest one count as if they were held.
+        # All stages are compared with one limit, the roomiest device's. So the bytes by which this
+        # device has less memory than the roomiest one count as if they were held.
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
@@ -510,7 +510,7 @@ def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
 def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
     """Counts the seconds of all-reduces that no backward hides.
 
-    The backwards hide an all-reduce, except for its latency and for what is longer than they.
+    The backwards hide an all-reduce except for its latency or, if longer, for its excess over them.
 
     Args:
         whole_s: the seconds of each segment's all-reduce.

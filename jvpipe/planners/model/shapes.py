@@ -153,8 +153,8 @@ class Shapes:
         per_machine = self.cluster.devices_per_machine
         machines = self.devices // per_machine
         orders = [tuple(range(self.devices))]
-        # Another order makes a difference only if there are several machines of several devices,
-        # so that devices of one machine are nearer to each other than to those of other machines.
+        # Another order makes a difference only if several machines have several devices each.
+        # Devices of one machine are then nearer to each other than to those of other machines.
         if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
             sizes = [q for q in range(2, machines + 1) if machines % q == 0]
             # One block of all machines is tried, and blocks of the next smaller size.

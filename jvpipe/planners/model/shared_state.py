@@ -1,8 +1,8 @@
 """Counts the bytes that a replica saves, because the replicas of a stage divide optimizer state.
 
-Only one replica of a stage keeps the state of a layer. `packed` (programs/shares.py) chooses it. A
-run also gives it the bytes of parameters, by which it breaks ties. They are left out here, because
-ties do not change how full the fullest replica is.
+Only one replica of a stage keeps the state of a layer. `packed` (programs/shares.py) chooses this
+replica. In a run, `packed` also gets the bytes of parameters, by which it breaks ties. They are
+left out here, because ties do not change how full the fullest replica is.
 """
 
 from collections.abc import Sequence

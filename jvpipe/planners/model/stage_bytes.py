@@ -13,16 +13,17 @@ versions of the stage's parameters that exist at once.
                and their sum
     peak       static + max(on device + beyond, reducing)
 
-Why `beyond` subtracts: `on device` counts every micro-batch in full. But the micro-batch at work is
-held in part. Forwards build it up from the first layer to the last, and backwards free it from the
-last layer to the first. So while layer l runs, the layers after l hold nothing of this micro-batch.
+Why `beyond` subtracts: `on device` counts every micro-batch in full. But only a part of the
+micro-batch at work is held. Forwards build it up from the first layer to the last, and backwards
+free it from the last layer to the first. So while layer l runs, the layers after l hold nothing of
+this micro-batch.
 
 Why min(k, 2): the swapped bytes of at most two micro-batches are on the device at once. One
 micro-batch is at work, and one is being copied from or to the host.
 
 Early values have arrived for micro-batches that are in flight on the stage that makes the values,
-but not yet on this stage. Waiting cotangents have arrived for backwards that this stage runs later:
-at most one for each stage by which their sender is away. How far away other stages are depends on
+but not yet on this stage. Waiting cotangents have arrived for backwards that this stage runs later.
+If their sender is d stages away, at most d of them wait. How far away other stages are depends on
 the other cuts, so the largest possible distance counts.
 
 A device may have several stages, or backwards in two halves. Then `Schedule.held` says what is in
@@ -32,8 +33,9 @@ device's peak is the static bytes of all its stages, plus the most that any vect
 largest `beyond` of its stages (`joint_bytes` in `stage_cost.py`).
 
 On a stage of several devices the legend holds for each device. A device works on its share of a
-micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Gradients are added
-up after the stage's backwards, when nothing is in flight. So `peak` takes a maximum, not a sum.
+micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Adding up
+gradients is counted as if it came after the stage's backwards, when nothing is in flight. So `peak`
+takes a maximum, not a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -125,7 +127,7 @@ def recompute_s(layer: LayerCost) -> float:
 def recomputed_bytes(layer: LayerCost) -> LayerBytes:
     """Counts a layer's bytes under `RECOMPUTE`, if the next layer is not a `RECOMPUTE_CHAIN`.
 
-    The layer keeps its input alone. Its backward recomputes the residuals itself.
+    The layer keeps only its input. Its backward recomputes the residuals itself.
     """
     working = recompute_peak_bytes(layer) + layer.temporary_bytes
     return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))

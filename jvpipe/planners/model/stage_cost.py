@@ -2,9 +2,9 @@
 
 Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. F, B and `extra` are seconds
 per micro-batch: of the layers' forwards, of their backwards, and of recomputing. `link` are the
-seconds per micro-batch for which the stage's link to its host is busy. It carries what is swapped,
-out and back. If the problem has `peer_uses_host`, it also carries the values and cotangents that
-cross the stage's bounds.
+seconds per micro-batch for which the stage's link to its host is busy. The link carries what is
+swapped, out and back. If the problem has `peer_uses_host`, the link also carries the values and
+cotangents that cross the stage's bounds.
 
     seconds   max(F + B + extra, link): the device computes while the link copies
     bytes     see the legend of `stage_bytes.py`
@@ -245,7 +245,7 @@ def halves_s(
     """Counts the seconds of the halves I and W of a layer's backward.
 
     I gives the cotangents of the layer's inputs, and W adds up its gradients. If no earlier layer
-    waits for a cotangent, the whole backward runs in W. Otherwise, an unsplit backward runs in I.
+    waits for a cotangent, the whole backward is in W. Otherwise, a backward without halves is in I.
 
     Args:
         costs: the costs of the model.
@@ -384,8 +384,8 @@ def joint_bytes(
 
     Args:
         of_stages: the bytes of each stage of the device.
-        vectors: the entry of `Schedule.held` for the device. At each moment that may be the peak,
-            it has the micro-batches in flight, and those between halves, of each stage.
+        vectors: the entry of `Schedule.held` for the device. For each moment that may be the peak,
+            it counts the micro-batches in flight, and those between halves, of each stage.
     """
 
     def held_bytes(moment: Holding) -> float:
@@ -406,13 +406,13 @@ def joint_bytes(
 class Evaluation:
     """The stages that a decision gives, their bytes, and an estimate of the seconds of a step.
 
-    The estimate `step_s` is a closed formula, called the surrogate (see the function `surrogate`).
+    The estimate `step_s` has a closed form, called the surrogate (see the function `surrogate`).
     For M micro-batches of an asynchronous schedule it is M times the slowest stage. For a
-    synchronous schedule it is the time to fill and drain the pipeline, plus M - 1 times the slowest
-    stage (1F1B), or M - 1 times the slowest forward plus the slowest backward (GPipe). A link
-    between stages counts like a stage. Recomputing counts in full, although some of it may run
-    while a backward waits for its cotangent. The simulator takes these waits into account, and
-    planners ask it before they choose a plan.
+    synchronous schedule it is the time of one micro-batch through all stages, plus M - 1 times the
+    slowest stage. In GPipe the slowest forward plus the slowest backward replace the slowest stage.
+    A link counts like a stage. Recomputing counts in full, although some of it may run while a
+    backward waits for its cotangent. The simulator takes these waits into account, and planners ask
+    it before they choose a plan.
     """
 
     stages: tuple[StageCost, ...]

@@ -1,10 +1,10 @@
 """Extends planners that know one stage per device to devices of several stages, or split backwards.
 
 The problem is unfolded: each stage gets a device of its own, and has as many micro-batches in
-flight as before. The limit of each of these devices is its budget, the same fraction of its true
-limit for all. A search by halving finds the largest budget whose plan fits the true devices. Every
-plan that the search accepts was counted on the true devices, so it keeps their limits. A better
-plan may exist, because stages of one device may in fact hold unequal parts of its limit.
+flight as before. Each of these devices may hold only a budget: a fraction of its limit, the same
+for all devices. A search by halving finds the largest budget whose plan fits the true devices.
+Every plan that the search accepts was counted on the true devices, so it keeps their limits. A
+better plan may exist, because stages of one device may in fact hold unequal parts of its limit.
 """
 
 from collections.abc import Callable
