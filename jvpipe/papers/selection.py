@@ -220,7 +220,7 @@ class Selection:
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Tells whether the host has room, and its link is then no busier than the device."""
+        """Tells whether a change fits the host and leaves its link no busier than the device."""
         is_hidden = self.link_s(change.swapped_bytes) <= self.compute_s
         return is_hidden and self.host_has_room(change)
 
