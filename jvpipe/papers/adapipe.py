@@ -4,14 +4,14 @@ Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recom
 Adaptive Partitioning", ASPLOS 2024.
 
 Legend, in the paper's symbols:
-    p       the number of stages s, which count from 0
+    p       the number of stages; the number s of a stage counts from 0
     n       the number of micro-batches
     f, b    forward and backward seconds of a stage; b includes recomputation
     c       seconds of the transfers from the stage before, and of those back to it
 
-The first program (`knapsack.py`) finds b for every stage and segment. The second program goes from
-the last stage to the first. For each layer at which stage s may begin, it keeps the cuts of the
-stages from s on for which T_s is least:
+The first program (`knapsack.py`) finds b for every stage and segment (consecutive layers). The
+second program goes from the last stage to the first. For each layer at which stage s may begin, it
+keeps the cuts of the stages from s on for which T_s is least:
 
     T_s = W_s + E_s + (n - p) M_s
     W_s = f_s + max(W_{s+1} + b_{s+1} + c_{s+1}, (p - s - 1) f_s)    warm-up
@@ -37,7 +37,7 @@ from jvpipe.planners.model.segments import Segments
 def adapipe(problem: Problem) -> Decision:
     """Plans as AdaPipe does, with recomputation and without swaps.
 
-    Bytes are counted in quanta, rounded up (`knapsack.py`).
+    Bytes are rounded up to multiples of a unit, the quantum (`knapsack.py`).
 
     Raises:
         Infeasible: nothing fits.
@@ -53,7 +53,7 @@ def adapipe(problem: Problem) -> Decision:
 
 
 class Suffix(NamedTuple):
-    """The best stages from s on, if stage s begins at layer i: entry i of each array.
+    """The best stages from s on; entry i of each array is for a stage s that begins at layer i.
 
     W_s and E_s are infinite if no stages fit.
 

@@ -51,9 +51,9 @@ def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
 def optimize(stage: Selection) -> None:
     """Changes a stage's fates until the stage fits or no change is left.
 
-    First come swaps, in order of falling FreeTime. Each must have a FreeTime of at least 0, and the
-    link to the host must have time left for it beside the computation. Then come swaps and
-    recomputations in order of falling MSPS.
+    First come swaps, in order of falling FreeTime. Each swap must have a FreeTime of at least 0,
+    and the link to the host must have time for its copies while the stage computes. Then come swaps
+    and recomputations in order of falling MSPS.
     """
     stage.spend(
         stage.changes.swaps,

@@ -18,8 +18,6 @@ Legend, in the paper's symbols:
     L           the latency of a step: T_w + T_s + T_e (equation 2)
     T_PL(j, m)  the least L found with the first j layers on m of G devices, and the other layers as
                 one stage that is shared by the other G - m devices (equation 4)
-    K_s, D      K_s is the number of micro-batches in flight on stage s, D the largest number for
-                which a device has memory
 
 The dynamic program keeps the plan behind each T_PL(j, m), and extends it by one more stage, which
 ends at a larger j (equation 5).
@@ -28,8 +26,8 @@ ends at a larger j (equation 5).
     stage 1   . F . F B F B F B . B . .       T_w is F_0 F_1, T_s is (M - 1) times F_1 B_1, and
                                               T_e is B_1 B_0
 
-The paper's T_e does not count B_Q for s = Q. If Q is the first stage, the last backward of stage Q
-would be left out. So B_Q counts here.
+The paper's T_e does not count B_Q for s = Q. Without B_Q, a step would lack its last
+backward if Q is the first stage. So B_Q counts here.
 """
 
 from collections.abc import Sequence
@@ -105,9 +103,9 @@ def dapple(problem: Problem) -> Decision:
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """Estimates L of stages and the transfers between them.
 
-    Q starts at the last stage. It moves to an earlier stage if the steady phase of that stage is
-    longer than the steady phase of Q plus the work of the stages between the two (equation 3). One
-    pass over the stages finds Q and T_e, because every sum is a difference of two running sums.
+    Q starts at the last stage. It moves to an earlier stage whose steady phase is longer
+    than that of Q plus the work of the stages between the two (equation 3). One pass over the
+    stages finds Q and T_e, because every sum is a difference of two running sums.
 
     Args:
         stages: the stages in order, with transfers between them.

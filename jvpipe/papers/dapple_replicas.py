@@ -11,10 +11,10 @@ Legend, in the paper's symbols where it has them:
                 its devices works on
     AR_s        seconds of the all-reduce of stage s's gradients over its devices
 
-Each plan for (j, g) is extended by one more stage that ends at layer j' and takes m' devices g'.
-Three policies each propose which m' devices (figure 5). If the extended plan's L is less than
-T_PL(j', g + g'), the plan replaces the one for (j', g + g') (equation 5). Only one plan is kept for
-each (j, g), so the least L of all plans is not always found.
+Each plan for (j, g) is extended by one more stage, which ends at layer j' and takes m' more
+devices, g'. Three policies each propose which m' devices (figure 5). If the extended plan's L is
+less than T_PL(j', g + g'), the plan replaces the one for (j', g + g') (equation 5). Only one plan
+is kept for each (j, g), so the least L of all plans is not always found.
 
 L is at least M (F_s + B_s) for every stage, because a stage works on each of the M micro-batches.
 So extensions are left out if this bound is not below the best plan's L.
@@ -198,8 +198,9 @@ class _Search:
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
         """Returns for each cut a lower bound on all devices' seconds for the layers after it."""
-        # If r devices share a layer, they take r times the seconds of a share in all. The least of
-        # this over all r bounds the layer's seconds from below, whichever r a plan has.
+        # If r devices share a layer, together they take r times the seconds of one share.
+        # The least of this over all r bounds the layer's seconds from below, whichever r a
+        # plan has.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
         works = [r * self.segments.compute_s(b) for r, b in shares]
@@ -218,8 +219,8 @@ class _Search:
                     if self.shapes.pins.feeds(m, self.size):
                         self._extend_by(free, m)
         # `judge` counts the real number of micro-batches in flight, with which layers may have to
-        # run again. That never makes L less than T_PL. So plans are judged in order of rising T_PL,
-        # until T_PL reaches the best plan's L.
+        # run again. With two or more micro-batches, L is then not less than T_PL. So plans are
+        # judged in order of rising T_PL, until T_PL reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
             every += [(x, free, j) for j, x in enumerate(plans.latency_s.tolist()) if j]

@@ -217,7 +217,7 @@ class BinaryPartition:
             # No plan with this bound has a slowest stage below `floor_s`.
             if best and self.floor_s(of, b) >= best.seconds:
                 # `floor_s` grows with the distance from cb, so later bounds cannot win either.
-                # Algorithm 1 stops as soon as a plan saves no memory, which does not prove this.
+                # Algorithm 1 stops as soon as a plan saves no memory, though a later bound may win.
                 break
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):

@@ -16,8 +16,8 @@ class PaperEffort:
             fraction of the mean stage's seconds.
         heavy: the most seconds of a coarse vertex in vPipe's bisection, as a fraction of the mean
             stage's seconds; a nest (`kernighan_lin.py`) that takes more becomes several vertices.
-        quanta: the number of quanta in AdaPipe's knapsack; together they are all bytes that a stage
-            may use.
+        quanta: the number of quanta (units of bytes) in AdaPipe's knapsack; together they
+            cover all bytes that a stage may use.
         fine_quanta: the number of quanta with which the stages of AdaPipe's best cuts choose again.
         caps_times_layers: divided by the number of layers, how many caps AdaPipe tries at most; at
             least 3 are tried. A cap bounds a layer's working bytes, and has a knapsack of its own.

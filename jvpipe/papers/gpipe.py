@@ -20,7 +20,7 @@ def gpipe(problem: Problem) -> Decision:
     The memory limit is not considered.
 
     Raises:
-        ValueError: `together` leaves too few cuts.
+        ValueError: `costs.together` leaves too few cuts for the stages.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

@@ -5,8 +5,8 @@ Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
 Legend:
     k           the number of micro-batches in flight on a stage
     item        a way to treat a layer's residuals, without swaps; each layer gets one item
-    weight      the bytes of an item beyond those of the layer's smallest item, in quanta; rounded
-                up, so that the limit holds
+    weight      the bytes of an item beyond those of the layer's smallest item; counted in quanta
+                and rounded up, so that the limit holds
     quantum     the unit of bytes: the least multiple of the greatest common divisor of all weights
                 for which `PAPER.quanta` quanta cover all bytes that a stage may use
     cap         a bound on the bytes that one layer's backward needs while it runs (working bytes);
@@ -75,8 +75,8 @@ def items(segments: Segments) -> list[list[Item]]:
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
     """Lists caps on the working bytes: all values that items have, or if many, some of them.
 
-    Under each cap every layer has an item: no cap is below the working bytes of the layer whose
-    least working bytes are the largest.
+    Every layer must have an item under each cap. So no cap is below the least working bytes
+    of any layer.
     """
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     every = chain.from_iterable(layers)

@@ -44,7 +44,7 @@ def plan_or_raise(
     assert decision is not None, "without a limit everything may be kept"
     below, enough = limit, evaluate_decision(problem, decision).limit_bytes
     # A planner may count more bytes than a plan needs, and then find that its own plan does not fit
-    # into the bytes that it needs. So the limit grows until the planner succeeds.
+    # into the bytes that the plan needs. So the limit grows until the planner succeeds.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
         enough += max(1, enough // PAPER.growth_parts)
     decision = nearer

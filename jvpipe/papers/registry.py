@@ -1,6 +1,7 @@
 """All planners in the order in which they are listed: those of the papers, then jvpipe's own.
 
-A paper's planner assumes one stage on each device; `on_devices` extends it to several per device.
+A paper's planner assumes one stage on each device; `on_devices` extends it to several stages on
+each.
 """
 
 from dataclasses import replace

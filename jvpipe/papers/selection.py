@@ -32,7 +32,7 @@ from jvpipe.planners.model.stage_bytes import (
 def treatments(layer: LayerCost) -> list[LayerBytes]:
     """Returns the bytes and the extra seconds of a layer's choices.
 
-    The last choice is `RECOMPUTE`, which is -1, so that it can be used as an index.
+    The last choice is `RECOMPUTE`. It is -1, so every choice is an index into the list.
     """
     every = [option_bytes(layer, option) for option in layer.options]
     return [*every, recomputed_bytes(layer)]
@@ -102,9 +102,9 @@ class FateChanges:
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists one change from a layer's choice: of those that swap no more, the best.
+        """Lists the change that saves the most bytes per second, of those that swap no more.
 
-        It saves the most bytes per second. If every change swaps more, the list is empty.
+        If every change swaps more, the list is empty.
 
         Args:
             layer: the number of the layer.
@@ -172,9 +172,9 @@ class Selection:
 
     @property
     def excess_bytes(self) -> int:
-        """The larger excess: of the device over its limit, or of what is swapped over its share.
+        """The larger excess: of the device over its limit, or of swapped bytes over their share.
 
-        The share of a stage is the host's limit divided by the number of stages.
+        The share of a stage's swapped bytes is the host's limit divided by the number of stages.
         """
         device = self.problem.memory_limit_bytes
         host = self.problem.host_limit_bytes
@@ -220,7 +220,7 @@ class Selection:
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Tells whether a change's copies take no longer than the stage's work and fit the host."""
+        """Tells whether a change fits the host and leaves its link no busier than the device."""
         is_hidden = self.link_s(change.swapped_bytes) <= self.compute_s
         return is_hidden and self.host_has_room(change)
 

@@ -5,8 +5,8 @@ Barany and Grinberg, "Block partitions of sequences", 2015.
 
 Legend, in the second paper's words:
     block   consecutive layers, which become a stage; its size is the sum of their costs
-    p       the number of the largest block
-    q       the number of the smallest block
+    p       the index of the largest block
+    q       the index of the smallest block
 
 Each digit is the cost of a layer:
 

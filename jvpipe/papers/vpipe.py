@@ -1,7 +1,7 @@
 """vPipe's planner, which alternates between choosing fates and moving layers between stages.
 
 Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable
-Pipeline Parallel DNN Training", TPDS 2021, algorithms 1 to 3. Initial cuts: `kernighan_lin.py`.
+Pipeline Parallel DNN Training", TPDS 2022, algorithms 1 to 3. Initial cuts: `kernighan_lin.py`.
 
 Two steps alternate until nothing improves:
 

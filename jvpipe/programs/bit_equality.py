@@ -1,8 +1,9 @@
 """Tells whether a layer that is cut in two still computes bitwise identical results and updates.
 
-XLA chooses for each program which operations it fuses, and a multiplication that is fused with an
-addition rounds once instead of twice. No rule says what XLA fuses. Therefore both versions of the
-layer run on the same random numbers, and all outputs, gradients and cotangents are compared.
+XLA chooses for each program which operations it fuses, and a multiplication that is fused
+with an addition rounds once instead of twice. No rule says what XLA fuses. Therefore the
+whole layer and its two halves run on the same random numbers, and all outputs, gradients
+and cotangents are compared.
 """
 
 import math
@@ -98,8 +99,9 @@ def _updated(
 ) -> dict[Slot, np.ndarray]:
     """Runs the pieces of some layers.
 
-    Returns the new parameters and state, and the values that go to the global program. These are
-    joined and sorted, because two halves send them in two vectors.
+    Returns the new parameters and state, and the values for the global program (the part of
+    the optimizer that mixes layers). The values for the global program are joined and
+    sorted, because two halves send them in two vectors.
     """
     values: dict[tuple[Slot, int | None], np.ndarray] = {}
     to_global: dict[Slot, list[np.ndarray]] = defaultdict(list)
@@ -126,7 +128,8 @@ def _updated(
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
     """Returns numbers for a slot: the same ones for every piece that reads the slot.
 
-    State is positive, because it may be a mean of squares.
+    State may be a mean of squares, and a global value may be a norm: both are positive, and
+    so is the weight of the loss.
     """
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)
@@ -173,7 +176,8 @@ def _outcome(
         pair = forward_program(programs, recompute=True), backward_program(programs)
         forward, backward = store.compile([(program, device) for program in pair])
         results = _run(forward, [values[v] for v in body.inputs], device)
-        # After the outputs a forward yields residuals, and the mark by which others wait for it.
+        # A forward yields outputs, then residuals, then a mark that tells a caller when it
+        # is done.
         outputs, residuals = results[: len(body.outputs)], results[len(body.outputs) :]
         values |= {v: x for v, x in zip(body.outputs, outputs, strict=True) if isinstance(v, Var)}
         sources = {

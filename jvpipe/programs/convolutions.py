@@ -63,7 +63,7 @@ def _widens(eqn: JaxprEqn) -> bool:
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
     """Returns the result of a convolution, and the same result before it is rounded.
 
-    Only on CPUs do the two differ.
+    The two differ only for bfloat16 on CPUs.
     """
     dtype = _jax.aval(eqn.outvars[0]).dtype
 
@@ -103,7 +103,7 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     filters = (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1])
     result = _last(*numbers.out_spec)
     usual = tuple(range(len(operand)))
-    # An image has one axis of features, a filter has two; in both they come last.
+    # An image has one axis of features, a filter has two; all of them come last.
     image = _first(usual)
     inner = type(numbers)(
         image,

@@ -48,7 +48,7 @@ class Flow:
     shared: frozenset[Slot] = frozenset()
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Returns all pieces in an order in which they can run: by phase, the global one last."""
+        """Returns all pieces in a possible order: by phase, in each the global one last."""
         homes: list[Home] = [*self.layers, "global"]
         pieces = [piece for home in homes for piece in self._pieces_of(home)]
         return tuple(sorted(pieces, key=lambda piece: (piece.phase, piece.layer is None)))
@@ -57,10 +57,10 @@ class Flow:
     def readers(self) -> dict[Var, set[Home]]:
         """The homes that need each value.
 
-        They are found from the results back to the inputs. The operands of an equation are needed
-        where the equation runs. If it runs everywhere, they are needed by all homes that need its
-        results. A value that goes from layer to layer is also needed by the global program, which
-        passes the value on.
+        The equations are visited from last to first. The operands of an equation are needed
+        where the equation runs. If it runs everywhere, its operands are needed by all homes
+        that need its results. A value that goes from layer to layer is also needed by the
+        global program, which passes the value on.
         """
         # A result is needed by each home that holds a copy of it.
         readers: dict[Var, set[Home]] = {var: set() for var in self.placement.places}

@@ -73,7 +73,7 @@ def without_frozen(
 
 @dataclass(frozen=True)
 class _Update:
-    """A traced update, with its inputs by what they are.
+    """A traced update, with its inputs sorted by kind.
 
     Attributes:
         closed: the update.
@@ -121,7 +121,7 @@ class _Update:
         return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """Returns the leaves of a parameter's own state for which alone its gradient is needed.
+        """Returns the leaves of a parameter's own state if only they need its gradient.
 
         The gradient is followed forward through all values that are made of it. If such a value is
         a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next

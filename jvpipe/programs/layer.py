@@ -10,10 +10,10 @@ are the inputs, outputs and residuals that the backward reads. A partial sum is 
 cotangents that later layers have computed for an input of this layer. An accumulator is the sum of
 a parameter's gradients.
 
-In a layer's `Body`, `moving` are the inputs that gradients flow to, and `active` the outputs that
-gradients come from, both as if no parameter were frozen. Frozen parameters leave fewer of them:
-`returned` marks the inputs and `received` the outputs that are left. `share` is the factor of the
-loss (`_cotangent`).
+In a layer's `Body`, `moving` are the inputs that gradients flow to, and `active` the
+outputs that gradients come from, both as if no parameter were frozen. If parameters are
+frozen, only the inputs that `returned` marks and the outputs that `received` marks count.
+`share` is the factor of the loss (`_cotangent`).
 
 The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. The
 backward recomputes everything else. Results are bitwise identical for any choice of candidates, for
@@ -67,7 +67,7 @@ class LayerPrograms:
 
     @cached_property
     def on_trial(self) -> "LayerPrograms":
-        """The same programs, with a backward that prints nothing."""
+        """The same programs for timing, with a backward that prints nothing."""
         backward = jaxprs.silent(self.backward)
         return self if backward is self.backward else replace(self, backward=backward)
 
@@ -225,7 +225,7 @@ def _trace_forward(
     kept: Collection[str],
     summed: Sequence[int],
 ) -> tuple[ClosedJaxpr, Any]:
-    """Traces the forward, with every leaf that the backward closes over as an output.
+    """Traces the forward; its outputs include every value that the backward closes over.
 
     The `summed` inputs are passed on as outputs, too. Such an output's cotangent is the partial sum
     from later layers. The derivative adds this layer's own cotangents to that sum. It would add
@@ -238,7 +238,7 @@ def _trace_forward(
         summed: inputs whose cotangents come in as partial sums.
 
     Returns:
-        The forward, and the tree by which the backward is rebuilt from the leaves.
+        The forward, and the tree by which the backward is rebuilt from these values (leaves).
     """
     trees = []  # a traced function returns only arrays, so it leaves the tree here
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
@@ -304,10 +304,10 @@ def _trace_backward(
 ) -> tuple[ClosedJaxpr, Signature]:
     """Traces the backward, with all gradients and cotangents that it could yield.
 
-    The backward is traced as if no parameter were frozen. If later layers yield no partial sum for
-    an input, because its cotangent is not needed, zeros take the place of that sum. Some steps
-    decide how the compiler rounds. Unneeded results are removed only after these steps, so that
-    freezing a parameter does not change how the other gradients are rounded.
+    The backward is traced as if no parameter were frozen. If later layers yield no partial
+    sum for an input, because its cotangent is not needed, zeros take the place of that sum.
+    Unneeded results are removed only after the steps that decide how the compiler rounds.
+    So freezing a parameter does not change how the other gradients are rounded.
 
     Args:
         body: the layer's equations.

@@ -1,4 +1,7 @@
-"""The small programs around the layers: they reduce losses and aux, and make fresh accumulators."""
+"""The small programs around the layers: they reduce losses and aux, and make fresh accumulators.
+
+Aux is what a loss returns beside its value (`has_aux`).
+"""
 
 import functools
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ class Parts:
     spread: Spread
 
     def whole(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Joins the values that replicas made on the slices of a micro-batch, in their order."""
+        """Joins the values that replicas made on a micro-batch's slices, in the slices' order."""
         match self.spread.over:
             case Over.NONE | Over.FIRST:
                 return values[0]
@@ -77,7 +80,7 @@ def loss_program(
         aux = columns[n_losses:]
         loss = added_up(losses[0])
         # Totals and weights are summed apart, and only the quotient of the sums is the loss. So the
-        # loss does not depend on how the items lie over micro-batches.
+        # loss does not depend on which micro-batch has which examples.
         if graph.weighted:
             weight = added_up(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]

@@ -4,7 +4,7 @@
 parameter has an owner, which is a layer; the layer also owns the optimizer's state that belongs to
 the parameter. Each traced equation runs with the layer that owns its operands. An equation that
 mixes layers, such as the one of a global norm, runs in a global program. The home of a value or an
-equation is that layer, the global program, or everywhere; a value that is everywhere has a copy in
+equation is a layer, the global program, or everywhere; a value that is everywhere has a copy in
 each layer. The pieces of layers and the global program take turns, in phases. With clipping by the
 global norm:
 
@@ -135,8 +135,8 @@ def cut_optimizer(
         owners: the layer that owns each leaf, in tree order.
         readers: the number of layers that read each leaf. Each reader has a gradient accumulator,
             and the accumulators are added up in the order of the readers.
-        microbatches: the number by which gradients are divided; None if the update takes the weight
-            by which they are divided as an input.
+        microbatches: the number by which gradients are divided; None if they are divided by
+            a weight, which is then an input of the update.
         grad_norm: whether the update also yields the norm of all gradients. The norm is a
             diagnostic, and does not count as a dependence between layers.
         traced: the optimizer, if it was traced before with the same arguments except `owners`.
@@ -415,8 +415,9 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # These results have no home yet, so they count as needed everywhere. If they were among
-    # `others`, so would all values that they are made of, the leaves' old values included.
+    # A result in `maker` has no home yet. As one of `others` it would count as needed
+    # everywhere, and so would every value that it is made of, such as the old value of its
+    # leaf.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}

@@ -144,8 +144,8 @@ def _at_fixed_types(
         of_state: the positions of the state among the update's results.
 
     Returns:
-        The update, and the shapes and types of the state. If the first update changes no type, the
-        latter are the same object as `state`.
+        The update, and the state's shapes and types: the object `state` itself, if the
+        first update changes no type.
 
     Raises:
         ValueError: an update changes a shape, or the types still change after three updates.
@@ -178,9 +178,10 @@ def paths_of(tree: Tree) -> list[Path]:
 def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
     """Returns the parameter that each leaf of the state belongs to, or None.
 
-    A leaf belongs to a parameter if its path ends with the parameter's path and if, under the same
-    prefix, every other path goes on with the path of a parameter, too. So neither
-    `hyperparams["b1"]` nor `hyperparams["eps"]` belongs to a parameter, even if one is named `b1`.
+    A leaf belongs to a parameter if its path ends with the parameter's path. Under the same
+    prefix, every other path must also go on with the path of a parameter. So neither
+    `hyperparams["b1"]` nor `hyperparams["eps"]` belongs to a parameter, even if a parameter is
+    named `b1`.
 
     >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
     [1, 0, None, None]
@@ -210,7 +211,7 @@ def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Traces `fn` without calls and branches.
 
     Both branches of a `cond` run, and `select_n` picks the result. The results are bitwise
-    identical, because branches have no side effects here.
+    identical, because the branch that is not picked has no side effects.
     """
     return _straightened(_standard(jax.make_jaxpr)(fn)(*args))
 
@@ -277,7 +278,7 @@ _EXPANDED: dict[str, Apply] = {
 
 
 def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
-    """Calls `init` or `update`; `_traced_in` takes frames inside this one for the optimizer's."""
+    """Calls `init` or `update`; `_traced_in` looks for the optimizer's frames inside it."""
     try:
         return method(*args)
     except TypeError as error:

@@ -78,8 +78,8 @@ def calls(
 
     There is a call for each candidate, and a last one for the outputs. An equation whose results
     several calls need gets a call of its own, unless it only moves its operand. The equations are
-    visited from last to first. So when an equation is visited, all its readers have been, and the
-    calls that need it are known. No equation is in two calls, except for moves.
+    visited from last to first. So all readers of an equation are visited before it, and the calls
+    that need it are known. No equation is in two calls, except for moves.
 
     Args:
         body: a layer's equations.

@@ -1,14 +1,16 @@
 """The homes of an optimizer's equations: one layer, everywhere, or the global program.
 
-An equation runs at one of three homes. If its operands belong to one layer, it runs with that
-layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
-the result computes it. If its operands belong to several layers, it runs in the global program.
-Only values under `SMALL_BYTES`, and vectors of which each layer has one, may go there.
+An equation runs at one of three homes. If its operands belong to one layer, it runs with
+that layer. If all operands are copies that every layer has, it runs everywhere: each layer
+that needs the result computes it. If its operands belong to several layers, it runs with
+the layer of the only large operand, or in the global program if none is large. Only values
+under `SMALL_BYTES`, and vectors of which each layer has one, may leave their layer.
 
 Layers and the global program take turns, in phases. In each phase the layers run first and send
 values to the global program; the global program of the same phase reads them; the layers read its
-results in the next phase. One pass over the equations, in their order, places all of them, because
-the place of an equation depends only on the places of its operands.
+results in the next phase. One pass over the equations, in their order, places all of them: a place
+depends on the operands' places, and on which layers' results need the equation (`destinations`). A
+second pass moves some of them (`send_early`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,7 +27,7 @@ from jvpipe.trace import jaxprs
 Home = int | Literal["everywhere", "global"]
 """A layer by its number, everywhere, or the global program."""
 SMALL_BYTES = 1024
-"""Only values of fewer bytes may go from layer to layer; optimizers that need more are refused."""
+"""Only smaller values, and vectors, may leave their layer; other optimizers are refused."""
 
 
 class Place(NamedTuple):
@@ -129,7 +131,7 @@ def check_owned(
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
     """Returns, for each value, the only layer whose results depend on the value.
 
-    If results of several layers depend on the value, "everywhere" stands for the layer.
+    If results of several layers depend on the value, its entry is "everywhere".
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
@@ -177,8 +179,8 @@ class _Placing:
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
         layers = {place.home for place in operands.values() if isinstance(place.home, int)}
-        # Large arrays of several layers cannot meet: either the equation comes apart, or the
-        # optimizer is refused.
+        # Large arrays of several layers cannot meet: a scan is split by layers if possible,
+        # and otherwise the optimizer is refused.
         large_homes = {place.home for v, place in operands.items() if not _is_small(v)}
         large = layers & large_homes
         if len(large) > 1 and not _stacks_vectors(eqn):
@@ -218,7 +220,7 @@ class _Placing:
         return "global" if self._belongs_together(eqn, operands) else "everywhere"
 
     def send_early(self, results: Iterable[Var]) -> None:
-        """Moves a layer's scalar arithmetic into the global program if only that program reads it.
+        """Moves a layer's scalar arithmetic into the global program if no layer reads the result.
 
         Then layers that are alike have programs that are alike, wherever their parameters stand in
         the tree.
@@ -239,7 +241,7 @@ class _Placing:
         """Tells whether an equation of global values is best run once, and its results sent.
 
         The results must serve several layers, and be no larger than the values that are read. They
-        must also have the type of a global value that is read, so that no other vector is sent: a
+        must also have the type of a global value that is read, so that no further vector is sent: a
         vector holds all values of one type.
         """
         if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):

@@ -143,7 +143,7 @@ class Part:
         Args:
             layer: the layer that runs it; None for the global program.
             phase: the phase in which it runs.
-            last: whether it is the last piece of its layer; only that one may overwrite its inputs.
+            last: whether it is the last piece of its layer; only the last may overwrite its inputs.
         """
         content = self._content
         if content not in _PROGRAMS:

@@ -1,8 +1,8 @@
 """Exchanges the operands of products whose result is only read transposed.
 
 The derivative of `x @ w` by `w` is traced as a product of the cotangent and `x`, which is then
-transposed. XLA on CPUs takes up to twice as long for that as for the product of `x` and the
-cotangent, so the first is replaced by the second:
+transposed. XLA on CPUs takes up to twice as long for the transposed product as for the product of
+`x` and the cotangent. So the second product replaces the first:
 
     (cotangent^T @ x)^T  ->  x^T @ cotangent
 """
@@ -56,7 +56,7 @@ def _exchange(product: JaxprEqn) -> tuple[int, ...]:
 
 
 def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
-    """Returns a product with its operands exchanged, which defines another variable."""
+    """Returns a product with its operands exchanged, whose result is the variable `result`."""
     contracting, batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
     if isinstance(precision, tuple):  # one for each operand

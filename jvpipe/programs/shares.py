@@ -3,9 +3,9 @@
 That replica keeps the layer's optimizer state, and sends the new parameters to the other replicas.
 This is the first stage of ZeRO (Rajbhandari et al., 2020), by whole layers. The layers of a stage
 are packed onto its replicas by the bytes of their state. Single parameters could be packed more
-evenly, but then the programs of an update would depend on how they are packed, and the compiler may
-round differently in different programs. Layers can be packed in any way, because each runs the same
-program on any replica, but all processes must pack them alike.
+evenly. But then the programs of an update would depend on the packing, and the compiler may round
+differently in different programs. Layers can be packed in any way, because each layer runs the same
+program on any replica. All processes must pack them alike.
 """
 
 from collections.abc import Sequence

@@ -84,11 +84,11 @@ def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Pr
 
 
 def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]) -> Program:
-    """Returns the program that makes leaves of the model state from the replicas' parts of them.
+    """Returns the program that joins the replicas' parts of a model state, such as running means.
 
     Args:
-        leaves: for each leaf, the parts of all slices. If the slices add to the leaf, its value
-            before the micro-batch comes first.
+        leaves: for each leaf of the state, the parts of all slices. If the slices add to the
+            leaf, its value before the micro-batch comes first.
         parts: how each leaf is made of its parts.
     """
 

@@ -13,8 +13,8 @@ Whether values of different layers may meet in an equation is decided in
 `jvpipe.programs.ownership`. An array that is the same all along an axis is passed on as `Even`, so
 that its slices are known without making the whole array.
 
-An equation without a rule here runs on the whole array. This is right, but then values of different
-layers meet, and the optimizer may be refused.
+An equation without a rule here runs on the whole array. Its result is right, but values of
+different layers meet in it, and so the optimizer may be refused.
 """
 
 import math
@@ -183,9 +183,9 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that makes or keeps an array the same along an axis.
+    """Returns the results of a broadcast, or of an elementwise equation on `Even` arrays.
 
-    Returns None for other equations.
+    Returns None for other equations, and for a broadcast that repeats nothing.
     """
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
@@ -204,8 +204,8 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):
         return None
-    # Along an axis the result is the same everywhere if that holds for all operands. Otherwise it
-    # has as many elements there as the operands that differ along the axis.
+    # Along an axis the result is the same everywhere if all operands are. Otherwise `one`
+    # has as many elements along the axis as the operands that differ along it.
     shapes = [v.one.shape for v in ranked]
     sizes = tuple(map(max, zip(*shapes, strict=True)))
     ones = [_broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
@@ -435,7 +435,7 @@ def _transpose(
 
 
 def _without(name: str) -> _Shaped:
-    """Returns the rule for equations that remove axes, which a parameter of this name lists."""
+    """Returns the rule for equations that remove the axes in their parameter `name`."""
 
     def shaped(
         eqn: JaxprEqn,
@@ -452,7 +452,7 @@ def _without(name: str) -> _Shaped:
 
 
 def _along(name: str) -> _Shaped:
-    """Returns the rule for equations that work along axes, which a parameter of this name lists."""
+    """Returns the rule for equations that work along the axes in their parameter `name`."""
 
     def shaped(
         eqn: JaxprEqn,

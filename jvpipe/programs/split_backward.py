@@ -142,7 +142,7 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
     """Yields an equation, and a barrier behind some of its results, `values`.
 
     In front of the barrier, `values` get the memory layout of arrays that one program hands to
-    another, because in halves these values are handed over.
+    another, because the first half hands these values to the second.
     """
     if not values:
         yield eqn

@@ -160,7 +160,7 @@ class _Split:
         return [values[at] if n is None else Slices(values[at : at + n]) for at, n in spans]
 
     def joined(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the leaves that consist of some slices."""
+        """Joins slices into leaves."""
         pairs = zip(self.slices(values), self.lengths, strict=True)
         return [x if n is None else stacked(x) for x, n in pairs]
 
@@ -212,8 +212,8 @@ def _settled(
     """Returns how the state is taken apart.
 
     A leaf is taken apart if it belongs to a stack and is as long as the stack, or if an update
-    yields it in slices. The latter leaves are found by running the update abstractly until it
-    yields no further leaf in slices. The loop ends, because each turn takes another leaf apart.
+    yields it in slices. Leaves of the second kind are found by running the update abstractly until
+    it yields no further leaf in slices. The loop ends, because each turn takes another leaf apart.
 
     Args:
         core: the optimizer, traced over stacks.

@@ -264,8 +264,8 @@ class ProgramStore:
 def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
     """Calls a function on each item, in as many threads as there are processors.
 
-    An item is handed over only once a thread is free. If the process is to exit, it waits for the
-    items that its threads have been given, and would otherwise wait for all items.
+    An item is handed over only once a thread is free, because a process that exits waits
+    for all items that were handed over.
     """
     count = os.cpu_count() or 1
     free = Semaphore(count)

@@ -7,7 +7,7 @@ w         a parameter
 u         its last applied update
 delta     the running mean of its updates
 tau       the number of updates between a stage's forward and its own update
-gamma     D ** (1 / tau): how much of the mean each update keeps
+gamma     D ** (1 / tau), with the decay D: how much of the mean each update keeps
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def settled(
     decay: float,
     anneal_updates: int,
 ) -> Program:
-    """Returns PipeMare's T1 and T2 as a program; only the weights before are not overwritten.
+    """Returns PipeMare's T1 and T2 as a program, which overwrites all inputs except `w before`.
 
     The program is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1
     scales the t-th update u by max(1, tau) ** -(1 - min(t / K, 1)). T2 is
