@@ -1,4 +1,4 @@
-"""Clusters that a user describes in TOML; every mistake is a ValueError with file, line and field.
+"""Clusters that a user describes in TOML; errors name the file, the field and its line if found.
 
 All fields of the file are below. The device is given in one of three ways: `device` as a name,
 `[device]` as a table, or `devices`, a list with an entry for every device.
@@ -21,7 +21,7 @@ name = "our GPU"
 memory_bytes = "24GiB"       # without `like`, this figure and the next two are needed
 memory_bytes_per_s = 0.7e12
 flops_per_s = { float32 = 20e12, bfloat16 = 80e12 }
-launch_s = 5e-6              # seconds of a kernel beside its work
+launch_s = 5e-6              # fixed seconds of each kernel, in addition to its work
 elementwise_per_s = 5e12     # elementwise operations per second
 tiling = { cores = 80, start = 32, winograd = 0.8 }
                              # see `tiling.py`; default: products use all cores without loss
@@ -92,7 +92,7 @@ def read_cluster(path: Path) -> Cluster:
     )
     devices = _devices(table)
     machines = table.count("machines", 1)
-    # Without devices_per_machine, the devices of a list are shared out evenly.
+    # Without devices_per_machine, the devices of a list are spread evenly over the machines.
     default = max(1, len(devices) // machines) if devices else None
     per_machine = table.count("devices_per_machine", default)
     if devices and len(devices) != per_machine * machines:
@@ -216,7 +216,7 @@ def _preset(table: "_Table", key: str, name: str) -> Accelerator:
 class _Table:
     """A table of the file, which knows where in the file it is.
 
-    Its methods read an entry and raise ValueError, with the line of the entry, if it is wrong.
+    Its methods read an entry. If the entry is wrong, they raise ValueError with its line.
 
     Attributes:
         path: the path of the file.
@@ -262,9 +262,9 @@ class _Table:
 
         Args:
             key: the key of the number.
-            default: the number if the key is missing, which may be infinite; None if the key must
-                be there.
-            zero: whether the number may be 0, as a time or a share may, but not a rate.
+            default: the number if the key is missing (this one may be infinite); None if the key
+                must be there.
+            zero: whether the number may be 0: a time or a share may be 0, a rate may not.
         """
         if default is not None and key not in self.entries:
             return default

@@ -155,7 +155,7 @@ class Compiler:
             texts: the programs, in StableHLO.
 
         Raises:
-            Refusal: the compiler refuses one of them.
+            Refusal: the compiler refuses one of the programs.
             ValueError: the compiler cannot be asked; the message says why.
         """
         self.target.check()

@@ -112,7 +112,7 @@ class LayerCost:
 
     @property
     def reduced_bytes(self) -> int:
-        """The bytes of its gradients, which replicas sum up."""
+        """The bytes of gradients, which replicas sum up; if not given, those of the parameters."""
         return self.gradient_bytes or self.parameter_bytes
 
     def slower(self, times: float) -> "LayerCost":
@@ -136,8 +136,8 @@ class LayerCost:
 class Edge:
     """A value that one layer makes and other layers read.
 
-    A reader on another stage receives the value, and returns its cotangent if there is one, that
-    is, if the value is `differentiable`.
+    A reader on another stage receives the value. If the value is `differentiable`, the reader
+    returns its cotangent.
     """
 
     producer: int
@@ -149,7 +149,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Bytes that a stage holds once if it has any of `layers`, such as a tensor or tied parameter.
+    """The bytes of a value, such as a tied parameter, that a stage with any of `layers` holds once.
 
     A tensor that several layers read counts per micro-batch in flight. A parameter that several
     layers read (a tied parameter) counts per version, and is not part of any layer's

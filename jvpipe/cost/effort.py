@@ -12,8 +12,8 @@ class MeasuringEffort:
     """The number of times that programs and copies are run to measure their seconds.
 
     Attributes:
-        turns: the turns in which all programs run one after another. The least seconds of all turns
-            count, so a slow moment of the machine in one turn does not.
+        turns: the turns in which all programs run one after another. For each program, its least
+            seconds of all turns count. So a slow moment of the machine in one turn does no harm.
         runs: the runs of each program in a turn, after one run that warms up.
         long_s: programs that take longer than this run in the first turn only, and fewer times.
         copies: the copies of each size over a link between devices, or between device and host.
@@ -43,9 +43,9 @@ class OptionEffort:
 
     Attributes:
         options: the most options of a layer.
-        all_subsets: a number of candidates. If a layer has no more, all subsets of them are tried.
-            If it has more, minimum cuts find the best subsets (`recompute.py`).
-        prices: the number of minimum cuts, each with another price of a kept byte in seconds.
+        all_subsets: the most candidates of a layer for which all subsets are tried. If a layer has
+            more candidates, minimum cuts find the best subsets (`recompute.py`).
+        prices: the number of minimum cuts. Each has a different price, in seconds, of a kept byte.
         flow_units: the sum of the finite capacities in the graph of a minimum cut. Capacities are
             rounded to whole numbers, so a larger sum is more exact. Twice the sum must fit 32 bits.
     """

@@ -109,8 +109,8 @@ def _update_s(piece: Piece, device: Accelerator) -> float:
     """Estimates the seconds of a piece of the optimizer.
 
     A piece without products is compiled to one kernel that reads each input once and writes each
-    result once. Its seconds are a launch and these bytes, because the roofline would count several
-    kernels. A piece with products gets the roofline's seconds.
+    result once. So it takes one launch, and the time to move these bytes. The roofline would count
+    several kernels. A piece with products gets the roofline's seconds.
     """
     if product_flops(piece.program.eqns):
         return roofline.seconds(piece.program, device)

@@ -1,8 +1,8 @@
 """How much of a data sheet's rates each family of devices reaches, with the sources.
 
 A family is a set of devices that are assumed to reach the same shares of their makers' figures.
-There are few constants, and none belongs to one device alone. So they can be used for devices that
-nobody has measured, too. If the source of a constant says "fitted half", `experiments/predicts`
+A constant belongs to a family and not to one device. So a device that nobody has measured can use
+the constants of its family. If the source of a constant says "fitted half", `experiments/predicts`
 fitted the constant to one half of the published throughputs, and the other half judges the result.
 The source of a constant is the comment above it.
 """
@@ -21,8 +21,8 @@ class Family:
         products: the share of the peak rate of float32 that products reach if their tiles keep all
             cores busy.
         memory: the share of the memory's peak rate that kernels reach.
-        launch_s: the seconds that each kernel takes beside its work.
-        tiling: the efficiency of products by how their tiles fill the cores; None if not measured.
+        launch_s: the fixed seconds that each kernel takes in addition to its work.
+        tiling: how the rate of products depends on their tiles; None if not measured.
     """
 
     products: float
@@ -38,9 +38,9 @@ class Family:
         return self.products if dtype == "float32" else SHEET.products
 
 
-# As for all presets; a V100's copies reach 790 of 900 GB/s (Warburton, 2018).
+# The same in all families; a V100's copies reach 790 of 900 GB/s (Warburton, 2018).
 _MEMORY = 0.8
-# As for all presets; experiments/predicts, fitted half, finds 2.97e-6.
+# The same in all families; experiments/predicts, fitted half, finds 2.97e-6.
 _LAUNCH_S = 3e-6
 _TILING = Tiling(
     # experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s
@@ -49,15 +49,15 @@ _TILING = Tiling(
     winograd=0.82,
 )
 
-# Assumed: large products with their launches and tails.
+# Assumed for large products, with the time of launches and of cores that idle at the end.
 SHEET = Family(0.6, _MEMORY, _LAUNCH_S)
-"""The family of all devices that nobody measured. It has no tiling: products use all cores."""
+"""The family of devices in no measured family. It has no tiling: products use all cores."""
 # experiments/predicts, fitted half: torchgpipe's AmoebaNet-D and U-Net on P40s
 PASCAL = Family(0.78, _MEMORY, _LAUNCH_S, _TILING)
 """The P40."""
 # experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s
 VOLTA = Family(0.85, _MEMORY, _LAUNCH_S, _TILING)
-"""Volta and Turing, whose ordinary cores compute products of float32, not their tensor cores."""
+"""Volta and Turing. Their tensor cores cannot multiply float32, so their ordinary cores do."""
 
 # An operation of PyTorch takes the host 5 to 25 us ("From PyTorch op to kernel launch").
 _HOST_S = 1e-5

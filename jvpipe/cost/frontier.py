@@ -132,7 +132,7 @@ def _rank(option: Option) -> tuple[bool, float, int]:
 
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
-    """Returns options with their modeled extra seconds replaced by interpolated measured ones."""
+    """Returns options with measured extra seconds, interpolated at the modeled extra seconds."""
     points = sorted([(0.0, 0.0), *measured])
     modeled_s, measured_s = np.array(points).T
     # Measured seconds must rise with the modeled ones: noise must not make more work cheaper.
@@ -196,8 +196,8 @@ def _option(
 def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> Iterable[Option]:
     """Yields options that keep the same candidates and swap more and more of them.
 
-    The sets of swapped candidates grow in two orders, from the largest candidate on and from the
-    smallest on. For n candidates these are about 2 n sets instead of 2^n.
+    The sets of swapped candidates grow in two orders: largest candidate first, and smallest first.
+    For n candidates these are about 2 n sets instead of 2^n.
     """
     rising = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
     swaps: set[frozenset[int]] = set()

@@ -69,8 +69,8 @@ class Accelerator:
         flops_per_s: the rate of matrix products, by dtype; with a `tiling`, the rate of products
             that keep all cores busy. Only `float32` must be there: `products_per_s` derives the
             rates of missing dtypes.
-        launch_s: the seconds that each kernel takes beside its work. A kernel that moves
-            `launch_s * memory_bytes_per_s` bytes reaches half of the memory's rate, because
+        launch_s: the fixed seconds that each kernel takes in addition to its work. A kernel that
+            moves `launch_s * memory_bytes_per_s` bytes reaches half of the memory's rate, because
             launching takes as long as moving; kernels of fewer bytes reach less.
         elementwise_per_s: elementwise operations per second; a kernel takes at least the time of
             its operations at this rate.
@@ -78,7 +78,7 @@ class Accelerator:
         cores: the multiprocessors of a GPU; 0 if the number is not known.
         tiling: how well products use the cores; None if they are assumed to use all cores always.
         framework: the framework that runs the programs, which decides how many kernels they have.
-        scratch_bytes: the memory beside the cores of a TPU, where small values lie.
+        scratch_bytes: the on-chip memory of a TPU, where small values lie.
     """
 
     name: str
@@ -238,8 +238,8 @@ class Cluster:
         """Returns a link that takes as long as the transfer of a value, given the value's bytes.
 
         Each sender holds a slice of the value. Slices are of equal size and pass at the same time.
-        Between machines, each slice that passes at a time needs a network link of its own, both on
-        the senders' side and on the readers' side.
+        Between machines, each slice needs a network link of its own while it passes, both on the
+        senders' side and on the readers' side.
 
         Args:
             senders: the numbers of the devices that hold the slices.

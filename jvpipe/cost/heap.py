@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _SMALL = 4
-"""A buffer is small if it takes less than 1 / `_SMALL` of the memory beside the cores."""
+"""A buffer is small if it takes less than 1 / `_SMALL` of the on-chip memory."""
 
 
 class Buffer(NamedTuple):
@@ -63,8 +63,8 @@ def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
 
     Args:
         buffers: the buffers of a program that do not lie in results.
-        scratch_bytes: the memory beside the cores of a TPU. It holds as many of the bytes of small
-            buffers as fit; all others count.
+        scratch_bytes: the on-chip memory of a TPU. Small buffers lie there as far as they fit. All
+            other bytes count.
 
     >>> peak_bytes([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 2, 2)], 0)
     8

@@ -24,8 +24,8 @@ class Step:
     Attributes:
         reads: the values that it reads from memory.
         writes: the values that it writes to memory.
-        loop: the shape that it loops over; None for a product or another heavy equation.
-        own_bytes: the bytes that it needs while it runs, beside what it reads and writes.
+        loop: the shape that it loops over; None for products, scatters and the like.
+        own_bytes: the bytes that it needs while it runs, in addition to what it reads and writes.
     """
 
     reads: frozenset[Var]

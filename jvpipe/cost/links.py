@@ -43,7 +43,7 @@ class Links:
 
     @property
     def numbers(self) -> list[float]:
-        """The links as seven numbers, which is the archive's format: `of` reads them back.
+        """The links as the seven numbers that the archive keeps; `Links.of` reads them back.
 
         They are three rates, three latencies, and whether SEND and OUT share a link. A link that
         takes no time has rate 0.

@@ -49,7 +49,7 @@ class Run:
 
     Attributes:
         seconds: the time that the program takes.
-        temporary_bytes: the bytes that it needs beside its inputs and results.
+        temporary_bytes: the bytes that it needs besides its inputs and results.
         processor_s: the processor time that it takes on all cores of the host together.
     """
 
@@ -393,9 +393,9 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
 
 
 def example_of(shape: Any) -> Any:
-    """Makes an array of a shape and dtype with random values.
+    """Makes an array of a shape and dtype: random floats, keys, or zeros for other types.
 
-    They are not zeros, because some devices compute faster with zeros than with real values.
+    Floats are not zeros, because some devices compute faster with zeros than with other values.
     """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return _keys(shape)
@@ -406,7 +406,7 @@ def example_of(shape: Any) -> Any:
 
 
 def _keys(shape: Any) -> jax.Array:
-    """Makes random keys of a shape and dtype.
+    """Makes keys of JAX's random numbers, of a shape and dtype.
 
     The implementation of the keys is not part of `shape`: an abstract evaluation finds it out.
     """

@@ -28,7 +28,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
-"""The kinds of the slots, or arrays, that pieces of an update exchange with each other.
+"""The kinds of slots (arrays) that pieces of an update exchange with each other.
 
 Gradients, parameters and state are in slots of other kinds, and count elsewhere.
 """
@@ -43,7 +43,7 @@ class Work:
     """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
     A candidate is a value whose fate a planner can choose. The programs here keep all candidates.
-    Temporary bytes are what a program needs beside its inputs and results.
+    Temporary bytes are what a program needs besides its inputs and results.
     """
 
     forward_s: float
@@ -377,7 +377,7 @@ def _state_bytes(optimizer: OptimizerCut | None, holders: Sequence[int | None]) 
 
 
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
-    """Counts the bytes that an update needs beside a layer's gradients, parameters and state.
+    """Counts the bytes that an update needs besides a layer's gradients, parameters and state.
 
     These are the values that pieces of the optimizer exchange and, for the owner of a tied
     parameter, the parameter's gradients from the other layers that read it.

@@ -22,7 +22,7 @@ LINKS = 0.8
 """The share of a link's raw rate that large copies reach."""
 
 _FAMILIES = {"Tesla P40": PASCAL, "RTX 2080 Ti": VOLTA, "V100 16 GB": VOLTA}
-"""The devices whose families were measured, by name; all others are assumed to be as `SHEET`."""
+"""The devices whose families were measured, by name; all others have the family `SHEET`."""
 
 
 def _family_of(name: str) -> Family:

@@ -20,8 +20,9 @@ class Product:
     """A batch of b products of m x k by k x n.
 
     `itemsizes` has the bytes of an element of the left operand, the right operand and the result.
-    `three` is set for dense convolutions with a kernel of 3 x 3 pixels. It says which array has
-    these pixels: the operand ("kernel"), or the result if that is the gradient of the kernel.
+    `three` is set for dense convolutions (no stride or dilation) with a kernel of 3 x 3 pixels. It
+    says which array has these pixels: the operand ("kernel"), or the result if the result is the
+    gradient of the kernel.
     """
 
     b: int
@@ -43,8 +44,8 @@ class Product:
         The algorithm computes four pixels of a result with 16 multiplications in place of 36 (Lavin
         and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016). So there are 16
         products. Each has a quarter of the rows, and sums of a ninth of the length. For the
-        gradient of a kernel, each has a ninth of the rows, and sums of a quarter of the length. It
-        is None if the algorithm does not apply.
+        gradient of a kernel, each has a ninth of the rows, and sums of a quarter of the length.
+        `minimal` is None if the algorithm does not apply.
         """
         if self.three is None:
             return None
@@ -92,7 +93,7 @@ def _matrices(eqn: JaxprEqn) -> Product:
 def _convolution(eqn: JaxprEqn) -> Product:
     """Returns the product that a convolution computes, without the zeros of a dilated input.
 
-    If the input is dilated by `spread`, only one in `spread` of its pixels is not a zero.
+    If the input is dilated by `spread`, only one in `spread` of its pixels is nonzero.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]

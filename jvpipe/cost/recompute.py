@@ -35,8 +35,8 @@ from jvpipe.trace.inline import merged_equations
 class Recompute:
     """The candidates of a layer, and what dropping them costs.
 
-    Only n candidates matter: those that the backward reads, those that recomputing these reads, and
-    so on. They are numbered from 0 to n - 1 in all attributes but the first.
+    Only n candidates matter: those that the backward reads, those that are read to recompute them,
+    and so on. They are numbered from 0 to n - 1 in all attributes but the first.
 
     Attributes:
         candidates: the names of all candidates of the layer.
@@ -99,8 +99,8 @@ class Recompute:
 
         A set is worth keeping if no other tried set of as few bytes saves as many seconds. With few
         candidates all sets are tried. With more, minimum cuts at several prices of a byte are tried
-        (`cut`). They find only points on the convex hull of bytes and seconds. So the sets that
-        differ from one of them in one candidate are tried, too.
+        (`cut`). Minimum cuts find only sets on the convex hull of bytes and seconds. So the sets
+        that differ from a found set in one candidate are tried, too.
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:

@@ -47,7 +47,7 @@ _ALIASES = _words(
 _MADE_ON_READING = _words("broadcast_in_dim iota")
 _EXPONENTIALS = _words("exp exp2 log log1p expm1 tanh logistic sin cos pow")
 _SPECIAL = _words("erf erfc erf_inv lgamma digamma tan atan2")
-# These are too expensive for two kernels to compute the same value each for itself.
+# If two kernels read such a value, computing it in each of them is too expensive.
 DEAR = (*_EXPONENTIALS, *_SPECIAL)
 # The results of these reach memory even if all their readers are elementwise.
 REDUCTIONS = _words(
@@ -119,7 +119,7 @@ def _kernels_s(
 
 @dataclass(frozen=True)
 class Kernel:
-    """The work of one kernel beside its products.
+    """The work of one kernel besides its products.
 
     Attributes:
         reads: by value in memory, the bytes of it that the kernel reads.
@@ -197,7 +197,8 @@ class Kernels:
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
         """Returns the bytes that equation i reads, by value in memory, and its operations.
 
-        Both include the equations that are fused into it. Operations are by their equation's index.
+        Both include the equations that are fused into equation i. Operations are by the index of
+        their equation.
         """
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
@@ -232,7 +233,7 @@ def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
 
     For two kinds of equations this depends on the platform. Random bits of threefry are elementwise
     except on CPUs. A scatter that puts one value into each row is elementwise on TPUs: there it
-    becomes a comparison of each column's number with that of the value.
+    becomes a comparison of each column's number with the number of the value's column.
     """
     if eqn.primitive.name in SCATTERS:
         return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims

@@ -2,14 +2,14 @@
 
 A target is a device that programs are compiled for, whether it is here or not. A layer's work is
 what its programs take if they keep all candidates: seconds, and the temporary bytes that they need
-beside inputs and results. An option of a layer is a way to treat what its forward leaves: values
+besides inputs and results. An option of a layer is a way to treat what its forward leaves: values
 are kept, swapped or recomputed. Extra bytes are what an option needs beyond the temporary bytes of
 the work. As modeled, they are the bytes of the values that the option recomputes.
 
 A layer has many options, each with programs of its own. But a plan uses one option per layer, and
 the compiler was only asked about the programs of plans. So the compiler's answers for some options
 of a layer are carried over to its other options, by interpolation over their modeled extra bytes.
-Options that recompute about as much are expected to exceed their model by about as much.
+If two options have similar modeled bytes, the compiler is expected to add similar amounts to both.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -104,9 +104,9 @@ def with_said_options(
     of_layers = zip(traced.graph.layers, traced.bodies, works, options, strict=True)
     for layer, body, work, of_layer in of_layers:
         partial = partial_inputs(traced.graph, layer)
-        # From modeled extra bytes to the compiler's. The largest answer counts if several options
-        # have the same modeled bytes. Extra bytes are counted beyond the option that keeps
-        # everything, so that option has 0 of both.
+        # Maps modeled extra bytes to the compiler's. If several options have equal modeled bytes,
+        # the largest answer counts. Extra bytes are counted beyond the option that keeps
+        # everything, so that option has 0 modeled and 0 compiled extra bytes.
         said_bytes: dict[int, int] = {0: 0}
         extras: list[int | None] = []
         for option in of_layer:
@@ -151,8 +151,8 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
 def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
     """Returns an option with the compiler's extra bytes, or with interpolated ones.
 
-    For an option that the compiler was not asked about, the excess of the compiler's bytes over the
-    modeled ones is interpolated between the layer's options that it was asked about.
+    The excess is the compiler's extra bytes minus the modeled ones. For an option without an answer
+    of the compiler, the excess is interpolated between the layer's options with an answer.
 
     Args:
         option: the modeled option.

@@ -1,4 +1,4 @@
-"""Joins siblings: steps that loop over one shape and read the same array are one kernel on a GPU."""
+"""Joins siblings, which a GPU runs as one kernel: steps over one shape that read the same array."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from jvpipe.cost.kernel_steps import Shape, Step
 
 
 def with_siblings(steps: Sequence[Step]) -> list[Step]:
-    """Returns steps in which siblings are one step, as late as their last member where possible.
+    """Joins siblings into one step each, at the place of the last sibling if possible.
 
     A step joins the first group that loops over the same shape and reads the same large array. It
     does not join if the step waits for the group or the group for the step, because the joined step
@@ -68,9 +68,9 @@ def _digits(steps: Sequence[int]) -> int:
 
 
 def _join(behind: list[int], group: Sequence[int]) -> None:
-    """Joins steps into one, which waits for every step that one of them waits for.
+    """Joins steps into one step, which waits for every step that a member waits for.
 
-    A step that waits for one of them waits for all of them from now on.
+    From now on, a step that waits for one member waits for all members.
 
     Args:
         behind: for each step the steps that it waits for, as binary digits; changed in place.

@@ -58,7 +58,7 @@ class TargetStore(ProgramStore):
         self.sizes: dict[Hashable, Sizes] = {}
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
-        """Returns a layer's forward and backward from the other store."""
+        """Returns a layer's forward and backward from the store that makes programs."""
         return self._store.layer(body, kept, partial)
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:
@@ -67,7 +67,7 @@ class TargetStore(ProgramStore):
         Equal programs are compiled once, even if they come with different devices.
 
         Raises:
-            RefusedProgram: the compiler refuses one of them.
+            RefusedProgram: the compiler refuses one of the programs.
             ValueError: the compiler cannot be asked; the message says why.
         """
         platform = self.compiler.target.platform

@@ -1,4 +1,4 @@
-"""Compile targets: devices that programs are compiled for without having such a device here.
+"""Compile targets: devices that programs are compiled for, even if no such device is here.
 
 The compiler for GPUs needs a description of the device, which `_gpu` writes from the maker's data
 sheet. The compiler for TPUs needs only the name of a topology: the kind of the chips, and the shape

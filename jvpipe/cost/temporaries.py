@@ -1,4 +1,4 @@
-"""The bytes that a program holds beside its inputs and results, counted from its equations alone.
+"""The bytes that a program holds besides its inputs and results, counted from its equations alone.
 
 The rules describe what compilers were seen to do in programs for H100s and TPUs
 (`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). The compiler
@@ -28,14 +28,14 @@ On a GPU:
 On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
 
     halves     float32 values that only unbatched products read are bfloat16, because a TPU
-               multiplies float32 as bfloat16; for batches, copies take what this would save
-    relaid     an input that elementwise kernels read is copied into the layout of a batch of
-               products beside it; or if it lies along another dimension between programs
-    twice      a product of at least 128 rows with a transposed table is copied if it is a result
-               of the program and also read by kernels
+               multiplies float32 as bfloat16; for batched ones, copies take what this would save
+    relaid     an input that elementwise kernels read is copied in two cases: it has the shape of a
+               batch of products, or it lies along another dimension between programs
+    twice      a product of at least 128 rows with a transposed operand, such as an embedding table,
+               is copied if it is a result of the program and also read by kernels
     images     what convolutions read and make has its channels along the 128 columns of tiles, so
                inputs and results with another layout between programs are copied
-    scratch    small buffers lie in the memory beside the cores while there is room (`heap.py`)
+    scratch    small buffers lie in the on-chip memory while there is room (`heap.py`)
 """
 
 from collections import defaultdict
@@ -61,7 +61,7 @@ _ADDED = ("add", "add_any")
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
-    """Counts the most bytes that a program holds at once beside its inputs and results.
+    """Counts the most bytes that a program holds at once besides its inputs and results.
 
     The program becomes a list of steps, one for each kernel. The rules of the device's compiler
     change this list. A value then has a buffer from the first step that writes it to the last step
@@ -149,7 +149,7 @@ def _turned_scatters(program: Program) -> set[Var]:
 
 
 def _copies_filter(eqn: JaxprEqn) -> bool:
-    """Tells whether a convolution's images have channels last, and its filter has not."""
+    """Tells whether a convolution's images have channels last, but its filter does not."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     numbers = eqn.params["dimension_numbers"]
@@ -159,7 +159,7 @@ def _copies_filter(eqn: JaxprEqn) -> bool:
 
 
 def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
-    """Counts the bytes that a GPU's kernel needs beside what it reads and writes."""
+    """Counts the bytes that a GPU's kernel needs besides what it reads and writes."""
     name = eqn.primitive.name
     product = product_of(eqn) if name == "dot_general" and device.cores else None
     if product:
@@ -171,7 +171,7 @@ def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
 
 
 def _summed_across(program: Program) -> dict[Var, set[Var]]:
-    """Finds values that take an exponential and are reduced over different axes.
+    """Finds values made with an exponential or the like, and reduced over different axes.
 
     Returns the reductions of each value. Values that reach memory anyway are left out.
     """
@@ -210,7 +210,7 @@ def _with_once(steps: Iterable[Step], once: Mapping[Var, set[Var]]) -> list[Step
 
 
 def _inside_results(program: Program) -> set[Var]:
-    """Finds values that lie in a result's memory, because one elementwise kernel makes it of them.
+    """Finds values in a result's memory, because one elementwise kernel makes the result from them.
 
     If the kernel adds a value to an input, the result overwrites that input. Then only products and
     scattered sums need no buffer, because they are summed up in place.
@@ -262,7 +262,7 @@ def _rooms(
     for i, step in enumerate(steps):
         inside = [taken[v] for v in step.reads if v in taken]
         for v in step.writes.intersection(elsewhere):
-            # A result made from a value that lies in its memory takes the memory with that value.
+            # If a result is made from a value in its memory, that value takes the memory first.
             taken[v] = min((i, *inside))
             if v in free:
                 yield Room(nbytes(v), taken[v])

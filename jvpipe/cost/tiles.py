@@ -61,7 +61,7 @@ def in_tiles(value: T) -> T:
     """
     if isinstance(value, Array):
         size = math.prod(value.shape)
-        # An array is not counted if it is cut over several devices, is empty, or packs its elements.
+        # An array stays as it is if it is cut over several devices, is empty, or packs elements.
         if value.spec or not 0 < size <= value.bytes:
             return value
         return replace(value, bytes=tiled_bytes(value.shape, value.bytes // size))

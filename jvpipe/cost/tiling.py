@@ -60,12 +60,12 @@ def product_s(
     little longer than that of 80.
 
     Args:
-        product: its shape.
+        product: the shape of the product.
         tiling: the efficiency of the device.
         cores: the cores of the device; each works on one tile at a time.
         flops_per_s: the rate of all cores together on the largest tiles.
-        result_bytes_per_s: the rate at which the parts of a sum are written and read again to be
-            added up; they are float32.
+        result_bytes_per_s: the rate at which the float32 parts of a sum are written, and read again
+            to be added up.
 
     >>> gpu = Tiling()
     >>> [round(product_s(Product(1, 128 * rows, 128, 100), gpu, 80, 80e9, 1e15), 6) for rows in (80, 81, 160)]

@@ -1,6 +1,6 @@
 """The layouts that a TPU's compiler gives to values, and the copies that these layouts take.
 
-The first page of `temporaries.py` states the rules: `halves`, `relaid`, `twice` and `images`.
+The docstring of `temporaries.py` states the rules: `halves`, `relaid`, `twice` and `images`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ class TpuLayouts:
 def _images(program: Program) -> Iterator[Var]:
     """Yields the images: what convolutions read and make except filters, and values of that shape.
 
-    A value whose layout takes no more bytes as an image is left out.
+    A value that takes no more bytes as an image is left out.
     """
     shapes: set[Shape] = set()
     for eqn in program.named("conv_general_dilated"):
@@ -103,8 +103,8 @@ def _relaid(program: Program) -> Iterator[Var]:
 
     An input is copied in two cases. It has the shape of a batched product's result, whose layout it
     gets. Or it consists of rows longer than a tile, and lies along another dimension between
-    programs, because that takes fewer bytes. An input that a heavy equation reads, such as a
-    product, is not copied.
+    programs, because that takes fewer bytes. An input that a heavy equation (such as a product)
+    reads is not copied.
     """
     batched = {shape_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
     loops = {loop_of(eqn) for eqn in program.eqns}
@@ -123,7 +123,7 @@ def _laid_twice(program: Program) -> Iterator[Var]:
     for eqn in program.named("dot_general"):
         product = eqn.outvars[0]
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
-        # Fewer rows do not fill the columns of tiles, so such a product is not laid out that way.
+        # That layout has rows along the columns of tiles, which fewer rows would not fill.
         has_rows = shape_of(product)[-2:][:1] >= (COLUMNS,)
         if program.readers[product] and has_table and has_rows and not is_batched(eqn):
             yield product

@@ -32,7 +32,7 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
             for body in bodies:
                 for dtype, count in product_flops(body.eqns).items():
                     by_dtype[dtype] += times * count
-        # An equation with bodies has no operations beside those of its bodies.
+        # An equation with bodies has no operations besides those of its bodies.
         elif count := flops(eqn):
             by_dtype[str(_jax.aval(eqn.invars[0]).dtype)] += count
     return by_dtype

@@ -1,7 +1,7 @@
 """Slices of a micro-batch's examples, on which the replicas of a stage work.
 
 Replicas are several places that run the same stage. Each makes values from its slice. `Over` says
-how a value depends on the examples, and so how the replicas' values give the whole value.
+how a value depends on the examples, and so how the whole value is made from the replicas' values.
 """
 
 from dataclasses import dataclass

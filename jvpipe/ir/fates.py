@@ -13,7 +13,7 @@ from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 from jvpipe.util.names import did_you_mean
 
 UPDATES_HELD = 2
-"""How many updates' optimizer state a device has room for, if the state lies on the host.
+"""The number of updates whose optimizer state fits on a device, if the state lies on the host.
 
 With room for two, one update runs while the state of another comes or leaves. With room for one,
 nothing would overlap. Planners count this many times the state of the largest update, and

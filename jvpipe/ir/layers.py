@@ -155,7 +155,7 @@ class LayerGraph:
     batch: tuple[Array, ...] = ()
     state: tuple[Array, ...] = ()
     constants: tuple[Array, ...] = ()
-    aux: tuple[Array, ...] = ()
+    aux: tuple[Array, ...] = ()  # what the loss returns besides its value
     aux_groups: tuple[tuple[int, ...], ...] = ()  # the leaves of each metric; two if `Weighted`
     weighted: bool = False  # whether the loss is a `Weighted`
     loss_bytes: int = 4

@@ -18,7 +18,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         shape: the shape of the whole array.
         dtype: the type of its numbers.
         read: a function that reads the array. Without arguments it reads all of it. With arguments,
-            which index the first axes, it reads only that part. The last one may be a slice.
+            which index the first axes, it reads only that part. The last index may be a slice.
         at: the indices of the part that this array stands for; none for the whole array.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])

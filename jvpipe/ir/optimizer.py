@@ -1,6 +1,6 @@
 """The protocol of an optimizer.
 
-With it jvpipe can name the type without importing optax, which takes long to import.
+jvpipe uses this protocol as a type in place of optax's own, because importing optax takes long.
 """
 
 from collections.abc import Callable

@@ -53,7 +53,7 @@ def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
 def block_of(path: str) -> Block | None:
     """Finds the numbered module that a parameter's path names.
 
-    A key of the path that is a number takes precedence over a number at the end of a key.
+    A key of the path that is a number takes precedence over a number inside a key.
 
     >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
     (('blocks', 3), ('blocks', 3), ('h', 2))

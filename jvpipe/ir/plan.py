@@ -35,7 +35,7 @@ class FateInfo:
     Attributes:
         saved: whether the forward's program yields the tensor for the backward.
         away: whether the tensor lies on the host between forward and backward.
-        again: whether the forward of the tensor's layer runs once more before the backward.
+        again: for an edge, whether the forward of its layer runs once more before the backward.
     """
 
     saved: bool
@@ -84,8 +84,8 @@ class Plan:
         schedule: the name of the schedule that the plan was made for; None if it fits any.
         planner: the name of the planner that made the plan.
         keep_last: whether the last micro-batch of a step keeps everything, whatever the fates.
-        splits: the equations before which a traced layer is cut in two. The stages count both
-            halves as layers.
+        splits: the equations before which a traced layer is cut in two. The stages count both parts
+            as layers.
         tasks: the tasks of each device in order, as text; empty if the schedule's rule gives them.
         unsplit: if `tasks` splits backwards, the layers whose backwards stay whole.
         outline: what an export must know about the model. The outline is not part of the plan: it
@@ -342,7 +342,7 @@ class Plan:
 EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}
 """The functions that write a plan, by the name of the format.
 
-`jvpipe.exports` fills this table, because this folder must not import that one.
+`jvpipe.exports` fills this table, because `jvpipe.ir` must not import `jvpipe.exports`.
 """
 
 

@@ -1,4 +1,4 @@
-"""Rows, to which the tasks of a schedule are lowered: each is one program or one copy at one place.
+"""Rows, to which tasks are lowered: a program, a copy, a wait or the end of buffers at one place.
 
 A place is the number of a device, or of a mesh of devices. The classes `...Run` hold what a row's
 kind and layer do not say, such as the bounds of a slice.
@@ -48,7 +48,7 @@ class ShiftRun:
 
 @dataclass(frozen=True, slots=True)
 class SettleRun:
-    """A record of what an update changed, `tau` updates after the forward that it belongs to."""
+    """A record of what an update changed; `tau` updates lie between a forward and its update."""
 
     tau: int
 
@@ -166,7 +166,7 @@ Run = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One program or one copy, which the controller dispatches.
+    """One program, one copy, a wait, or the end of buffers, which the controller dispatches.
 
     `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that is both
     read and written is updated in place. The buffers in `frees` end with the row. A row that

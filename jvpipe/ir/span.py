@@ -9,7 +9,7 @@ from jvpipe.ir.kinds import Kind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task in one line of a timeline.
+    """One task in one line of a timeline. (A span of a stream is something else.)
 
     Attributes:
         device: the line: a device, or a link, so that transfers are seen beside the work that they
