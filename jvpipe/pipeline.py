@@ -117,8 +117,8 @@ class Pipeline:
             statistics in the model state. Each micro-batch is still normalized by its own
             statistics. This excludes replicas.
         aux_reduce: how leaves of aux, by path, are reduced over micro-batches: "mean", "sum",
-            "max" or "last", as in `{"largest": "max"}`. Replicas are reduced alike, unless the
-            trace shows how. If left out, floating-point scalars are averaged, others stacked.
+            "max" or "last", as in `{"largest": "max"}`. Over replicas, it counts only if the
+            trace shows none. If left out, floating-point scalars are averaged, others stacked.
         model_state_reduce: how leaves of the model state, by path, are reduced over replicas if the
             trace cannot tell: "mean" over examples, "sum" of the changes of each replica, or "same"
             if all replicas have equal values. If several patterns match, the last one counts.
