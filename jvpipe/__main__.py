@@ -1,4 +1,4 @@
-"""`python -m jvpipe`: runs the same as the command `jvpipe`."""
+"""`python -m jvpipe`: does what the command `jvpipe` does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The only file that uses `jax.extend` and jaxlib directly, and handles differences of versions.
+"""The only file that uses `jax.extend` and jaxlib directly, and knows how versions differ.
 
 Other files use the public modules of JAX only, so an upgrade should need changes here alone.
 """
@@ -251,8 +251,8 @@ def _outlined() -> Any:
 def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr with results bitwise identical to those of a program that has only this jaxpr.
 
-    On CPUs it is not merged into its caller. Elsewhere its arguments and results get barriers, and
-    compilers do not fuse operations across a barrier.
+    Its arguments and results get barriers, across which compilers do not fuse operations.
+    On CPUs, the jaxpr is also kept from being merged into its caller.
     """
     barrier = jax.lax.optimization_barrier
     return list(barrier(outlined(closed, barrier(list(values)))))
@@ -282,7 +282,7 @@ def _laid_out() -> Any:
 
 
 def _is_spread(context: Any) -> bool:
-    """Tells whether a program runs on several devices: fixed layouts would gather their arrays."""
+    """Tells whether a program runs on several devices, whose arrays a fixed layout would gather."""
     return getattr(context.module_context.axis_context, "num_devices", None) not in (None, 1)
 
 
@@ -309,9 +309,9 @@ def is_ready(array: jax.Array) -> bool:
 
 
 _EXACT: Mapping[str, dict[str, str | bool]] = {
-    # A library gets products, and else also what leads to a product if nothing else reads it.
+    # A library gets a product alone, without operations whose results only the product reads.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
-    # XLA merges products that read the same array. A program that has only one of them cannot.
+    # XLA merges products that read the same array. A program with one of these products cannot.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 
@@ -371,7 +371,7 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
 
     def run(x: jax.Array) -> jax.Array:
         if is_plain(x.dtype) and cast(Any, x).is_ready():
-            # jaxlib reads `words` for a moment longer, and x may be freed, so `words` is a copy.
+            # jaxlib may still read `words` when `x` has been freed, so `words` is a copy.
             words = np.array(x)
             return put(x.aval, sharding, [words], devices, force_copy=True)
         return copy(x)
@@ -380,7 +380,7 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
 
 
 def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies a device's array to "pinned_host" or "device" memory."""
+    """Returns a function that copies to "pinned_host" or "device" memory, or else the default."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = space if space in kinds else device.default_memory().kind
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
@@ -465,7 +465,7 @@ def process_of() -> tuple[int, int]:
 def absent_device(platform: str, topology: str, config: str) -> Device:
     """Returns a device for which programs can be compiled although it is not here.
 
-    This starts the plugin of its platform.
+    This starts the platform's plugin.
 
     Args:
         platform: `cuda` or `tpu`; `cpu` returns the CPU device that is here.
@@ -481,15 +481,15 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
 
 
 _NO_TILES = "find output tile sizes"
-"""A part of the message with which a compiler for GPUs refuses a program. It tries several tilings of
-a product, and then a library; without the GPU only one tiling, and no library unless told."""
+"""A part of the message of a GPU compiler that refuses a program. With the GPU, it tries several
+tilings of a product, and then a library. Without the GPU, the compiler tries only one tiling."""
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     """Returns the first line of a compiled program, and its bytes.
 
-    The bytes are those of arguments, of results, of results that share memory with arguments, of
-    temporaries and of code. A library makes products whose tiling fails (`_NO_TILES`).
+    The bytes are those of arguments, results, results that share memory with arguments,
+    temporaries and code. If a tiling fails (`_NO_TILES`), a library makes the products.
 
     Args:
         text: the program in StableHLO.

@@ -98,7 +98,7 @@ class Pipeline:
             the results of layers lie. All meshes must have the same axes. Limits, and bytes in the
             ledger, are those of one device of each mesh.
         batch_axis: the axis of the meshes along which the examples of each micro-batch are cut.
-            Operations that couple examples, such as batch norm, see all of them.
+            Operations that couple examples, such as batch norm, see the whole micro-batch.
         stacked: how the optimizer sees parameters of layers over which the loss scans. By default
             it sees the stacked arrays, as in plain optax; an optimizer that cannot be cut between
             such layers is refused. With "per_layer" it sees one parameter for each layer.
@@ -116,9 +116,9 @@ class Pipeline:
             statistics of all its examples, as in torchgpipe. The trace of the loss finds these
             statistics in the model state. Each micro-batch is still normalized by its own
             statistics. This excludes replicas.
-        aux_reduce: how leaves of aux, by path, are reduced over micro-batches, and over replicas if
-            the trace cannot tell: "mean", "sum", "max" or "last", as in `{"largest": "max"}`.
-            Unless given, floating-point scalars are averaged, and others are stacked.
+        aux_reduce: how leaves of aux, by path, are reduced over micro-batches: "mean", "sum",
+            "max" or "last", as in `{"largest": "max"}`. Over replicas, it counts only if the
+            trace shows none. If left out, floating-point scalars are averaged, others stacked.
         model_state_reduce: how leaves of the model state, by path, are reduced over replicas if the
             trace cannot tell: "mean" over examples, "sum" of the changes of each replica, or "same"
             if all replicas have equal values. If several patterns match, the last one counts.
@@ -260,7 +260,7 @@ class Pipeline:
 
         Args:
             state: the newest state.
-            batch: a batch; each shape that is new takes the time to compile its programs.
+            batch: a batch; if its shapes are new, programs are compiled first.
 
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is
@@ -315,7 +315,7 @@ class Pipeline:
         return self.session.drain(state)
 
     def wait(self, state: State) -> State:
-        """Waits until a state has been computed; if a stage failed or a loss is NaN, says which."""
+        """Waits until a state has been computed; raises if a stage failed or a parameter is NaN."""
         return self.session.wait(state)
 
     def evaluate(self, state: State, batch: Tree, params: Tree | None = None) -> Metrics:
@@ -325,7 +325,7 @@ class Pipeline:
             state: its newest parameters and model state are used.
             batch: a batch whose size is a multiple of the number of micro-batches.
             params: parameters to use in place of the state's, such as averaged ones from
-                `optimizer_state`; both are in memory during the evaluation.
+                `optimizer_state`; those of the state stay in memory meanwhile.
 
         Raises:
             ValueError: `params` are not like those of the pipeline.
@@ -338,7 +338,7 @@ class Pipeline:
         return evaluate(self.session, state, batch, leaves)
 
     def predict(self, state: State, batch: Tree, function: Callable[..., Any]) -> Tree:
-        """Computes any function of parameters and a batch, each part where its parameters lie.
+        """Computes any function of parameters and a batch; each part runs where its parameters lie.
 
         Args:
             state: its newest parameters and model state are read, and not changed.
@@ -493,11 +493,11 @@ class Pipeline:
     # Checkpoints
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, with arrays named by parameter path, which any cuts can restore.
+        """Writes a checkpoint, with arrays named by parameter path, so it fits plans with any cuts.
 
         If there are several processes, each writes a part. A state in flight is saved with all its
-        arrays. It goes on with bitwise identical results, but only under the same schedule, cuts
-        and fates.
+        arrays. Training goes on from it with bitwise identical results, but only under the same
+        schedule, cuts and fates.
 
         Args:
             path: the folder of the checkpoint.

@@ -1,4 +1,4 @@
-"""Searches model architectures in one pipeline, which trains one after another for a few steps."""
+"""Searches model architectures in one pipeline, which trains each of them for a few steps."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,18 +28,18 @@ class Candidate:
 
 
 class ArchitectureSearch:
-    """A search by regularized evolution, in which equal blocks of architectures share parameters.
+    """A search by regularized evolution. Equal blocks of different architectures share parameters.
 
-    The fitness of an architecture is its mean loss over its steps. While one architecture trains,
-    a thread draws the next one and compiles it. At this draw the evolution knows the losses of all
-    earlier architectures, except the loss of the one in training. So the sequence of architectures
-    depends only on the seed and the losses, and not on how fast the thread is.
+    The fitness of an architecture is its mean loss over its steps. When one architecture
+    begins to train, the next one is drawn, and a thread compiles it. At this draw, the
+    evolution knows the losses of all earlier architectures, but not of the one in training.
+    So the sequence depends only on the seed and the losses, not on the speed of the thread.
 
     Args:
         supernet: the space of architectures, with their losses and parameters.
         seed: the seed of the sequence and of the parameters.
         steps: the number of steps for which an architecture is trained before the next one follows.
-        evolution: draws the architectures, and is told their losses; None to make one by the seed.
+        evolution: draws the architectures, and is told their losses; None: made from the seed.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def read_options(
     """
     options = options_of(holder)
     said = sys.argv[1:] if arguments is None else arguments
-    # argparse must see only present names, so the former names of options are replaced first.
+    # argparse knows only the present names of options, so former names are replaced first.
     words = [_word(holder, word) for word in said if not _is_needless(options, word)]
     # The names of models are looked up only for `--help`, because the search takes time.
     asked = {"-h", "--help"} & {*words}
@@ -113,8 +113,8 @@ def add_options(
                 "metavar": (option.unit or "name").upper(),
             }
         add = groups[option.group].add_argument
-        # argparse gets no defaults. So its result shows which options the user gave, and only the
-        # others may come from a file.
+        # argparse gets no defaults, so its result has only the options that the user gave.
+        # The other options may come from a file.
         settings = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
         actions.append(add(option.flag, **settings, **kind))
     return actions
@@ -127,7 +127,7 @@ def _help(option: Option) -> str:
 
 
 def _word(holder: type[PipelineOptions], word: str) -> str:
-    """Returns a word of a command line; an option gets its present name and hyphens."""
+    """Returns a word of a command line; a former name of an option becomes the present one."""
     flag, equals, value = word.partition("=")
     if not flag.startswith("--") or flag == "--":
         return word
@@ -191,7 +191,7 @@ def names() -> str:
 
 
 def names_by_option() -> dict[str, list[str]]:
-    """Returns the names that jvpipe defines for the values of an option, by the option's name."""
+    """Returns the models, planners, schedules and hardware that jvpipe names, by option."""
     return {
         "model": list(models.NAMES),
         "planner": [planner.name for planner in PLANNERS],
@@ -282,7 +282,7 @@ def _resumed(
     trusted, named = options.trust, "model" in {**of_line, **of_file}
     options = _over(of_line, {**saved, **of_file})
     # The model that config.json names may be code in the folder. Only the process that writes the
-    # run checks whether this code may be run. If it refuses, the others stop, too.
+    # files checks whether this code may be run. If the check fails, all processes stop.
     if writes and not named and not trusted:
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
@@ -313,9 +313,9 @@ def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
 def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values in the file of --config, which is TOML, YAML or JSON, by option name.
 
-    Names may have hyphens as on the command line. The file may also be the config.json of a run.
-    Some entries of a config.json are not options, and some options applied only to one start of
-    that run. Both are ignored.
+    Names may have hyphens as on the command line. The file may also be the config.json of a
+    run. Then entries that are not options are ignored, and so are options for a single
+    start of the run.
 
     Raises:
         ValueError: the file cannot be read, has an unknown option, or a value of another type.
@@ -337,14 +337,14 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
         raise ValueError(f"{where} holds no options by name, but {type(content_by_name).__name__}")
-    # Only in a run's config.json may entries be ignored. Such a file is known by "data_digest".
+    # Entries are ignored only in the config.json of a run, which has the entry "data_digest".
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
     if "data_digest" not in content_by_name:
         passed_over = ()
     named = {present(TrainOptions, name): value for name, value in content_by_name.items()}
     at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
     if isinstance(fields := named.get("set"), Mapping):
-        # In a text, true and false are written as in JSON and YAML.
+        # `set` takes texts, in which true and false are written as in JSON and YAML.
         named["set"] = [
             f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
             for name, value in fields.items()

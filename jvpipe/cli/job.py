@@ -128,7 +128,7 @@ _DIMENSIONS = (
     "spans",
     "window",
 )
-"""The fields of a model that --size decides. If it is given, they are not taken from a folder."""
+"""The fields of a model that --size decides. Without --size, the folder of --init-from decides."""
 
 
 def as_in_folder(options: TrainOptions) -> TrainOptions:
@@ -161,7 +161,7 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
         fields = read_fields(folder, format_of(options.model))
     except ValueError as problem:
         raise ValueError(f"{flag}: {problem}") from problem
-    # If a size is given, it decides the dimensions, and the folder all other fields.
+    # If a size is given, it decides the dimensions. The folder decides all other fields.
     if options.size is not None:
         fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
     assigned = (f"{name}={value}" for name, value in fields.items())
@@ -192,7 +192,7 @@ def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
         return in_folder(folder, workload, jax.random.key(options.seed))
 
 
-# The parts of a run are opened or made and checked. Then its files are written to its folder.
+# The parts of a run are made and checked first. Then the files of the run are written.
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ class Job:
     def stream(
         self, state: Any, steps: int
     ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
-        """Trains for some steps; yields the state and the metrics after each of them.
+        """Trains for some steps; yields a state, metrics and names of blocks after each step.
 
-        In a search, the third value has the names of the architecture's blocks. Else it is empty.
+        In a search, the names are those of the architecture's blocks. Otherwise there are none.
         """
         if self.search is None:
             return ((*after, ()) for after in self.pipe.run(state, self.data.train, steps))
@@ -290,8 +290,8 @@ def _start(
     """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices.
 
     Returns:
-        The options of the run, its folder, its model, the digests of the files that a resumed run
-        has in its folder, such as the tokenizer, and the plan, if there is one.
+        The options, folder and model of the run, digests by file name, and the plan or None.
+        The digests are of files that a resumed run has in its folder, such as a tokenizer.
     """
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 

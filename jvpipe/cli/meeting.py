@@ -1,9 +1,9 @@
 """Lets a command's processes meet before JAX connects them, over lines signed with a secret.
 
-Each process connects to process 0, which checks that all have the secret and equal options, and
-tells them the port for JAX. The connections stay open during the run. If JAX loses a process, it
-ends the others at once, without a message of jvpipe's. So a thread of the meeting, which waits for
-nothing else, reports the connection that ended, unless the process said farewell before.
+Each process connects to process 0, which checks that all have the secret and equal options,
+and tells them the port for JAX. The connections stay open during the run. If JAX loses a
+process, it ends the others at once, without a message of jvpipe's. So a separate thread
+reports a connection that ends, unless the process at its other end said farewell before.
 """
 
 import asyncio
@@ -193,7 +193,7 @@ class Patience:
 PATIENCE = Patience()
 
 Parts = Mapping[str, list[str]]
-"""For each named value, its digest and the first characters of its text, as JSON has them."""
+"""For each named value, a list as in JSON: its digest, and the first characters of its text."""
 
 
 class Given(NamedTuple):
@@ -312,7 +312,7 @@ class MeetingServer(_Side):
                 _say(f"waiting for {self._missing()}")
         if not self._end.done():
             self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
-        if self._visits:  # the others get the result first, because this process may end with it
+        if self._visits:  # the others get the result first, because a refusal ends this process
             await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
         self._met.set_result(self._end.result())
         await server.serve_forever()
@@ -341,7 +341,7 @@ class MeetingServer(_Side):
                 process, parts = _introduced(await lines.hear())
         except AnotherSecretError:
             self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
-            await lines.say()  # its signature shows the client that the secrets differ
+            await lines.say()  # the signature shows the client that the secrets differ
             return
         mine = self._given.parts
         if process in self._present:
@@ -429,7 +429,7 @@ class Attendance(_Side):
         lines = await _reached(self._host, self._port, self._process, self._given.secret, timeout_s)
         missing = ""
         try:
-            # Process 0 decides when the time is over. So this process waits a little longer for it.
+            # Process 0 decides when the time is over. So this process waits a little longer.
             async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + PATIENCE.farewell_s):
                 await lines.say(process=self._process, parts=self._given.parts)
                 while "missing" in (words := await lines.hear()):

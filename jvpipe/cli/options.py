@@ -1,9 +1,10 @@
-"""Defines the options of `jvpipe.train` and `jvpipe.plan` that a `Pipeline` does not have.
+"""Defines options beyond those of a `Pipeline`: all of `jvpipe.train`, some of `jvpipe.plan`.
 
-The options of a `Pipeline` are defined in session/options.py, as is `option`, whose arguments are
-the default, the check, the help, the group, the unit, and what a resumed run does with the option.
-`TrainOptions.check` compares options with each other. To add an option, add a field. The help and
-the page docs/options.md are generated from the fields.
+To add an option, add a field. The file session/options.py defines the options of a
+`Pipeline`, and the function `option` that makes a field. Its arguments are the default, the
+check, the help, the group, the unit, and what a resumed run does with the option.
+`TrainOptions.check` compares options with each other. The help and the page docs/options.md
+are generated from the fields.
 """
 
 import os
@@ -61,8 +62,8 @@ def address_option(flag: str, value: Any) -> tuple[str, int]:
     return host, int(port)
 
 
-# Definitions of common options, to which help, group and unit are added. Unless it is given, a flag
-# is False, and the others are None. Names are looked up later, and no file need exist yet.
+# Common kinds of options; each use adds help, group and unit. A flag is False by default,
+# and any other option None. The checks look up no names, and files need not exist yet.
 
 _NAME = partial(checked_name, usual="tiny")
 name_option = partial(option, None, _NAME)
@@ -408,8 +409,8 @@ def check_each(options: PipelineOptions, group: Group | None = None) -> None:
 
 OF_PROCESSES = resumed(TrainOptions, "processes", "own")
 FIXED = resumed(TrainOptions, "fixed")
-"""The options that a resumed run cannot change, because they decide what is computed. All others
-decide about placement, or about how long to train."""
+"""The options that a resumed run cannot change, because they decide what is computed. The
+fields of the model cannot change either (`_config` in job.py)."""
 DECIDES = resumed(TrainOptions, "plans")
 """The options that decide a plan. If a run is resumed with other values, a new plan is made."""
 NOT_KEPT = resumed(TrainOptions, "start", "processes", "own")

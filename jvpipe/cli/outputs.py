@@ -73,7 +73,7 @@ def check_figure(path: str) -> None:
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[Path]:
-    """Yields the path of an output; makes the message of an OSError inside name the option."""
+    """Yields the path of an output; an OSError inside gets a message that names the option."""
     try:
         yield Path(path)
     except OSError as error:
@@ -109,7 +109,7 @@ def _reason(path: str) -> str | None:
 def parameter_names(params: PyTree) -> dict[str, Any]:
     """Returns the leaves of a pytree by name; a name is the path of the leaf, with dots.
 
-    All names are different, because `path_names` escapes keys that contain dots if it must.
+    All names are different: if dots in keys make two names equal, `path_names` escapes the dots.
 
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
@@ -172,10 +172,10 @@ _log = logging.getLogger("jvpipe")
 class Speech:
     """A context manager that shows a command's progress: its phases, its steps, and jvpipe's log.
 
-    stderr is a terminal         it gets the log, and a display of the training
-    stderr is not a terminal     it gets the warnings of the log
-    stderr and stdout both are   stdout gets no lines, because the display shows the same
-    otherwise                    stdout gets lines
+    stderr, if it is a terminal         the log, and a display of the training
+    stderr, if it is not a terminal     the warnings of the log
+    stdout, if both are terminals       nothing, because the display shows the same
+    stdout, otherwise                   lines
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ def _heard(level: int, handlers: Sequence[logging.Handler]) -> Iterator[None]:
     """
     level_before, propagate = _log.level, _log.propagate
     _log.setLevel(level)
-    _log.propagate = False  # a handler of another library, at the root, would print all of it again
+    _log.propagate = False  # a handler at the root, of another library, would print the log again
     for handler in handlers:
         _log.addHandler(handler)
     try:

@@ -1,7 +1,7 @@
 """Finds the model that `--model` names, which is jvpipe's, an installed package's or the user's.
 
-A user's model is any object with the members in `_MUST`. It is checked, its missing members get
-defaults (`completed`), and its batches become the data of a run (`Batches`).
+A user's model is any object with the members in `_MUST`. It is checked, other members that
+it lacks get defaults (`completed`), and its batches become the data of a run (`Batches`).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Tree = Any
 def own_data(
     where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> models.Data:
-    """Opens the data of a user's model, which are what its `batches` and `held_out` return.
+    """Opens the data of a user's model: what its functions `batches` and `held_out` return.
 
     Args:
         where: the value of `--model`, for messages.
@@ -156,8 +156,8 @@ class Batches:
         """Goes to a position that `get_state` returned.
 
         Raises:
-            ValueError: this stream has a position of its own and the saved one had none, or the
-                other way around.
+            ValueError: this stream has a position of its own and the saved position is a
+                count, or the other way around.
         """
         saved = "without" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:
@@ -395,8 +395,8 @@ def _of_file(path: Path) -> ModuleType:
     if not file.is_file():
         raise ValueError("there is no such file")
     name = f"{file.stem}_of_{file.parent.name}"
-    # The file is imported only once. A second import would make its classes a second time, and
-    # objects of the two would not be of the same class.
+    # The file is imported only once. A second import would make its classes again, and an
+    # object of a class from the first import would not be an instance of the new class.
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(file):
         return loaded

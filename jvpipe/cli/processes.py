@@ -150,7 +150,7 @@ def join(options: TrainOptions) -> Hosts:
     if met is None:
         return ALONE
     where, farewell = met
-    # JAX does not say for which process it waits. All have met before, so it may be any of them.
+    # JAX does not say for which process it waits, so the message names all others.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
     # `_given_up_after` ends the process first, with a clearer message than JAX's.
@@ -309,9 +309,9 @@ def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
 class Watch:
     """A context manager that ends this process if another process is lost or nothing goes on.
 
-    It acts only if there are several processes. The training thread cannot be interrupted while it
-    waits for a device, so another thread checks. If it finds a loss, its message is the last line
-    of this process.
+    It acts only if there are several processes. The training thread cannot be interrupted
+    while it waits for a device, so another thread checks. If that thread ends the process,
+    it first prints the cause as the last line.
 
     Args:
         hosts: this process and the others.
@@ -364,7 +364,7 @@ class Watch:
 
 
 def leave(hosts: Hosts, code: int) -> NoReturn:
-    """Ends this one of several processes at once.
+    """Ends this process at once, in a run of several processes.
 
     At Python's usual end, JAX would wait for the other processes, even for a lost one.
 

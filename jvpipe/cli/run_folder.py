@@ -276,9 +276,9 @@ class RunDir:
         return ""
 
     def place(self) -> tuple[int, int] | None:
-        """Returns the system's numbers for the folder at this path; None if there is no folder.
+        """Returns the device and inode numbers of this path's folder; None if there is no folder.
 
-        They change if the folder is moved away and another one takes its path.
+        The numbers change if the folder is moved away and another one takes its path.
         """
         try:
             seen = self.path.stat()
@@ -457,9 +457,9 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     return plan if same else None
 
 
-# The config.json of a folder may name code, which --resume would run. If the folder comes from
-# somewhere else, this code may be malicious. So a run writes a mark into config.json, which only
-# this user can make, and only for this folder. Code is run without asking if the mark is right.
+# The config.json of a folder may name code, which --resume would run. In a folder from
+# somewhere else, the code may be malicious. So a run writes a mark into config.json that only
+# this user can make, only for this folder. If the mark is right, code is run without asking.
 
 MARK = "made_here"
 """The name of the entry of config.json that holds the mark."""

@@ -29,8 +29,8 @@ class ExitCode(IntEnum):
     STOPPED = 128
 
 
-# The first Ctrl-C or SIGTERM asks a command to stop. A training does so between two steps. A second
-# signal ends the process at once.
+# The first Ctrl-C or SIGTERM asks a command to stop. A training stops between two steps. A
+# second signal ends the process at once.
 
 _AGAIN_S = 0.001
 """Seconds after which a KeyboardInterrupt is raised again if Python has dropped it."""

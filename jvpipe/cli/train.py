@@ -223,8 +223,9 @@ def train(
 ) -> tuple[Any, int | None]:
     """Runs the remaining steps of a run, logs each step, and saves checkpoints.
 
-    Checkpoints are saved at regular steps, after the best evaluation, and after the last step. The
-    last step may be the end of the run, an early stop, or the step at which a signal came.
+    Checkpoints are saved at regular steps, after each evaluation that is the best so far,
+    and after the last step. The last step may be the end of the run, an early stop, or the
+    step at which a signal came.
 
     Args:
         job: the run.

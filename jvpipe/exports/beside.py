@@ -69,7 +69,7 @@ def _choice(
 ) -> int:
     """Returns the choice for a layer: the number of an option, or one of two ways to recompute it.
 
-    An option of a layer gives each of its values a fate.
+    An option gives each value of its layer a fate.
 
     Args:
         costs: the costs of all layers.

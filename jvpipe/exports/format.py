@@ -144,7 +144,7 @@ def rule_named(name: str) -> Schedule:
 
 def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
     """Returns the schedules among `names` that run `chunks` stages per device."""
-    # The name "interleaved" stands for a schedule of each number of chunks from two on.
+    # The name "interleaved" stands for several schedules: one per number of chunks, from two on.
     families = {Interleaved().name: Interleaved(chunks=max(2, chunks))}
     rules = [families.get(name) or find_schedule(name) for name in names]
     return [rule for rule in rules if rule.chunks == chunks]

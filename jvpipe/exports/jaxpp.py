@@ -81,7 +81,7 @@ def _write(plan: Plan, outline: Outline) -> str:
 def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
     """Splits each backward of a list into its halves I and W: JaxPP wants all split, or none.
 
-    JaxPP also wants each W of stage 0 directly after its I, so it is moved there.
+    JaxPP also wants each W of stage 0 directly after its I, so the W is moved there.
     """
     parts = list[Task]()
     for task in tasks:

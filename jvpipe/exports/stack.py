@@ -21,8 +21,8 @@ _NORM = 0.1
 class BlockStack:
     """The blocks of a model with `layers` layers.
 
-    Block k has the layers from `starts[k]` up to `starts[k + 1]`, without the latter. In this
-    example two blocks, b and B, lie between an embedding e and a head h, and `starts` is (2, 5, 8):
+    Block k has the layers from `starts[k]` to `starts[k + 1] - 1`. In this example, two
+    blocks, b and B, lie between an embedding e and a head h, and `starts` is (2, 5, 8):
 
     layer     0 1 2 3 4 5 6 7 8
     part      e e b b b B B B h

@@ -2,7 +2,7 @@
 
 A graph file lists the nodes of a model, such as its operators, with their measured time and size.
 There are two formats: PipeDream's graph.txt (`graph_txt.py`) and the JSON of dnn-partitioning
-(`graph_json.py`). The content of a file decides which format it has, or else the ending `.json`.
+(`graph_json.py`). A file is JSON if it begins with `{` or `[`, or its name ends in `.json`.
 """
 
 import re

@@ -6,10 +6,11 @@ between their nodes:
     1 -> 2 -> 3 -> 4        1 and 3 are a class and 2 lies between them, so the pieces are
     ^- class -^             (1, 2, 3) and (4)
 
-To find the pieces, edges in both directions are added between the nodes of each class. The pieces
-are then the strongly connected components of the graph. This is right because two nodes must be in
-the same stage exactly if each must come no later than the other: an edge says that its source must
-come no later than its target, and being in one class says both.
+To find the pieces, edges in both directions are added between the nodes of each class. The
+pieces are then the strongly connected components of the graph. This is right because an
+edge says that its source must come no later than its target, and a class says so for both
+directions. Two nodes must share a stage if and only if each must come no later than the
+other.
 """
 
 from collections.abc import Iterable, Sequence

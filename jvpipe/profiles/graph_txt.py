@@ -1,7 +1,7 @@
 """Reads PipeDream's graph.txt: a profile of a model's layers, with a line per node and per edge.
 
-Here are the line of a node and the line of an edge. In a file the former is not broken, and the
-latter begins with white space:
+Here are a node and an edge. In a file, a node is a single line, and the line of an edge
+begins with white space:
 
     node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2,
         backward_compute_time=113.3, activation_size=1644167168.0, parameter_size=147712.0

@@ -15,7 +15,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\n]')
 
 
 class Located(dict[str, Any]):
-    r"""A JSON object that starts on `line` of `file`, which counts lines from 1.
+    r"""A JSON object that starts on `line` of `file`; lines count from 1.
 
     Each method that reads a field raises ValueError if the field is missing or wrong. The message
     names the file and the line.

@@ -86,7 +86,7 @@ def operator_costs(
     sent = []
     for (source, target), seconds in edges.items():
         # An edge from a forward operator to a backward one needs no transfer of its own if the
-        # target's layer has a forward operator: its forward leaves the value on the device.
+        # target's layer has a forward operator: that operator leaves the value on the device.
         needs_transfer = node[target].is_backward == node[layer_of[target]].is_backward
         if node[source].is_backward or needs_transfer:
             sent.append(_Sent(node[source], layer_of[source], layer_of[target], seconds))
@@ -147,11 +147,11 @@ def _values(
     An operator's output becomes an edge to all layers that read it. If sending it to some readers
     takes longer than to others, there is an edge for each number of seconds.
 
-    An edge has a cotangent (is differentiable) if the backward sends a value from the color of one
-    of its readers to the color of its producer. The backward may also send a value between two
-    colors where the forward sends none, for example past a sum of gradients. Such a value becomes
-    an edge without a cotangent, from the earlier layer to the later one. Its direction does not
-    matter, because the link takes equally long both ways.
+    An edge has a cotangent (is differentiable) if the backward sends a value from the color
+    of one of its readers to the color of its producer. The backward may also send a value
+    between two colors where the forward sends none, for example past a sum of gradients.
+    Such a value becomes an edge without a cotangent, from the earlier layer to the later
+    one. The direction does not matter, because the link takes equally long both ways.
     """
     ways: list[tuple[_Sent, int, int]] = []
     for x in sent:

@@ -47,7 +47,7 @@ class TrainingDisplay:
     Args:
         total_steps: the number of the last step.
         step: how many steps the run has made already.
-        console: the terminal to show it on; None: stderr.
+        console: the terminal to show the display on; None: stderr.
     """
 
     def __init__(self, total_steps: int, step: int = 0, console: Console | None = None) -> None:

@@ -97,7 +97,7 @@ def _parameters(graph: LayerGraph, stage: Stage) -> str:
 
 
 def _peak(peak: Peak | None) -> str:
-    """Returns a text about a device's peak: its bytes, the row that ran, and what holds them."""
+    """Returns a text about a device's peak: its bytes, the row that ran then, and the holders."""
     if peak is None:
         return "its peak is known to its process"
     text = f"peak {format_bytes(peak.bytes)}"
