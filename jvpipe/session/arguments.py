@@ -434,6 +434,8 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
 
 
 def _nearest_divisors(size: int, target: int) -> str:
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    # If n divides size, size / n does as well, so n needs to go no further than the square root.
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    divisors = sorted({*small, *(size // n for n in small)})
     below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]
     return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"

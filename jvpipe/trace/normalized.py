@@ -98,7 +98,9 @@ def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
         return True
     if name == "integer_pow":
         return eqn.params["y"] == 2
+    if name == "div":  # linear in the dividend alone
+        return ins[1].over is Over.NONE
     operands = zip(eqn.invars, ins, strict=True)
     # If one operand depends on examples, a product is linear; if both are one value, a square.
     moving = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
-    return name in _PRODUCTS and len(moving) == 1
+    return name == "mul" and len(moving) == 1

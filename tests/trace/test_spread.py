@@ -1,6 +1,7 @@
 """How the outputs of a loss lie over its examples: sums, means and what is neither; coupling is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -231,9 +232,9 @@ def test_a_batch_norm_divides_what_it_has_centered() -> None:
         variance = jnp.mean(less**2, (0, 1))
         return less / jnp.sqrt(variance + 1e-5)[None, None], mean, variance
 
-    def bent(x: jax.Array) -> tuple[jax.Array, ...]:
+    def bent(by: Callable[[jax.Array], jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
         less, mean = centered(x)
-        out, *statistics = two_passes(jnp.tanh(less))
+        out, *statistics = two_passes(by(less))
         return out, mean, *statistics
 
     out, mean, variance = spread(two_passes, lambda outs: outs[1:])
@@ -241,10 +242,11 @@ def test_a_batch_norm_divides_what_it_has_centered() -> None:
     assert not mean.open
     assert variance.open
     assert spread(centered, lambda outs: outs[1:])[0].open
-    with pytest.raises(
-        CoupledError, match="'tanh' goes on from examples less what was made of several of them"
-    ):
-        spread(bent, lambda outs: outs[1:])
+    for name, by in (("tanh", jnp.tanh), ("div", lambda less: 1 / less)):
+        with pytest.raises(
+            CoupledError, match=f"'{name}' goes on from examples less what was made of several"
+        ):
+            spread(partial(bent, by), lambda outs: outs[1:])
 
 
 def test_a_loss_that_is_another_program_at_another_size_is_refused() -> None:
