@@ -139,7 +139,7 @@ class Forecast:
         shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
         state = (
             "the optimizer's state that lies on the host is copied to the devices before its update and back after it, "
-            f"which takes at most {self.state_s:.3g} s per step"
+            f"which takes about {self.state_s:.3g} s per step"
         )
         away = [state] if self.state_s else []
         return [*unlike, *shape, *cut_reasons(self.problem, decision), *away]
