@@ -15,8 +15,9 @@ class Awaited(NDArrayOperatorsMixin):
     """A device array whose values depend on other processes, such as a metric.
 
     Reading waits for the values. If a process is lost, reading a plain array would block forever;
-    reading an `Awaited` raises an error that names the process. Otherwise it works like a plain
-    array, also with NumPy and `jax.numpy`. For `jax.jit`, convert it with `jnp.asarray`.
+    reading an `Awaited` raises an error that names the process. In all other respects, an `Awaited`
+    works like a plain array, also with NumPy and `jax.numpy`. For `jax.jit`, convert it with
+    `jnp.asarray`.
 
     Args:
         array: the array, whose values have yet to come.

@@ -34,10 +34,10 @@ The first entry has the settings of the rest of the program. The last context to
 def beside_training() -> Iterator[None]:
     """Keeps the work inside the context from delaying the thread that dispatches.
 
-    The context changes two settings of the whole process. The dispatching thread gives up the
-    interpreter at each dispatch and then needs it back, so turns last at most `TURN_S`. Garbage
-    collection is off, because tracing would start collections that look at every object and take
-    half a second.
+    The context changes two settings of the whole process. At each dispatch, the dispatching thread
+    gives up the interpreter, and gets it back only after another thread's turn. So a turn is
+    limited to `TURN_S`. Garbage collection is off, because tracing would start collections that
+    look at every object and take half a second.
 
     >>> with beside_training():
     ...     round(sys.getswitchinterval(), 4), gc.isenabled()

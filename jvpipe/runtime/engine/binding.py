@@ -2,9 +2,9 @@
 
 A row is one program, one copy, a wait, or the end of buffers, on one place (a device, or a mesh of
 several). The binding of a row is an `Instruction`. It has the compiled program or a function that
-copies, the numbers of the arrays that the row reads, makes and frees, and how many bytes these
-are. The controller (`controller.py`) then only follows the instructions. A new kind of row that
-runs no program needs a case in `_copy`.
+copies. It also has the numbers of the arrays that the row reads, makes and frees, and the bytes
+that are made and freed. The controller (`controller.py`) then only follows the instructions. A new
+kind of row that runs no program needs a case in `_copy`.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from jvpipe.ir.values import Value
 _PROMPT_BYTES = 1 << 16
 """The largest array, in bytes, that the dispatching thread copies itself.
 
-For such an array this is faster than waking the thread that would copy it.
+Waking another thread to copy such an array would take longer than the copy.
 """
 
 
@@ -75,7 +75,8 @@ class Bound:
     Attributes:
         lowered: the rows that this process runs.
         instructions: the same rows, with their programs.
-        whole: the rows of all processes, not joined into groups; empty for a single process.
+        whole: the rows of all processes, before any are joined into groups; empty for a single
+            process.
     """
 
     lowered: Lowered
@@ -167,7 +168,7 @@ def bind(
         spec_of: tells how a leaf of the batch lies over a mesh.
     """
     buffers = lowered.buffers
-    # By executable: many rows share one, and `memory_analysis` takes longer than all the rest.
+    # By executable, because many rows share one: `memory_analysis` is the slowest part of binding.
     temporary_bytes: dict[int, int] = {}
 
     def temporary_of(executable: Any) -> int:

@@ -92,7 +92,7 @@ class Channel:
         return [line for _, line in words]
 
     def _tell(self, name: str, value: bytes) -> list[tuple[str, bytes]]:
-        """Sends a name and a value to all processes; returns those of all, by process."""
+        """Sends a name and a value to all processes; returns the pair of each process."""
         if self.count == 1:
             return [(name, value)]
         before = self._key

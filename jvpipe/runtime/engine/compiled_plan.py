@@ -10,8 +10,9 @@ to run in four phases. Each line shows a phase and what it makes:
 
 In this file, a layout is always the result of the first phase. How an array is cut over the devices
 of a mesh is called its spec. Each phase runs when its result is first needed. So a plan that is
-only compared with other plans compiles nothing. If several processes run a plan, all must lower it
-to the same rows, because each process binds only its own part of them (see `agree_on_rows`).
+only compared with other plans compiles nothing. If several processes run a plan, each binds only
+its own part of the rows. These parts fit together only if all processes have lowered the plan to
+the same rows (see `agree_on_rows`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -76,9 +77,9 @@ class CompiledPlan:
         devices: the device of each place of the plan.
         store: compiles programs, and keeps them.
         previous: in a stream whose plan has changed: the compiled plan before this one, and the
-            number of the first micro-batch under this one. The number counts through the steps that
-            the earlier plan has lowered. A step that the run repeats is lowered only once, so the
-            number may be smaller than in the run.
+            number of the first micro-batch under this one. The number counts the micro-batches of
+            the earlier plan's lowered steps. A step that the run repeats is lowered only once, so
+            the number may be smaller than in the run.
         hosts: the processes that run the plan together, if there are several.
         stand_in: a device of this process to use in place of all devices. Programs can then be
             compiled, and bytes counted, although the devices belong to other processes.
@@ -109,8 +110,8 @@ class CompiledPlan:
         # The programs of all rows that were bound, by their keys and devices.
         self.executables: dict[tuple[Hashable, Device], Program] = {}
         self.compile_s = 0.0  # how long these programs took to compile, one after another
-        # Making one of these compiles programs, which takes long. So none is a `cached_property`:
-        # in Python 3.11, all plans would share the property's lock and wait for each other.
+        # Making any of the next values compiles programs, which takes long. So none is a
+        # `cached_property`: in Python 3.11, all plans would share its lock and wait for each other.
         self.bound_step: Bound | None = None
         self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
@@ -320,9 +321,9 @@ class CompiledPlan:
         return min(steps, len(self.stream.steps)) if steps else 0
 
     def after(self, previous: tuple["CompiledPlan", int] | None) -> "CompiledPlan":
-        """Returns the same plan after another one in a stream; its layers are apart again.
+        """Returns the same plan after another one in a stream, without groups of layers.
 
-        Groups may need more memory, so their peaks must be checked again before they run.
+        With groups, a plan may need more memory, so its peaks must be checked before groups run.
 
         Args:
             previous: as the attribute.
@@ -449,7 +450,7 @@ class CompiledPlan:
         assert self.hosts is not None, "a single process copies to no other"
         if isinstance(row.run, OfferRun):
             return self.hosts.offering(row.run)
-        # The number of a copy is that of its row among the rows of all processes.
+        # A copy has the number of its row among the rows of all processes.
         copy = whole.rows[row.run.number]
         copied = copy.reads[0]
         array = rows.crossing_array(whole, copied)
@@ -513,7 +514,7 @@ def _task(row: Row) -> Hashable:
 
     Rows with the same key must have equal programs. No program depends on the micro-batch or the
     versions of arrays, so the key leaves them out, and all micro-batches share it. Some rows of a
-    kind and layer take or make more arrays than others, so the key has both counts.
+    kind and layer read or write more arrays than others, so the key has the counts of both.
     """
     if len(row.parts) > 1:
         return row.place, *map(_task, row.parts), row.wires

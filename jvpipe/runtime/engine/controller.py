@@ -93,8 +93,9 @@ class Controller:
     Args:
         ledger: counts the bytes that rows make and free.
         microbatches: how many micro-batches a step has.
-        host_limited: whether the host has a memory limit. If so, rows that write to the host wait
-            for late copies, so that the host never holds more than the lowered step counts.
+        host_limited: whether the host has a memory limit. If so, a row that writes to the host
+            waits for earlier rows that free bytes of the host. So the host never holds more bytes
+            than the lowered step counts.
         monitor: measures the rows; None if nothing is measured.
         marks: the marks of rows that can fail while they run. A mark stays until its row is known
             to have succeeded. Marks are in the order of dispatch, so the first whose row has failed

@@ -9,14 +9,14 @@ SHOWN = 80
 
 
 class Disagreement(ValueError):  # noqa: N818 - it says what differs
-    """Processes were started differently, or were given different values."""
+    """Processes were started differently or given different values, or another one has failed."""
 
 
 def told_failure(failure: Exception | None) -> bytes:
     """Returns the word that reports a failure to other processes; an empty word for none.
 
-    The word consists of a memory limit, a tab and the message. If the failure is about a limit, the
-    word's limit would be enough; else it is 0.
+    The word consists of a number, a tab and the message. If a memory limit was exceeded, the number
+    is a limit that would be enough; else it is 0.
     """
     if failure is None:
         return b""
@@ -40,7 +40,7 @@ def heard_failure(process: str, word: bytes) -> Exception:
 
 
 def limit_bytes(failure: Exception) -> int:
-    """Returns the limit that would be enough if a failure is about a limit, else 0."""
+    """Returns a limit that would be enough if a memory limit was exceeded; else 0."""
     return failure.smallest_limit_bytes if isinstance(failure, MemoryLimitExceeded) else 0
 
 

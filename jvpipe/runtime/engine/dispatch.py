@@ -1,9 +1,9 @@
 """The order of dispatch: that of the lowered rows, except that a late copy delays only its device.
 
-A FREE ends a buffer that was copied, to the host or to another device, and waits until the copy has
-arrived. A RECEIPT waits until another process reports the arrival of a copy. While one of the two
-waits, its device is blocked, and later rows of the device queue up behind it. Other devices go on.
-A row of another device also has to wait, and then blocks its device as well, if it
+A FREE waits until a copy, to the host or to another device, has arrived, and then ends the buffer
+that was copied. A RECEIPT waits until another process reports the arrival of a copy. While a FREE
+or a RECEIPT waits, its device is blocked, and later rows of the device queue up behind it. Rows of
+other devices go on. But such a row also waits, and then blocks its own device, if it
 
 - makes a buffer on a blocked device, and a blocked row there comes earlier in the list: the device
   must not hold more than the buffer table says;

@@ -22,12 +22,12 @@ def check_not_forked() -> None:
 
 @cache
 def _owner() -> int:
-    """Returns the process that called this first; 0 if it got JAX's devices by a fork.
+    """Returns the process that called this function first; 0 if a fork gave it JAX's devices.
 
     The answer is cached, and a forked process inherits it. After a fork, the answer is therefore
-    the number of another process. If the fork came before the first call but after JAX was used,
-    there was no answer to inherit. Then the process has devices, but only Python's threads. On
-    systems that do not list threads, this case goes unnoticed.
+    the number of another process. If the parent had used JAX but had not called this function, the
+    forked process inherits no answer. It then has devices, but only Python's threads. On systems
+    that do not list threads, this case goes unnoticed.
     """
     # Each device that works has threads of JAX besides Python's.
     with suppress(OSError):

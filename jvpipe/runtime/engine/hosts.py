@@ -109,7 +109,7 @@ class Hosts(Channel):
         """Names what this process waits for, and from which process; empty if it does not wait."""
         if self._awaited:
             return self._awaited
-        # The copies are in the order of asking. The first that has not come delays all others.
+        # The copies are in the order of asking, so this finds the oldest that has not come.
         for process, row, array in tuple(self._asked):
             x = array()
             if x is not None and not x.is_deleted() and not _has_come(x):
@@ -195,7 +195,7 @@ class Hosts(Channel):
 
         Args:
             name: says in messages what is done.
-            act: the function, in this process.
+            act: the function; only the first process calls it.
         """
         return self.together(name, (lambda: None) if self.process else act)
 
@@ -204,7 +204,7 @@ class Hosts(Channel):
 
         Args:
             name: says in messages what is decided.
-            act: the function, in this process.
+            act: the function; only the first process calls it.
         """
         decision = self.first(name, act)
         return self.exchange(name, (decision or "").encode())[0].decode()

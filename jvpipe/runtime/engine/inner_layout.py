@@ -4,9 +4,9 @@ A mesh is called a group of devices here. Residuals are the values that a forwar
 backward. The layout of an array says along which axes of the mesh it is cut.
 
 Layers are compiled in order. The inputs of a layer have the layouts that were chosen before. The
-compiler is free to choose layouts for the results, in which later layers then read them. So an
-activation that is cut along an axis of the mesh need not be joined before the next product. One
-pass is enough, because no layer reads a tensor that a later layer makes.
+compiler chooses the layouts of the layer's results. Later layers then read the results in these
+layouts. So an activation that is cut along an axis of the mesh need not be joined before the next
+product. One pass is enough, because no layer reads a tensor that a later layer makes.
 """
 
 from collections.abc import Sequence
@@ -122,7 +122,7 @@ def _laid(
     ]
     (executable,) = store.compile([(program.laid(takes, gives), group)])
     chosen = [_chosen(of_result) for of_result in executable.output_shardings]
-    # A sharding of JAX has equal parts. An array that cannot be divided so keeps its old layout.
+    # JAX cuts arrays into equal parts. An array for which this is impossible keeps its layout.
     return [
         sharding.laid(array, spec) if array and sharding.divides(array.shape, spec) else array
         for array, spec in zip(open_arrays, chosen, strict=False)

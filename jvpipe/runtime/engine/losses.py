@@ -85,7 +85,7 @@ class LossWatch:
                     self._warn(self._described(losses, i, value), nan_parameter())
 
     def _warn(self, loss: str, nan_parameter: str | None) -> None:
-        """Warns of a loss that is not finite, unless the loss before it was not finite either.
+        """Warns of a loss that is not finite, but only once until a loss is finite again.
 
         Raises ValueError if a parameter is NaN.
         """

@@ -12,8 +12,8 @@ picture, time runs to the right, and each line is a queue of tasks that run in o
     device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
     link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
 
-Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, this time is exposed: a
-part of the copy that no work hides.
+Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, the idle time counts as
+exposed: the device does no work that would hide this part of the copy.
 
 An array that moves to another device may be overwritten there, so no thread may wait for it. The
 controller checks such an array whenever it dispatches a row. If the row would overwrite the array
@@ -45,7 +45,7 @@ _BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} fo
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that the monitor times."""
 TICK_S = 1e-9
-"""The least seconds of a task: a thread that wakes late sees no time between two markers."""
+"""The least seconds of a task: a thread that wakes late finds two markers at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Measured:
 
         They are medians over micro-batches. A layer whose forward or backward did not run has 0. If
         a layer has replicas, the slowest counts, because the others wait for it. A backward may run
-        whole or in two halves. If a layer has both in a step, only its whole backwards count.
+        whole or in two halves. If a layer has whole and divided backwards, only the whole count.
 
         Args:
             layers: how many layers the model has.
@@ -261,16 +261,17 @@ class Monitor:
         return list(self._records)[-count:]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Waits for the last step, or for the step before it, and returns what was measured.
+        """Waits for the last step, or for an earlier one, and returns what was measured.
 
         Args:
-            before: whether to take the step before the last one.
+            before: whether to read the oldest step that is kept. If two steps are kept, it is the
+                step before the last one.
         """
         self.close()
         return self.read(self._records[0 if before else -1])
 
     def read(self, record: Record) -> Measured:
-        """Returns what a closed record has measured, after waiting; any thread may call this."""
+        """Waits for the rows of a closed record; returns their times. Any thread may call this."""
         # The thread of each queue sets an event when it has seen all of the queue's rows end.
         for passed in record.passed:
             passed.wait()

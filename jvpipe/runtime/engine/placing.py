@@ -132,7 +132,7 @@ class Placing:
         """
         table: dict[Key, jax.Array] = {}
         here = list(filter(self._is_own, self.buffers))
-        first: dict[Name, Key] = {}  # the first array of each name
+        first: dict[Name, Key] = {}  # the key of the first array of each name
         for buffer in here:
             name, key = name_of(buffer), key_of(buffer)
             if name in leaves:
@@ -229,10 +229,10 @@ class Placing:
         return self._spec(key.value) if isinstance(key, Spot) else ()
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
-        """Returns, by device, the most bytes that one piece makes without need.
+        """Returns, by device, the most bytes of known arrays that one piece makes again.
 
-        `initialize_optimizer` runs whole pieces. A piece makes all of its state, even arrays that
-        the table already has.
+        `initialize_optimizer` runs whole pieces. A piece makes all arrays of its state, even if the
+        table lacks only some of them.
         """
         pieces, lacking = self._initializing(table)
         # Small values between pieces are not counted.

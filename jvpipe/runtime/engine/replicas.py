@@ -109,7 +109,7 @@ class Replicas:
             layer: the number of the layer.
 
         Raises:
-            ValueError: the programs leave other residuals than those on the whole micro-batch.
+            ValueError: on the slice, the layer leaves other residuals than on a whole micro-batch.
         """
         key = layout, examples, layer
         if key not in self._programs:
@@ -296,8 +296,8 @@ def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatch
         microbatches: how many micro-batches a step has.
 
     Raises:
-        ValueError: an asynchronous schedule would have to carry model state between replicas, or a
-            replica would have no example.
+        ValueError: the schedule does not allow replicas, an asynchronous schedule would have to
+            carry model state between replicas, or a replica would have no example.
     """
     check_replicable(schedule, has_order=bool(plan.tasks))
     if not schedule.synchronous:

@@ -1,7 +1,7 @@
 """Makes processes compare the rows that each of them has lowered, before any of these rows runs.
 
-A process that asks for an array that no other process sends waits forever. So if rows differ, for
-example because a process has another version of a library, an error must come before the first row.
+If a process asks for an array that no other process sends, it waits forever. Rows may differ, for
+example because a process has another version of a library. Then an error must come before any row.
 """
 
 from collections.abc import Iterable

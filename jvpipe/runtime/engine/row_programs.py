@@ -174,7 +174,7 @@ class RowPrograms:
         return backward_program(programs) if self.has_sums else single_backward_program(programs)
 
     def _settle_program(self, row: Row, written: Sequence[Value]) -> Program:
-        """Returns the program that remembers an update: XPipe's difference or PipeMare's mean."""
+        """Returns the program that remembers the last update (XPipe) or a mean (PipeMare)."""
         # A SETTLE may also write new weights and a count. The program needs no shapes of these.
         remembered = [v for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
         shapes = self._shapes(remembered)
@@ -185,7 +185,7 @@ class RowPrograms:
         return weights.settled(shapes, tau, decay, self.schedule.anneal_updates)
 
     def _loss_program(self, read: Sequence[Value]) -> Program:
-        """Returns the program that sums losses and aux over micro-batches, in ascending order."""
+        """Returns the program that sums losses and aux from the first micro-batch to the last."""
         graph = self.traced.graph
         microbatches = len({value.microbatch for value in read})
         if self.replicas:

@@ -32,7 +32,7 @@ Name = tuple[str, int]
 The name does not depend on the cuts or on the array's place, so all copies of an array share it.
 """
 FEW = 64
-"""The most elements that an array of integers may have to be computed by `made_leaves` itself.
+"""The number of elements up to which `made_leaves` itself computes an array of integers.
 
 Larger arrays are made by programs.
 """
@@ -96,7 +96,7 @@ class State:
             raise ValueError(
                 "this state belongs to another pipeline or plan: use the one that init or restore gave"
             )
-        # Every step makes these checks, so they must be fast. Many arrays have only a few types.
+        # Every step makes these checks. They are fast, because many arrays have only a few types.
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(
@@ -162,7 +162,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     """Returns a leaf for each array of `fn(rng)`, which makes the array on its own device.
 
     The function is traced as a whole. The program of a leaf has only the equations that the leaf
-    needs. So no device holds arrays of other devices, and equal programs are compiled once.
+    needs. So no device holds arrays of other devices. Leaves with equal equations share a program.
 
     Random keys and other small arrays of integers are computed here and passed to the programs.
     Otherwise each program would derive its own key from `rng`, and few programs would be equal.
@@ -193,7 +193,7 @@ def _made_leaf(
 
     Args:
         store: compiles the program.
-        eqns: the equations of all arrays that are left for programs.
+        eqns: the equations, of all leaves, that were not computed before.
         out: the variable of the array.
         env: the values that were computed before, by variable.
     """

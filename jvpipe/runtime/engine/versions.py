@@ -36,7 +36,7 @@ class Reads:
 
     @property
     def staleness(self) -> int | None:
-        """The number of updates between the forward's version and the one that was updated."""
+        """The number of updates between the forward's version and the version that was updated."""
         return None if self.update is None else self.update - 1 - self.forward
 
 
@@ -157,7 +157,7 @@ class VersionLedger:
 
         Each layer's last update applied the gradients of some micro-batch. The saved steps begin
         with the oldest forward of these micro-batches. Micro-batches in flight have later forwards,
-        so all of these are saved. The staleness of later steps can be found from the saved uses.
+        so their uses are saved too. The saved uses are enough to find the staleness of later steps.
         """
         since = self._since()
         runs: list[list[Any] | None] = []

@@ -6,15 +6,15 @@ that a forward leaves for its backward) never move, and each micro-batch compute
 without the migration. In this picture, time runs to the right, and layer 3 moves from device 0 to
 device 1 at micro-batch 2:
 
-    device 0   F0 F1 B0    B1 SUM                   tasks of micro-batches 0 and 1: the old plan
-    link             WEIGHTS      SUM               weights and optimizer state; summed gradients
+    device 0   F0 F1 B0    B1                       tasks of micro-batches 0 and 1: the old plan
+    link             WEIGHTS   SUM                  weights and optimizer state; summed gradients
     device 1                          F2 B2 ...     tasks from micro-batch 2 on: the new plan
 
 The memory at the old place is freed once all copies have come. If something fails before that, the
 old state is whole. If a move between two steps fails later, some values may be only on the host or
 at the new place. `state_after_failed_move` brings them back. A move inside a step needs no such
-repair: once it has freed memory, only the step's update is left, and an update overwrites the old
-state in every step.
+repair. When it frees memory, only the step's update is left to run, and the update of any step
+overwrites the old state.
 
 If there are several processes, a move between two steps frees nothing before every process has all
 its copies. So an error in one process leaves all of them with the old state.

@@ -100,8 +100,8 @@ def plan_model_switch(
 
     origins.hosts.together("new model", origins.check)
     origins.hosts.together("limits", check_after)
-    # By host, arrays are freed before all others have arrived. An error in one process could then
-    # not be undone in the others, so several processes do not change models in this way.
+    # A change by host frees arrays before the others have arrived. An error in one process could
+    # then not be undone in the others, so several processes do not change models by host.
     if new.hosts is None:
         try:
             replace(limits, host_bytes=None).check(switch.peaks, new.devices)
@@ -207,7 +207,7 @@ class ModelSwitch:
             identity: x if isinstance(x, Away) else to_host(arrays[x])
             for identity, x in origins.parks.items()
         }
-        # By host, arrays that move give up their memory on the device, so they are copied first.
+        # In a change by host, `_leave` deletes arrays that move, so they are copied first.
         on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
         try:

@@ -1,9 +1,9 @@
 """Decides where each array of a new model comes from, when the model changes during training.
 
 An array of the old model and an array of the new model are the same if their kind, path, shape and
-type are equal. The optimizer's state of a parameter goes where the parameter goes. State that
-belongs to no parameter, such as a step count, always stays. In this picture each letter is a
-parameter, and lines join the parameters that both models have:
+type are equal. A parameter's optimizer state is kept, parked or made together with the parameter.
+State that belongs to no parameter, such as a step count, is kept if both models have it. In this
+picture each letter is a parameter, and lines join the parameters that both models have:
 
     old model    A  B  C         A stays where it is; B is copied, because its device changes;
                  |  |            C is parked on the host, with its optimizer state
@@ -108,7 +108,7 @@ class Origins:
     def arrivals(self) -> tuple[Arrival, ...]:
         """The persistent buffers of the new model, with the origins of their arrays."""
         owners, before = _parameters_of_state(self.new), frozenset(self.before)
-        # The old buffers of each array at each place and memory. `arrival` takes each only once.
+        # By array, place and memory: the old buffers. `arrival` gives each buffer to one arrival.
         staying: dict[tuple[Identity, int, int], list[int]] = {}
         anywhere: dict[Identity, int] = {}
         for i, (identity, buffer) in enumerate(zip(self.before, self.old.persistent, strict=True)):
@@ -118,7 +118,7 @@ class Origins:
         def arrival(identity: Identity, buffer: Buffer) -> Arrival:
             if identity[0] == "constant":
                 return Arrival(identity, buffer, "make")
-            # Optimizer state stays or returns only if its parameter does: it fits no other values.
+            # Optimizer state is kept or returns only with its parameter: it fits only these values.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # An array stays if the old model has it at this place and in this memory. Otherwise it
@@ -173,7 +173,7 @@ class Origins:
 
     @cached_property
     def copied(self) -> frozenset[int]:
-        """The old model's buffers whose arrays the new model has at other places."""
+        """The old model's buffers from which arrays are copied to other places or memories."""
         return frozenset(arrival.old_index for arrival in self.arrivals if arrival.how == "copy")
 
     def home(self, arrival: Arrival) -> int | None:

@@ -158,8 +158,8 @@ class Replay:
         plain = versions[use.version]
         if not use.shift:
             return plain
-        # XPipe predicts the weights of a forward some updates ahead. PipeMare corrects the weights
-        # of a backward some updates back.
+        # For a forward, XPipe predicts the weights after some further updates. For a backward,
+        # PipeMare corrects the weights to approximate those before some updates.
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
         program = weights.shifted([shape], updates)

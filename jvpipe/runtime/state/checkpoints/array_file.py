@@ -1,8 +1,8 @@
 """Writes arrays to a safetensors file and reads them, under names such as `optimizer/count`.
 
 In a checkpoint, a name is KIND/PATH. The kind is parameter, optimizer, state (the model's) or
-flight. The path leads to the array in the tree of its kind. Arrays of the kind flight are saved
-only while micro-batches are in flight: all arrays of the state, each under the name of its buffer.
+flight. The path leads to the array in the tree of its kind. If micro-batches are in flight, all
+arrays of the run's state are saved as the kind flight too, each under the name of its buffer.
 
 The format has no random keys and lacks some types of numbers. Keys are written as their integers,
 and arrays of the missing types as bytes. The types of both are kept in `meta.json`.
@@ -147,8 +147,8 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="numpy") as opened:
             yield opened
-    # A damaged file, or a name that is not in it, raises SafetensorError. The others are raised for
-    # an array of a type that numpy lacks.
+    # A damaged file, or a name that is not in it, raises SafetensorError. If numpy lacks the type
+    # of an array, reading the array raises one of the other errors.
     except (SafetensorError, AttributeError, KeyError, TypeError) as problem:
         raise ValueError(f"{file.name}: {problem}") from problem
 

@@ -1,4 +1,4 @@
-"""Finds arrays in states in flight: those that a stream has between two steps.
+"""Finds arrays in a state in flight: the state of a stream between two steps.
 
 A stream is an asynchronous run, whose pipeline is not flushed between steps. So some micro-batches
 are in flight: their forwards ran, and their backwards did not. A state at rest has nothing in
@@ -56,8 +56,8 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     """Returns the newest version of each plain array.
 
-    While a layer moves to another process, its arrays may still lie with the old process. They are
-    then returned where they lie.
+    While a layer moves to another process, its arrays may still lie with the old process. Then the
+    old process returns them where they lie, and the new process returns None for them.
 
     Args:
         compiled: the compiled plan of the state.
@@ -225,7 +225,7 @@ def restore_in_flight(
 
 
 def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of an array in flight; None if only an earlier plan has them."""
+    """Returns the shape and type of an array in flight; None if this plan does not know them."""
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
         return compiled.row_programs.known_shape(value)

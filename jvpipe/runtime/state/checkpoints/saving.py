@@ -35,7 +35,7 @@ class Saving:
     Args:
         compiled: the compiled plan of the states.
         schedule: the schedule that the user chose.
-        microbatches: how many a step has.
+        microbatches: how many micro-batches a step has.
     """
 
     compiled: CompiledPlan
@@ -168,7 +168,7 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        """What must not change in schedule and plan, so that a state in flight can go on, as JSON.
+        """The parts of schedule and plan, as JSON, with which alone a state in flight can go on.
 
         Checkpoints contain this list, so its order is part of their format.
         """
