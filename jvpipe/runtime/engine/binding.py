@@ -251,7 +251,7 @@ def _copy(
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
     """Returns a function that copies a leaf of the batch to a device.
 
-    A replica copies only its own examples. If the leaf is lazy, it also reads only these.
+    A replica copies only its own examples. Of a lazy leaf, only these examples are read.
     """
     if leaf.examples is None:
         return lambda x: feed(_read(x))
@@ -264,7 +264,7 @@ def _read(leaf: Any) -> Any:
 
 
 def _memory(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
-    """Returns the one memory of all buffers that a row makes, or of all that end with it."""
+    """Returns the memory of the buffers that a row makes or frees, which all lie in one."""
     (memory,) = {buffers[b].memory for b in ids}
     return memory
 

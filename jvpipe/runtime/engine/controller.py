@@ -62,8 +62,8 @@ def _look(
 class Moment(NamedTuple):
     """The step in which rows run.
 
-    If it `flows`, it is a step of a stream (a run without flushes). Some of its rows may then work
-    on micro-batches of earlier steps.
+    If `flows` is true, the step belongs to a stream (a run without flushes). Some of its rows may
+    then work on micro-batches of earlier steps.
     """
 
     step: int
@@ -159,7 +159,8 @@ class Controller:
                 instruction = instructions[index]
                 writes, frees, target = instruction.writes, instruction.frees, instruction.target
                 # The ledger counts in the order of dispatch. While a row runs, memory holds the
-                # buffers that it makes and those that it frees. So bytes are added first.
+                # buffers that it makes and those that it frees. So its new bytes are added first,
+                # and the freed bytes are subtracted below.
                 live[target] += instruction.born_bytes
                 if live[target] + instruction.temporary_bytes > peak[target]:
                     peak[target] = live[target] + instruction.temporary_bytes
@@ -225,7 +226,7 @@ class Controller:
             The error to raise; None for an interrupt.
         """
         failure = self.failure(error, row, at) if isinstance(error, Exception) else None
-        # One of the marks may be the cause, so they are removed only after the cause is found.
+        # One of the marks may show the cause, so marks are removed only after it is found.
         while len(self.marks) > marked:
             self.marks.pop()
         return failure

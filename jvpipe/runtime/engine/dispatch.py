@@ -14,7 +14,7 @@ other devices go on. But such a row also waits, and then blocks its own device, 
 In this example F0, OUT0, FREE0, F0' and SEND0 are rows of one device, F1 and F2 of another:
 
     lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late
-    dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 wait until it has come
+    dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 wait for the copy
 
 No row waits forever. Take the blocked row that comes first in the list. All rows before it were
 dispatched, so its inputs have been made. It waits only for a copy that is under way.

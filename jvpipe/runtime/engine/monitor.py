@@ -3,7 +3,7 @@
 The end of a task is observed. Every program yields a marker, an array of four bytes that no other
 program reads. A copy to the host or back needs no marker, because its result serves as one. For
 each device, one thread waits for the markers of programs in their order, and another one for the
-results of copies. Each notes when a marker or a result comes.
+results of copies. Each thread notes when a marker or a result comes.
 
 The start of a task is computed, because JAX does not report it. It is the latest of three times:
 when the device was free, when the inputs had come, and when the task was dispatched. In the

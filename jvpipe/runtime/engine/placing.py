@@ -55,7 +55,7 @@ class _PieceKeys:
 
 @dataclass(frozen=True)
 class Placing:
-    """The buffers that outlive a step, with the means to put arrays there and to find them again.
+    """The buffers that outlive a step, and methods that fill them with arrays.
 
     Args:
         graph: the model's layers.
@@ -229,10 +229,10 @@ class Placing:
         return self._spec(key.value) if isinstance(key, Spot) else ()
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
-        """Returns, by device, the most bytes of known arrays that one piece makes again.
+        """Returns, by device, the most superfluous bytes that one piece makes.
 
-        `initialize_optimizer` runs whole pieces. A piece makes all arrays of its state, even if the
-        table lacks only some of them.
+        `initialize_optimizer` runs whole pieces. A piece makes all arrays of its state, even those
+        that the table already has.
         """
         pieces, lacking = self._initializing(table)
         # Small values between pieces are not counted.

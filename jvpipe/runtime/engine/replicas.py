@@ -59,7 +59,7 @@ class Replicas:
 
     Args:
         traced: the layers, traced on a whole micro-batch.
-        where: the places of the layers, and the slices of each.
+        where: the places of the layers, and the slices that each layer's replicas work on.
         store: compiles programs.
         whole: for each layout, which residuals layers keep, and the programs of layers on a whole
             micro-batch.

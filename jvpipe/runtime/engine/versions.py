@@ -137,7 +137,7 @@ class VersionLedger:
         # By layer, the last update: its micro-batch, and the version that it changed.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
-        # From the end, a layer's last update is met first, and then the forward that it belongs to.
+        # From the end, a layer's last update comes first, and then the forward of its micro-batch.
         for i in reversed(range(len(self._runs))):
             uses, microbatch, version = self._runs[i] or ((), 0, 0)
             for use in reversed(uses):
