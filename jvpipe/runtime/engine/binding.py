@@ -251,7 +251,7 @@ def _copy(
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
     """Returns a function that copies a leaf of the batch to a device.
 
-    A replica copies only its own examples. Of a lazy leaf, only these examples are read.
+    A replica copies only its own examples. If the leaf is lazy, the replica also reads only those.
     """
     if leaf.examples is None:
         return lambda x: feed(_read(x))

@@ -168,7 +168,7 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        """The parts of schedule and plan, as JSON, with which alone a state in flight can go on.
+        """The parts of schedule and plan, as JSON, that a state in flight needs unchanged.
 
         Checkpoints contain this list, so its order is part of their format.
         """
