@@ -11,7 +11,8 @@ other devices go on. But such a row also waits, and then blocks its own device, 
 - is a DROP of arrays that moved layers leave behind, while any moved array has not arrived;
 - writes to the host, if the host has a limit and an earlier blocked row frees bytes of the host.
 
-In this example F0, OUT0, FREE0, F0' and SEND0 are rows of one device, F1 and F2 of another:
+In this example F0 and F0' (two layers), OUT0, FREE0 and SEND0 are rows of one device. F1 and F2 are
+rows of another:
 
     lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late
     dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 wait for the copy

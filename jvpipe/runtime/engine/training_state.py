@@ -96,7 +96,7 @@ class State:
             raise ValueError(
                 "this state belongs to another pipeline or plan: use the one that init or restore gave"
             )
-        # Every step makes these checks. They are fast, because many arrays have only a few types.
+        # Every step makes these checks, so they must be fast. The many arrays have few types.
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(

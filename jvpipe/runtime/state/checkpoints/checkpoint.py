@@ -26,7 +26,8 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Writes a checkpoint.
 
-    Whenever the process dies, the folder holds a whole checkpoint, either the older or the new one.
+    Whenever the process dies, the folder holds no partial checkpoint, but the older one (if there
+    is one) or the new one.
 
     Args:
         path: a folder, which may hold an older checkpoint; the new one replaces it.
