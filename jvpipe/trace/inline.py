@@ -2,8 +2,8 @@
 
 Scans over stacked layers are unrolled on the way, so that the loss can be cut between
 layers. An array whose slices are known one by one is passed on as a `_Stack`. A scan over
-layers takes slices from stacks, and a cast of a stack is a stack. Any other equation reads
-the whole array, which is made only then.
+layers takes slices from stacks, and a cast of a stack is a stack. The whole array is made
+only for other equations that read a stack.
 """
 
 from collections.abc import Callable, Mapping, Sequence

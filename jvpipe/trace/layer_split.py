@@ -7,8 +7,8 @@ where a layer may be cut:
   cross the cut to memory in any case. In the forward these values are operands of a product; in the
   backward, their cotangents are results of products. So two programs can give the same results as
   one. `jvpipe.programs.bit_equality` tests whether they do.
-- Not between two readers of a parameter. Each half would make a gradient of the parameter, and the
-  sum of the two could be added up in another order than in the whole layer.
+- Not between two readers of a parameter. Each half would make a gradient of the parameter,
+  and adding the two gradients could round differently than the whole layer does.
 
 The choice depends only on the layer itself. So layers that are alike are cut alike, and no other
 layer changes.
@@ -42,7 +42,7 @@ def split_points(
 ) -> list[int]:
     """Returns the points at which a layer can be cut in two, the most even halves first.
 
-    A point is given as the number of equations between it and the layer's end.
+    A point is given as the number of equations between the point and the layer's end.
 
     Args:
         traced: the model.
@@ -159,7 +159,7 @@ def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
 
 
 def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
-    """Returns the same model with layers cut at places; a layer may be cut at several.
+    """Returns the same model with layers cut at places; a layer may have several places.
 
     Args:
         traced: the model.
