@@ -91,7 +91,7 @@ class OneFOneB(Schedule):
             raise ValueError(
                 f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others"
             )
-        # If a device has fewer micro-batches in flight than the next, the next device waits.
+        # If a device has fewer micro-batches in flight than the next, the latter waits.
         rises = most is not None and any(a < b for a, b in pairwise(most))
         if most is not None and (rises or min(most, default=0) < 1):
             raise ValueError(

@@ -31,8 +31,8 @@ these machines, outgoing and incoming. Then transfers of several stages wait for
 
 The link between a device and its host carries OUT and IN, one at a time. If sends between devices
 pass through the host, this link carries them, too. Otherwise devices of neighboring stages have a
-link in each direction. R waits for its turn on the device and for swapped values. Values that a
-backward recomputes within its own program are part of the seconds of B.
+link in each direction. R waits for its turn on the device and for swapped values. If the
+program of a backward recomputes values itself, the seconds of B include that.
 
 `jvpipe.simulate.rows` simulates the rows that the controller dispatches, layer by layer.
 tests/simulate/test_two_levels.py compares the two. Bytes are the same. Without swaps, seconds

@@ -122,8 +122,8 @@ def _narrow(
         begin = max(0, g - window)
         nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
-            # Of the positions with the fewest values, one with the fewest bytes is cut: the
-            # last.
+            # The position with the fewest values is cut; of several, that with the fewest
+            # bytes; if several are left, the last.
             narrow = group[count[group] == fewest[g]]
             narrowest = narrow[width[narrow] == width[narrow].min()]
             cuts.append(int(narrowest[-1]))

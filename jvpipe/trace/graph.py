@@ -147,7 +147,8 @@ def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
         frozen: the numbers of the frozen parameters.
 
     Raises:
-        ValueError: a parameter that is not frozen cannot be trained, or all are frozen.
+        ValueError: a parameter that is not frozen cannot be trained, or the loss depends
+            only on frozen parameters.
     """
     loss = replace(traced.loss, frozen=frozen)
     check_trained(loss)

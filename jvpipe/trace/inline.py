@@ -234,8 +234,8 @@ class _Line:
         """Appends the iterations of a scan over layers, and returns the results of the scan."""
         body, rows = eqn.params["jaxpr"], range(eqn.params["length"])
         ys: dict[int, list[_Value]] = {}
-        # A reversed scan runs from the last slice to the first, but the rows of its ys are in the
-        # order of the slices.
+        # A reversed scan runs from the last slice to the first, but its stacked results,
+        # the ys, are in the order of the slices.
         for i in reversed(rows) if eqn.params["reverse"] else rows:
             row = [self._part(x, i, source) for x in xs]
             out = self.run(body.jaxpr, body.consts, [*constants, *carry, *row], source)

@@ -3,10 +3,11 @@
 The results of the two halves must be bitwise identical with those of the whole layer. This decides
 where a layer may be cut:
 
-- Right before a product, with at least one product on either side. There XLA writes the values that
-  cross the cut to memory in any case. In the forward these values are operands of a product; in the
-  backward, their cotangents are results of products. So two programs can give the same results as
-  one. `jvpipe.programs.bit_equality` tests whether they do.
+- Right before a product, with at least one product on either side. There XLA writes the
+  values that cross the cut to memory in any case. In the forward these values are operands
+  of a product; in the backward, their cotangents are results of products. So the cut need
+  not change what XLA computes, and two programs can give the same results as one.
+  `jvpipe.programs.bit_equality` tests whether they do.
 - Not between two readers of a parameter. Each half would make a gradient of the parameter,
   and adding the two gradients could round differently than the whole layer does.
 

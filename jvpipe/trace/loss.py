@@ -1,8 +1,8 @@
 """A user's loss function as one flat jaxpr with named inputs and outputs.
 
 Inputs are the leaves of parameters, model state and batch, the seed, and the arrays that the loss
-captured. Outputs are the loss, the new model state and aux. Each is named by a `Ref`, its kind and
-its number, so that later passes know what a variable stands for.
+captured. Outputs are the loss, the new model state and aux. A `Ref` names each input and
+each output by kind and number, so that later passes know what a variable stands for.
 """
 
 import functools

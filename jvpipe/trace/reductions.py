@@ -273,7 +273,7 @@ def guarded(
     ins: Sequence[Lies],
     alike: Alike,
 ) -> Atom | None:
-    """Returns the count of an equation like max(count, 1) if it is a whole number, else None.
+    """Returns the count in an equation like max(count, 1) if the count is whole, else None.
 
     Args:
         eqn: the equation.

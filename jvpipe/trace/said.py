@@ -89,7 +89,7 @@ class Said:
         if reduction is not None:
             check_state_reduction(name, self.atoms[ref], reduction)
             return Spread(_STATE[reduction])
-        # Each replica has its own examples' statistics. The running statistic is their mean.
+        # Each replica has statistics of its examples. Their mean is the running statistic.
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(

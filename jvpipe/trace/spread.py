@@ -137,8 +137,8 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values get the same number in `Alike`, which shows that sum / count * count is
-            # the sum. A `stop_gradient` that stops a gradient must get a number of its own.
+            # Equal values share a number in `Alike`, by which sum / count * count is known
+            # to be the sum. A `stop_gradient` that stops a gradient has its own number.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
