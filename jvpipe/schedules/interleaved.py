@@ -96,7 +96,7 @@ class InterleavedLists:
 
 
 def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Divides micro-batches into as many rounds of at least one per device as possible."""
+    """Divides micro-batches into as many rounds as possible, of at least one per device."""
     count = max(1, microbatches // devices)
     size, larger = divmod(microbatches, count)
     sizes = [size + (i < larger) for i in range(count)]

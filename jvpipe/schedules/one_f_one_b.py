@@ -13,8 +13,8 @@ cost no time in the long run if a send takes at most half as long as a forward p
 
 Let K[s] be the most micro-batches in flight on stage s, and let F, B and c be the seconds of a
 forward, of a backward and of a send. During a round trip from stage a to stage b and back,
-at most K[a] - K[b] + 1 micro-batches can start. So in the long run a micro-batch takes the
-maximum, over stages a <= b, of
+stage a can start at most K[a] - K[b] + 1 micro-batches. So in the long run a micro-batch
+takes the maximum, over stages a <= b, of
 
     ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
 """

@@ -87,7 +87,7 @@ class Traced:
         bodies: the equations of each layer.
         loss: the loss that was cut into these layers.
         cuts: positions among the main equations: a layer ends before each.
-        splits: further such positions, between the cuts, that the caller asked for.
+        splits: further positions at which layers end, because the caller asked for them.
     """
 
     graph: LayerGraph
@@ -508,7 +508,7 @@ def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
     """Returns the boolean mask that random bits become; the bits, if anything else is made of them.
 
     A mask takes one byte per element where the bits take four. Only a chain of cheap equations is
-    followed, in which each equation alone reads the result of the one before.
+    followed, in which only the next equation reads each result.
     """
     current = bits
     while True:

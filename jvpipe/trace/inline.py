@@ -37,10 +37,10 @@ def stack_layers(*slices: Any) -> jax.Array:
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     """Returns a jaxpr with each call replaced by its body, pruned.
 
-    Scans over stacks that `stack_layers` made are unrolled. Scalars that depend only on constants
-    are computed. Sharding constraints are left out. An `iota` moves to where its result is first
-    read. An equation of a body gets the source location of the outermost call around it, and the
-    name scopes of all calls around it.
+    Scans over stacks that `stack_layers` made are unrolled. Scalars that depend only on
+    constants are computed. Sharding constraints are left out. An `iota` moves to the first
+    equation that reads its result. An equation of a body gets the source location of the
+    outermost call around it, and the name scopes of all calls around it.
 
     Args:
         closed: any jaxpr.

@@ -1,7 +1,7 @@
 """Cuts a layer in two if the layer is too large a part of a stage.
 
-The results of the two halves must be bitwise identical with those of the whole layer. This decides
-where a layer may be cut:
+The two halves must give results that are bitwise identical with the results of the whole
+layer. So a layer may be cut only at some places:
 
 - Right before a product, with at least one product on either side. There XLA writes the
   values that cross the cut to memory in any case. In the forward these values are operands

@@ -11,8 +11,8 @@ decides how its cotangent has to lie:
                                      counts by the slice's share, which grows with n
 
 To check a rule, `jvpipe.trace.spread` follows the equations of the rule's backward, as it
-follows those of the loss. The backward begins with cotangents of the results that lie as
-the table says. The cotangents of the operands, with which it ends, must do so, too.
+follows the loss. The backward begins with cotangents of the results, which lie as the table
+says. It ends with cotangents of the operands, which must lie as the table says, too.
 """
 
 from operator import attrgetter

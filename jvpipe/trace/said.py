@@ -2,9 +2,8 @@
 
 A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown
 if the trace cannot tell how the slices' values give it. Such a leaf is reduced as the user
-chose, and the user expects that the values to be reduced are those that the loss itself
-makes of each slice. So slices leave the additions and maxima behind an unknown leaf as they
-are (`Said.plain`).
+chose, from the values that the loss itself computes on each slice. So slices leave the
+additions and maxima behind an unknown leaf as they are (`Said.plain`).
 """
 
 from collections.abc import Collection, Mapping
