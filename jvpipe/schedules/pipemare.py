@@ -6,7 +6,7 @@ version m, where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N m
 for a pipeline in which more tasks lie between a forward and its update.) The paper has three
 techniques. Here K is `anneal_updates`, D is `decay`, and w[t] is version t of the weights w:
 
-    T1  the t-th update is divided by tau ** (1 - t / K) if tau > 0 and t < K
+    T1  update t, counted from 0, is divided by tau ** (1 - t / K) if tau > 0 and t < K
     T2  B reads w - tau delta if tau > 0; each update changes delta, a mean of updates, to
         gamma delta + (1 - gamma) (w[t + 1] - w[t]), where gamma = D ** (1 / tau)
     T3  the first `warmup_updates` are synchronous, under 1F1B, one per step
