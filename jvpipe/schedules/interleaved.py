@@ -14,12 +14,12 @@ zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds. A round has at least S micro-batches, so that no device
-waits for the first of them to come back from the last device. There are as many rounds as possible,
-and their sizes differ by at most one. Let F and B be the seconds of all chunks of a device
-for one micro-batch. Then for every M >= S a step with whole backwards takes
-(M + (S - 1) / v) (F + B). On each stage backwards run in ascending order, as under every
-other schedule.
+Micro-batches pass the chunks in rounds. If M >= S, a round has at least S micro-batches, so
+that no device waits for the first of them to come back from the last device. There are as
+many rounds as possible, and their sizes differ by at most one. Let F be the seconds of the
+forwards of one micro-batch on all chunks of a device, and B those of its backwards. Then
+for every M >= S a step with whole backwards takes (M + (S - 1) / v) (F + B). On each stage
+backwards run in ascending order of micro-batches, as under every other schedule.
 """
 
 from collections.abc import Sequence
@@ -80,10 +80,11 @@ class InterleavedLists:
     def _warm(self, hops: int, first_round: int) -> int:
         """Counts the forwards before a device begins to run forwards and backwards in turn.
 
-        The first backward is one of the last chunk, so the whole first round passes all earlier
-        chunks before it. In the last chunk, micro-batch 0 goes through the `hops` later devices and
-        comes back. Other forwards fill the time of its way there. With several chunks and whole
-        backwards, they fill the time of its way back, too.
+        The first backward belongs to the last chunk, so before it the whole first round
+        passes all earlier chunks. In the last chunk, micro-batch 0 goes through the `hops`
+        later devices and comes back. While it goes there, this device runs other forwards.
+        With several chunks and whole backwards, it runs other forwards also while
+        micro-batch 0 comes back.
 
         Args:
             hops: the number of devices after this one.
@@ -95,7 +96,7 @@ class InterleavedLists:
 
 
 def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Divides micro-batches into as many rounds of at least one per device as possible."""
+    """Divides micro-batches into as many rounds as possible, of at least one per device."""
     count = max(1, microbatches // devices)
     size, larger = divmod(microbatches, count)
     sizes = [size + (i < larger) for i in range(count)]
@@ -106,10 +107,10 @@ def _rounds(devices: int, microbatches: int) -> Sequence[range]:
 class Interleaved(Schedule):
     """The schedule of 1F1B over several chunks per device.
 
-    Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a backward runs
-    in two halves, and the second half comes some backwards later than the first. `late`
-    says how many, per device; a device that is given 0 runs whole backwards. By default it
-    is d on device d.
+    Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a
+    backward runs in two halves. On device d, the second half runs after the first halves of
+    `late[d]` further backwards; a device that is given 0 runs whole backwards. By default,
+    `late[d]` is d.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')

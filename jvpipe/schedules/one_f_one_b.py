@@ -13,8 +13,8 @@ cost no time in the long run if a send takes at most half as long as a forward p
 
 Let K[s] be the most micro-batches in flight on stage s, and let F, B and c be the seconds of a
 forward, of a backward and of a send. During a round trip from stage a to stage b and back,
-at most K[a] - K[b] + 1 micro-batches can start. So in the long run a micro-batch takes the
-maximum, over stages a <= b, of
+stage a can start at most K[a] - K[b] + 1 micro-batches. So in the long run a micro-batch
+takes the maximum, over stages a <= b, of
 
     ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
 """
@@ -40,7 +40,7 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
 
 
 def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
-    """Makes a stage's list: `warm` forwards, backwards and forwards in turn, other backwards."""
+    """Makes a stage's list: `warm` forwards, then B and F in turn, then the remaining B."""
     forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
     backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
     steady = [task for pair in zip(backwards, forwards[warm:], strict=False) for task in pair]
@@ -76,8 +76,9 @@ class EagerLists:
 class OneFOneB(Schedule):
     """The schedule of 1F1B with a choice of how many micro-batches are in flight.
 
-    More micro-batches in flight hide sends, and take more memory. With `eager`, device d of S has
-    at most 2 (S - d) - 1. `most` has a number for each device. Without either, it is plain 1F1B.
+    More micro-batches in flight hide sends, and take more memory. With `eager`, device d of
+    S has at most 2 (S - d) - 1 in flight; with `most`, device d has at most `most[d]`.
+    Without these two options, the schedule is plain 1F1B.
 
     >>> OneFOneB(eager=True).name, OneFOneB(most=[3, 2, 1]).name
     ('1f1b-eager', '1f1b-most-3-2-1')
@@ -90,7 +91,7 @@ class OneFOneB(Schedule):
             raise ValueError(
                 f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others"
             )
-        # A device with fewer micro-batches in flight than the next device would keep it waiting.
+        # If a device has fewer micro-batches in flight than the next, the latter waits.
         rises = most is not None and any(a < b for a, b in pairwise(most))
         if most is not None and (rises or min(most, default=0) < 1):
             raise ValueError(

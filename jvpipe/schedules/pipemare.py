@@ -6,14 +6,15 @@ version m, where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N m
 for a pipeline in which more tasks lie between a forward and its update.) The paper has three
 techniques. Here K is `anneal_updates`, D is `decay`, and w[t] is version t of the weights w:
 
-    T1  the t-th update is scaled by max(1, tau) ** -(1 - min(t / K, 1))
-    T2  B reads w - tau delta, where delta <- gamma delta + (1 - gamma) (w[t + 1] - w[t])
-        and gamma = D ** (1 / tau); not applied if tau = 0
+    T1  update t, counted from 0, is divided by tau ** (1 - t / K) if tau > 0 and t < K
+    T2  B reads w - tau delta if tau > 0; each update changes delta, a mean of updates, to
+        gamma delta + (1 - gamma) (w[t + 1] - w[t]), where gamma = D ** (1 / tau)
     T3  the first `warmup_updates` are synchronous, under 1F1B, one per step
 
-Forwards that are recomputed for a backward read the backward's weights. So under this schedule the
-results of training depend on what a plan recomputes. A parameter that several stages read is not
-corrected: all of them read the version of the first reader, which is stashed until the backward.
+Forwards that are recomputed for a backward read the backward's weights. So under this
+schedule the results of training depend on what a plan recomputes. A parameter that several
+stages read is not corrected: these stages all read the version that the first of them has
+read, which is stashed until the backward.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

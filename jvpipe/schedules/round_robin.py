@@ -9,9 +9,10 @@ stage 1 has one. An update (U) comes every two micro-batches:
     stage 1             F0 B0 F1 B1 U1     ...
 
 A stage has as many micro-batches in flight as the next stage, plus one for each of its own
-devices. The number is rounded up, so that its devices have equally many. PipeDream has
-fewer in flight: as many as the stage and all later stages have devices. But then the
-devices of a stage that has more devices than its neighbors would wait for one another.
+devices. This number is rounded up to a multiple of the stage's devices, so that each has
+equally many. PipeDream has fewer in flight: as many as the stage and all later stages have
+devices. But then the devices of a stage with more devices than its neighbors would wait for
+one another.
 """
 
 import math
@@ -50,7 +51,7 @@ class RoundRobin:
 
 
 def taking_turns(schedule: Schedule, plan: Plan) -> Schedule:
-    """Returns an asynchronous schedule, with lists for turns if stages of the plan need them."""
+    """Returns an asynchronous schedule, with `RoundRobin` lists if the plan has replicas."""
     return schedule.with_lists(RoundRobin(plan.replicas)) if plan.replicated else schedule
 
 

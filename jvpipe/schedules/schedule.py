@@ -154,9 +154,9 @@ class Schedule:
     def phases(self, devices: int, microbatches: int) -> int:
         """Counts the phases of a step; within a phase, one slowest stage sets the pace.
 
-        If all forwards of a device come before its first backward, there are two phases: the stage
-        with the slowest forward need not be the one with the slowest backward. If forwards and
-        backwards alternate, there is one phase.
+        If every device runs all its forwards before its first backward, there are two
+        phases: the stage with the slowest forward need not be the one with the slowest
+        backward. Otherwise there is one phase.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
@@ -305,7 +305,7 @@ def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
 
     Args:
         tasks: the tasks of the stage.
-        every: how many micro-batches an update takes.
+        every: the number of micro-batches per update.
     """
     for task in tasks:
         yield task

@@ -118,8 +118,8 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
     """Returns the slots of F, f, I and i of the first micro-batch on device d.
 
-    The same task of micro-batch m comes 6 m slots later. So no two slots may be equal modulo 6:
-    tasks of different micro-batches would collide. The `gap` prevents this.
+    The same task of micro-batch m comes 6 m slots later. If two of the four slots were
+    equal modulo 6, tasks of different micro-batches would collide. The `gap` prevents this.
     """
     S = devices
     if memory == "half":

@@ -2,9 +2,9 @@
 
 The order of tasks is that of PipeDream. w[n] are the weights after n updates. F<m> reads
 the prediction w[c] + d u. Here c is the newest version, and d = m - c is the number of
-updates until B<m>. The last update has added u to the weights (zero before the first
-update). B<m> reads w[m]. In the paper u is Adam's step, predicted for a whole batch from
-its first micro-batch. Here u is whatever the optimizer did.
+updates until B<m>. The last update has added u to the weights, whatever the optimizer;
+before the first update, u is zero. B<m> reads w[m]. In the paper u is Adam's step,
+predicted for a whole batch from its first micro-batch.
 
 Forwards that are recomputed for a backward read the backward's weights. A parameter that several
 stages read is not predicted: its backward reads the version that its forward has read, which is

@@ -9,11 +9,11 @@ their bandwidth. There are two kinds:
 
 A task that occupies two links holds both from its start to its end.
 
-On a resource of the first kind, each task waits for the task before it. This is an edge of the
-graph like any other, so only resources of the second kind have queues. If no task queues, a task
-starts at the end of the longest path to it. Otherwise a heap holds the ready tasks, by the time
-when they became ready, and the first one is started next. This is exact: tasks that become
-ready later stand behind it in the queue, so they cannot change when it starts.
+On a resource of the first kind, each task waits for the task before it. Such waits are
+known before the simulation, so only resources of the second kind have queues. If no task
+queues, a task starts at the end of the longest path to it. Otherwise a heap holds the ready
+tasks, by the time when they became ready, and the first task of the heap is started next.
+Its start is exact: tasks that become ready later queue behind it, so they cannot delay it.
 
 A million tasks take a few seconds: `python -m experiments.planners.simulator` measures it.
 """
@@ -104,9 +104,10 @@ class TaskGraph:
     def _queued(self, seconds: Sequence[float]) -> list[float]:
         """Computes starts with queues: the task that became ready first is served first.
 
-        `now` has the tasks whose starts are final. When they end, other tasks may become ready,
-        which then queue or, if they need no queue, join `now`. So `now` is emptied before the head
-        of the queue is taken: after that, no task can become ready before the head.
+        `now` has the tasks whose starts are final. When such a task ends, other tasks may
+        become ready. These enter the queue or, if they need no queue, `now`. The head of
+        the queue is taken only when `now` is empty. Then each task that is not ready waits
+        for one in the queue, so it cannot become ready before the head did.
         """
         starts = [0.0] * len(seconds)
         missing = [len(needs) for needs in self._before]  # how many tasks each still waits for

@@ -7,13 +7,13 @@ more rules are needed for memory. The ledger of a run counts bytes in the order 
 rules keep a device from ever holding more than the ledger counts:
 
     FREE    holds back all later rows of its device, and all later copies to its device
-    IN      waits for the last program that was dispatched to its device before it
-    FEED    brings a leaf of the batch. It waits as IN does if it takes no time. Else it waits for
-            the program before that one, so that it can run beside the last program
+    IN      waits for the last program that was dispatched to its device before the IN
+    FEED    brings a leaf of the batch. If it takes no time, it waits as IN does. Otherwise
+            it waits only for the second-to-last program, and can run beside the last one
 
-On some devices (CUDA) a buffer can be used only after all work that was enqueued there before the
-buffer was made (`buffers_wait`). On such devices, a copy from another device also waits for
-the last program that was dispatched to the receiving device before the copy.
+On some devices (CUDA) a new buffer can be used only when the work that the device already
+has in its queue is done (`buffers_wait`). On such devices, a copy from another device also
+waits for the last program that was dispatched to the receiving device before the copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -73,8 +73,8 @@ def simulate(
         links_of: returns the names of the links that a copy occupies. Copies that name the same
             link take turns on it. By default, `links_between_devices`.
         temporary_bytes: for each row, the bytes that its program needs while it runs.
-        buffers_wait: whether a buffer can be used only after all work that was enqueued on its
-            device before the buffer was made.
+        buffers_wait: whether a new buffer can be used only when the work that its device
+            already has in its queue is done.
     """
     rows, buffers = lowered.rows, lowered.buffers
     devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
@@ -176,7 +176,8 @@ def _curves(
 ) -> tuple[Curve, ...]:
     """Makes the curves of bytes over time, one for each device and a last one for the host.
 
-    A buffer counts from the start of the row that makes it until all rows that touch it have ended.
+    A buffer counts from the start of the row that makes it to the last end of a row that
+    reads or writes it.
 
     Args:
         lowered: the rows and buffers of the step.

@@ -16,8 +16,9 @@ A device holds the swapped values of at most two micro-batches at a time. Two ru
 
     F     waits for the OUTs of all earlier forwards on the device, except the last OUT. In the
           drawing F2 waits for OUT0, so that only the values of F1 are left when F2 makes its own.
-    IN    waits until the B before its own begins, and until the last OUT before that B ends. In the
-          drawing IN2 waits for B1 to begin, because then the values that B0 has read are gone.
+    IN    waits until the B before its own has begun, and until the last OUT before this
+          earlier B has ended. In the drawing IN2 waits for B1 to begin, because then the
+          values that B0 has read are gone.
 
     device    F0 F1 F2 F3 ...  B0 B1 B2
     host         OUT0 OUT1 ...  IN1 IN2
@@ -30,8 +31,8 @@ these machines, outgoing and incoming. Then transfers of several stages wait for
 
 The link between a device and its host carries OUT and IN, one at a time. If sends between devices
 pass through the host, this link carries them, too. Otherwise devices of neighboring stages have a
-link in each direction. R waits for its turn on the device and for swapped values. Values that a
-backward recomputes within its own program are part of the seconds of B.
+link in each direction. R waits for its turn on the device and for swapped values. If the
+program of a backward recomputes values itself, the seconds of B include that.
 
 `jvpipe.simulate.rows` simulates the rows that the controller dispatches, layer by layer.
 tests/simulate/test_two_levels.py compares the two. Bytes are the same. Without swaps, seconds
@@ -41,8 +42,9 @@ are the same. With swaps, the first of these rules differs under GPipe, the seco
     F before the first B    all OUTs that are not done     all OUTs but the last one
     IN                      the end of the task before     the start of the B before its own
 
-For random loads with swaps, rows took between 0.8 and 1.25 times as long. Both times lie between a
-step whose copies take no time and that step plus the seconds of all its copies.
+For random loads with swaps, the seconds of rows were 0.8 to 1.25 times the seconds found
+here. Both are at least the seconds of a step whose copies take no time, and exceed those by
+at most the seconds of all copies.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -194,8 +196,9 @@ class StageWork:
         what = "stage" if self.stages == len(devices) else "device"
         names = [f"{what} {d}" for d in devices]
         names += [f"{what} {d} host" for d in devices]
-        # Two devices have only one link in each direction. The other two names are not used: modulo
-        # 4 they name devices that do not exist.
+        # Each device gets names for a link to the next device and for one to the previous
+        # device. If there are two devices, each has only one link. The other name is not
+        # used: it names a device 2 or 3, which does not exist.
         loop = len(devices) if len(devices) > 2 else 4
         for step in (1, -1):
             names += [f"{what} {d} to {(d + step) % loop}" for d in devices]

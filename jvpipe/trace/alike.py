@@ -6,8 +6,8 @@ operands with the same numbers. The type of a whole number does not matter:
 sum(mask).astype(float) and sum(mask, dtype=float) are the same count.
 
 Equal values may get different numbers: then fewer sums and means are recognized. Different
-values must not get the same one, unless a replica computes one in place of the other
-(`same` in `Alike.tell`).
+values must not get the same number, with one exception (`same` in `Alike.tell`): a replica
+computes count in place of max(count, 1), so both get the number of count.
 """
 
 from collections.abc import Hashable

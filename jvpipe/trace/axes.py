@@ -1,8 +1,8 @@
 """Finds which axis of an equation's result holds the examples, given the axes of its operands.
 
-An axis holds the examples if they follow one another along it. An example may have several
-rows there, but its rows must lie together. Below, `a x b` is one axis, made of the axes a
-and b by a reshape:
+An axis holds the examples if the examples follow one another along this axis. An example
+may have several rows there, which must be neighbors. Below, `a x b` is one axis, made of
+the axes a and b by a reshape:
 
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
     [examples x tokens]    along axis 0          [tokens x examples]    along no axis
@@ -64,7 +64,7 @@ def along_after(
 
     Args:
         eqn: an equation of which at least one operand has an axis of the examples.
-        axes: the axis of the examples in each operand; None if it depends on no example.
+        axes: the axis of the examples in each operand; None for operands without examples.
         grown: for each result, the axis whose size grows with the number of examples; None if no
             axis does.
 
@@ -193,10 +193,11 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
 
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a product.
+    """Follows the axis through a product, in three cases.
 
-    Three cases are followed. Both operands contract the examples; both have them as a batch
-    axis; or one has them as a batch axis or a free axis, and the other depends on no example.
+    - The product contracts the examples' axis of both operands.
+    - The examples' axis is a batch axis of both operands.
+    - Only one operand depends on examples, and the product does not contract their axis.
     """
     # If each example of one operand meets the same example of the other, contracting them is a sum
     # over the examples.

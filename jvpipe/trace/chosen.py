@@ -1,8 +1,8 @@
 """Checks the reductions that a user chose for leaves of aux and of the model state.
 
 Aux is what a loss returns besides its value. A reduction says how a leaf of the whole batch
-is made of the leaves of the batch's parts. Users choose it by a pattern of paths; here it
-is checked against the types of the matching leaves.
+is made of the leaves of the batch's parts. Users choose a reduction by a pattern of paths.
+Here the choice is checked against the types of the matching leaves.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,14 @@
 """Tells whether a batch's loss is the mean of the losses of its micro-batches, and if not, why.
 
-This holds if the loss is a mean over examples. It does not hold for a sum, nor if examples meet in
-the loss, as in an in-batch softmax, a batch norm, a maximum, or a mean over a varying number of
-items.
+The two are equal if the loss is a mean over examples. They differ if the loss is a sum, or
+if examples meet in the loss, as in an in-batch softmax, a batch norm, a maximum, or a mean
+over a varying number of items.
 
-The equations are followed at two numbers of examples, as for replicas
-(`jvpipe.trace.spread`). But here a batch norm counts as coupling examples. It does not for
-replicas, which may normalize by their own statistics. Only the equations that make the
-loss's value are followed, because metrics and model state may combine examples in any way.
+The loss is traced at two numbers of examples, and its equations are followed as for
+replicas (`jvpipe.trace.spread`). But here a batch norm couples examples. For replicas it
+does not, because a replica may normalize by its own statistics. Only the equations that
+make the loss's value are followed, because metrics and model state may combine examples in
+any way.
 """
 
 import logging

@@ -1,8 +1,9 @@
 """Finds the narrow positions in a model's list of equations, at which it is cut into layers.
 
-A position is between two equations. It is good to cut if few values are alive there, because a live
-value must be sent between the two layers. How many are "few" depends on the model, so positions are
-compared with their neighbors:
+A position is between two equations. A value is alive there if it is made before the
+position and read after it. A position is a good cut if few values are alive, because each
+of them must be sent between the two layers. How many are "few" depends on the model, so
+positions are compared with their neighbors:
 
 - A position is narrow if no position nearby has fewer live values. Distance is counted in weighted
   operations (products, convolutions, lookups that read a parameter).
@@ -40,9 +41,9 @@ class LayerEffort:
             `skip` weighted operations is a skip connection.
         few_layers: a model with fewer layers is cut again at the next scale.
         large_operations: a layer with more weighted operations is cut again if possible.
-        even: how finely the ways to cut a layer in two are compared. The slower half should
-            take a small fraction of the layer's seconds. Fractions that round to the same
-            multiple of `even` are equally good; then fewer bytes sent are better.
+        even: how finely the ways to cut a layer in two are compared. A way is better if its
+            slower half takes a smaller fraction of the layer's seconds. If two fractions
+            round to the same multiple of `even`, the way that sends fewer bytes is better.
     """
 
     scales: tuple[tuple[int, int], ...] = ((6, 12), (3, 3), (1, 1), (0, 0))
@@ -121,7 +122,8 @@ def _narrow(
         begin = max(0, g - window)
         nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
-            # Fewer values count first, then fewer bytes. The last of equal positions is cut.
+            # The position with the fewest values is cut; of several, that with the fewest
+            # bytes; if several are left, the last.
             narrow = group[count[group] == fewest[g]]
             narrowest = narrow[width[narrow] == width[narrow].min()]
             cuts.append(int(narrowest[-1]))

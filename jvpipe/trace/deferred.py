@@ -1,6 +1,7 @@
 """A batch norm, for users to call, with running statistics of whole batches, not of micro-batches.
 
-Each micro-batch adds to sums, and the last one of a batch updates the running statistics from them.
+Each micro-batch adds its values to sums. From these sums, the last micro-batch of a batch
+updates the running statistics.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,10 @@
 """Changes running statistics of batch norms once per batch, from sums over its micro-batches.
 
-Each micro-batch adds its sums to leaves of the model state that the user does not see. The last
-micro-batch of the batch computes the new running statistics from these leaves, as one whole batch
-would, and sets the leaves to 0. Below, sk are the sums of micro-batch k of four, r is a running
-statistic, and h is the formula by which the loss makes the new value of r from sums:
+Each micro-batch adds its sums to leaves of the model state that the user does not see. The
+last micro-batch of the batch computes the new running statistics from these leaves, as the
+loss on the whole batch would, and sets the leaves to 0. Below, sk are the sums of
+micro-batch k of four, r is a running statistic, and h is the formula by which the loss
+makes the new value of r from sums:
 
     after micro-batch          none    0     1          2               3
     the added leaves           0       s0    s0 + s1    s0 + s1 + s2    0
@@ -45,8 +46,8 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
         leaf for each sum over them.
 
     Raises:
-        ValueError: no leaf is a running statistic of a batch norm, or one is updated by a formula
-            that cannot be computed from sums.
+        ValueError: no leaf is a running statistic of a batch norm, or the formula that
+            updates such a leaf cannot be computed from sums.
     """
     if microbatches == 1:
         return loss

@@ -88,8 +88,8 @@ def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """Returns a line for each leaf that a function makes from a key: path, type, shape and digest.
 
     No leaf is computed. A leaf's digest covers the equation that makes the leaf and the
-    digests of the equation's operands. So each equation is digested once, however many
-    leaves depend on it.
+    digests of the equation's operands. Each equation is digested once, even if many leaves
+    depend on it.
 
     Args:
         initializer: makes a tree of arrays from a key.

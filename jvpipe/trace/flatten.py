@@ -39,8 +39,8 @@ def flatten(
     Args:
         fn: the function.
         args: arrays or `jax.ShapeDtypeStruct`.
-        keep_rules: whether to keep calls with a derivative rule, which a derivative of the result
-            needs. If not, their bodies replace them.
+        keep_rules: whether to keep calls with a derivative rule, because a derivative of
+            the result needs the rule. If not, the bodies of these calls replace them.
 
     Raises:
         ValueError: the function closes over a value that was traced.

@@ -52,7 +52,7 @@ class Body:
             differentiable inputs and then pruned to these. A backward made for fewer inputs would
             have other equations, and the compiler might round the remaining gradients differently.
         received: marks the outputs whose cotangents the backward gets, given the frozen parameters.
-        share: the factor of the loss on a slice of a micro-batch; below 1 only for a mean.
+        share: the factor that multiplies the loss of a slice; below 1 only for a mean.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -87,7 +87,7 @@ class Traced:
         bodies: the equations of each layer.
         loss: the loss that was cut into these layers.
         cuts: positions among the main equations: a layer ends before each.
-        splits: further such positions, between the cuts, that the caller asked for.
+        splits: further positions at which layers end, because the caller asked for them.
     """
 
     graph: LayerGraph
@@ -147,7 +147,8 @@ def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
         frozen: the numbers of the frozen parameters.
 
     Raises:
-        ValueError: a parameter that is not frozen cannot be trained, or all are frozen.
+        ValueError: a parameter that is not frozen cannot be trained, or the loss depends
+            only on frozen parameters.
     """
     loss = replace(traced.loss, frozen=frozen)
     check_trained(loss)
@@ -340,11 +341,11 @@ class _Assembly:
         return [*jaxprs.prune(self.floating, read), *run]
 
     def _names(self, bodies: Sequence[Body]) -> list[str]:
-        """Names each layer by the common module of the parameters that it is the first to read.
+        """Names layers by the common module of the parameters that no earlier layer reads.
 
-        If a layer reads no new parameter, all that it reads count. Without a common module,
-        the name is the scope of the layer's heavy equations, else the module of its first
-        parameter, else its number.
+        If the layer has no such parameters, all parameters that it reads are used. Without
+        a common module, the name is the common scope of the layer's heavy equations, else
+        the module of its first parameter, else its number.
         """
         paths = self.loss.names[ValueKind.PARAMETER]
         seen, names = set(), []
@@ -507,7 +508,7 @@ def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
     """Returns the boolean mask that random bits become; the bits, if anything else is made of them.
 
     A mask takes one byte per element where the bits take four. Only a chain of cheap equations is
-    followed, in which each equation is the only reader of the result before.
+    followed, in which only the next equation reads each result.
     """
     current = bits
     while True:

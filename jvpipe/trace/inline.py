@@ -2,8 +2,8 @@
 
 Scans over stacked layers are unrolled on the way, so that the loss can be cut between
 layers. An array whose slices are known one by one is passed on as a `_Stack`. A scan over
-layers takes slices from stacks, and a cast of a stack is a stack. Any other equation reads
-the whole array, which is made only then.
+layers takes slices from stacks, and a cast of a stack is a stack. The whole array is made
+only for other equations that read a stack.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +37,10 @@ def stack_layers(*slices: Any) -> jax.Array:
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     """Returns a jaxpr with each call replaced by its body, pruned.
 
-    Scans over stacks that `stack_layers` made are unrolled. Scalars that depend only on constants
-    are computed. Sharding constraints are left out. An `iota` moves to where its result is first
-    read. An equation of a body gets the source location of the outermost call around it, and the
-    name scopes of all calls around it.
+    Scans over stacks that `stack_layers` made are unrolled. Scalars that depend only on
+    constants are computed. Sharding constraints are left out. An `iota` moves to the first
+    equation that reads its result. An equation of a body gets the source location of the
+    outermost call around it, and the name scopes of all calls around it.
 
     Args:
         closed: any jaxpr.
@@ -234,8 +234,8 @@ class _Line:
         """Appends the iterations of a scan over layers, and returns the results of the scan."""
         body, rows = eqn.params["jaxpr"], range(eqn.params["length"])
         ys: dict[int, list[_Value]] = {}
-        # A reversed scan runs from the last slice to the first, but the rows of its ys are in the
-        # order of the slices.
+        # A reversed scan runs from the last slice to the first, but its stacked results,
+        # the ys, are in the order of the slices.
         for i in reversed(rows) if eqn.params["reverse"] else rows:
             row = [self._part(x, i, source) for x in xs]
             out = self.run(body.jaxpr, body.consts, [*constants, *carry, *row], source)

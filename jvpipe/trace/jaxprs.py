@@ -96,7 +96,7 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
 
 
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
-    """Returns a jaxpr with others of its values as results, pruned to what they need."""
+    """Returns a jaxpr that yields other values of the given one, pruned to their needs."""
     jaxpr = closed.jaxpr
     narrowed = jaxpr.replace(eqns=prune(jaxpr.eqns, results), outvars=list(results))
     return ClosedJaxpr(narrowed, closed.consts)
@@ -177,7 +177,7 @@ def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def renamed(eqns: Iterable[JaxprEqn], names: Mapping[Var, Atom]) -> list[JaxprEqn]:
-    """Returns the equations with other variables in place of some."""
+    """Returns the equations with the atoms of `names` in place of its variables."""
 
     def new(atom: Atom) -> Any:
         return names.get(atom, atom) if isinstance(atom, Var) else atom

@@ -56,7 +56,7 @@ def derives_key(eqn: JaxprEqn) -> bool:
 
 
 def holds_keys(atom: _jax.Atom) -> bool:
-    """Tells whether a value is an array of more than `_FEW` keys, typed or of 2 or 4 raw words."""
+    """Tells whether a value is an array of more than `_FEW` keys: typed, or raw words."""
     aval = _jax.aval(atom)
     are_raw = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
     are_keys = is_key(aval) or are_raw

@@ -1,14 +1,15 @@
 """Cuts a layer in two if the layer is too large a part of a stage.
 
-The results of the two halves must be bitwise identical with those of the whole layer. This decides
-where a layer may be cut:
+The two halves must give results that are bitwise identical with the results of the whole
+layer. So a layer may be cut only at some places:
 
-- Right before a product, with at least one product on either side. There XLA writes the values that
-  cross the cut to memory in any case. In the forward these values are operands of a product; in the
-  backward, their cotangents are results of products. So two programs can give the same results as
-  one. `jvpipe.programs.bit_equality` tests whether they do.
-- Not between two readers of a parameter. Each half would make a gradient of the parameter, and the
-  sum of the two could be added up in another order than in the whole layer.
+- Right before a product, with at least one product on either side. There XLA writes the
+  values that cross the cut to memory in any case. In the forward these values are operands
+  of a product; in the backward, their cotangents are results of products. So the cut need
+  not change what XLA computes, and two programs can give the same results as one.
+  `jvpipe.programs.bit_equality` tests whether they do.
+- Not between two readers of a parameter. Each half would make a gradient of the parameter,
+  and adding the two gradients could round differently than the whole layer does.
 
 The choice depends only on the layer itself. So layers that are alike are cut alike, and no other
 layer changes.
@@ -42,7 +43,7 @@ def split_points(
 ) -> list[int]:
     """Returns the points at which a layer can be cut in two, the most even halves first.
 
-    A point is given as the number of equations between it and the layer's end.
+    A point is given as the number of equations between the point and the layer's end.
 
     Args:
         traced: the model.
@@ -159,7 +160,7 @@ def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
 
 
 def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
-    """Returns the same model with layers cut at places; a layer may be cut at several.
+    """Returns the same model with layers cut at places; a layer may have several places.
 
     Args:
         traced: the model.

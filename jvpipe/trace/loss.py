@@ -1,8 +1,8 @@
 """A user's loss function as one flat jaxpr with named inputs and outputs.
 
 Inputs are the leaves of parameters, model state and batch, the seed, and the arrays that the loss
-captured. Outputs are the loss, the new model state and aux. Each is named by a `Ref`, its kind and
-its number, so that later passes know what a variable stands for.
+captured. Outputs are the loss, the new model state and aux. A `Ref` names each input and
+each output by kind and number, so that later passes know what a variable stands for.
 """
 
 import functools
@@ -49,7 +49,7 @@ class LossJaxpr:
         seed_words: the length of the seed vector (`KeyKind.seed`); 0 if the loss reads none.
         of_size: traces the same loss on another number of examples.
         sharding: how parameters are cut over the devices of a place; None if a place is one device.
-        specs: for each parameter, the axes of a place along which its dimensions are cut.
+        specs: for each parameter, along which axes of a place its dimensions are cut.
         aux_chosen: for each leaf of aux, the reduction that the user chose, if any.
         state_chosen: for each leaf of the model state, the reduction that the user chose, if any.
         frozen: the numbers of the parameters that have no update and whose gradient is not used.
@@ -178,7 +178,7 @@ def _leaves_of_aux(aux: Tree) -> tuple[tuple[str, ...], list[Any]]:
 
 
 def _refs(counts: dict[ValueKind, int]) -> list[Ref]:
-    """Returns the names of as many values of each kind."""
+    """Returns a name for each value, given the number of values of each kind."""
     return [Ref(kind, i) for kind, count in counts.items() for i in range(count)]
 
 
@@ -237,7 +237,7 @@ def _traced(
     try:
         return flatten(flat, *arguments, keep_rules=True)
     except Exception as error:
-        # Without a key the loss gets None for it, which is then the likely cause of a type error.
+        # Without a key the loss gets None, which then likely causes the type error.
         may_lack_key = not with_key and isinstance(error, TypeError)
         if may_lack_key and "PRNG key" in str(error):
             raise ValueError(
@@ -274,7 +274,7 @@ class KeyKind:
 
     @property
     def seed(self) -> jax.ShapeDtypeStruct:
-        """The seed vector: the key's words, then step and micro-batch."""
+        """The shape of the seed vector: the key's words, then step and micro-batch."""
         return jax.ShapeDtypeStruct((int(np.prod(self.shape)) + 2,), np.uint32)
 
     def micro_batch_key(self, seed: jax.Array) -> jax.Array:
@@ -333,7 +333,7 @@ def has_gradient(dtype: Any) -> bool:
 
 
 def check_trained(traced: LossJaxpr) -> None:
-    """Checks that every parameter that is not frozen can have a gradient, and that one has.
+    """Checks that trained parameters can have gradients, and that the loss depends on one.
 
     Raises:
         ValueError: a parameter's type has no gradient, or the loss depends only on frozen ones.

@@ -60,7 +60,7 @@ def trace_model(
         rng: a key, or None.
         model_state: the model state; used only with `has_state`.
         present: the layers that the loss has at the shapes of another batch; the loss is
-            cut into the same ones. None to choose the cuts from scratch.
+            cut into the same layers. None to choose the cuts from scratch.
         stacks: the parameters to split into slices, one per layer; None to split each parameter
             that is read only by scans over layers.
         has_aux: whether the loss returns aux besides its value.

@@ -39,7 +39,7 @@ def check_modules(params: Tree) -> None:
 
 
 def warn_of_statistics(trained: Sequence[str]) -> None:
-    """Warns if the optimizer trains running statistics, as it does with all of Linen's variables.
+    """Warns if running statistics are trained, as if a user gives all of Linen's variables.
 
     Args:
         trained: the paths of the parameters that the optimizer trains.

@@ -36,7 +36,7 @@ _ROOTS = ("sqrt", "rsqrt")
 def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
     """Maps each result to the result of the first equation that computes the same value.
 
-    So if `jnp.var` computes a mean again, it is known to be the mean that the loss has computed.
+    For example, a mean that `jnp.var` computes again is mapped to the mean before it.
 
     Args:
         eqns: the equations, in their order.
@@ -92,7 +92,7 @@ def normalized(
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether an equation is linear or a square, as a batch norm has on open values."""
+    """Tells whether an equation is linear or a square: open values may go through no other."""
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True

@@ -81,7 +81,7 @@ def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 @dataclass
 class _Smaller:
-    """The walk that makes equations on one example from those on several and on twice as many.
+    """Makes equations on one example from those on several and on twice as many examples.
 
     Args:
         examples: how many examples "several" is.
@@ -163,11 +163,12 @@ class _Smaller:
                 return whole
 
     def _literal(self, whole: Literal, double: Literal) -> Any:
-        """Returns a literal on one example: it is constant, or proportional to n or to 1/n."""
+        """Returns a literal on one example, from those on several and on twice as many."""
         a = np.asarray(whole.val)
         b = np.asarray(double.val)
-        # An integer may be a size, such as 3 + 2 n, which `_value` extrapolates. A real number must
-        # have the factor n or 1/n, which the ratio of the two numbers shows.
+        # An integer may be a size, such as 3 + 2 n, which `_value` extrapolates. A real
+        # number that is not constant must have the factor n or 1/n, which the ratio of the
+        # two numbers shows.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):

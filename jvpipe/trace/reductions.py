@@ -20,8 +20,8 @@ A count of items, such as tokens, may be zero in a slice, though not in the whol
 - If the count adds up fractional weights, it may lie between zero and one, where max(count, 1) is
   another value. Slices cannot make that value, so it counts as mixed.
 
-A value that no rule recognizes counts as mixed, too. So a rule may be missing, but none may call a
-value a sum or a mean that is neither.
+A value that no rule recognizes counts as mixed, too. So a missing rule can only refuse a
+loss. A rule that took another value for a sum or a mean would give wrong results.
 """
 
 from collections.abc import Iterable, Sequence
@@ -84,8 +84,8 @@ class Lies:
             mixed, or depends on no example.
         axis: the axis of the examples, if the value lies along one; else -1.
         roots: the reductions over examples that the value was made of.
-        power: p, if the value, or each example's part of it, has the factor n^p, n the number of
-            examples. In a slice, n is the number of the slice's examples.
+        power: p, if the value, or each example's part of it, has the factor n^p, where n is
+            the number of examples. In a slice, n is the number of the slice's examples.
         divisor: if the value is a sum divided by a count, the number that `Alike` gives the count.
         beside: how slices must change the value's equation, so that the value lies as stated; None
             if they need not.
@@ -93,7 +93,7 @@ class Lies:
             (`jvpipe.trace.normalized`).
         is_scale: whether the value is a scale: multiplying by it closes open statistics.
         excess: p, if the value is a sum over examples times n^p.
-        is_zero: whether the value is zero for any examples; a zero may lie in every way.
+        is_zero: whether the value is zero for any batch; a zero fits every `over`.
     """
 
     over: Over
@@ -196,9 +196,10 @@ def reduced(
         eqn: an equation with one result, or with several that lie alike.
         ins: how its operands lie.
         alike: tells which operands are equal, and which are whole numbers.
-        in_rule: whether the equation is in a derivative rule. A `select_n` there selects between
-            cotangents, and lies as they do. A `select_n` in a loss selects between values of the
-            model state: its result is mixed, so the user says how the leaf is reduced.
+        in_rule: whether the equation is in a derivative rule. A `select_n` there selects
+            between cotangents, and its result lies as they do. A `select_n` in a loss
+            selects between values of the model state: its result is mixed, so the user says
+            how the leaf is reduced.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -272,7 +273,7 @@ def guarded(
     ins: Sequence[Lies],
     alike: Alike,
 ) -> Atom | None:
-    """Returns the count of an equation like max(count, 1) if it is a whole number, else None.
+    """Returns the count in an equation like max(count, 1) if the count is whole, else None.
 
     Args:
         eqn: the equation.

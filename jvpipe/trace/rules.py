@@ -10,9 +10,9 @@ decides how its cotangent has to lie:
     is a mean over n examples        depends on no example, but has the factor n: a slice's mean
                                      counts by the slice's share, which grows with n
 
-To check a rule, its backward is followed as the loss is. The backward begins with
-cotangents of the rule's results that lie as the table says. It must end with cotangents of
-the operands for which the table holds, too.
+To check a rule, `jvpipe.trace.spread` follows the equations of the rule's backward, as it
+follows the loss. The backward begins with cotangents of the results, which lie as the table
+says. It ends with cotangents of the operands, which must lie as the table says, too.
 """
 
 from operator import attrgetter

@@ -8,10 +8,11 @@ of n examples:
     q = sum((x - s / n)**2)      the batch norm's other statistic; it may also be sum(x**2)
     r' = h(r, s, q)              the new value is made only of the old value and of such sums
 
-The loss is traced at the shapes of a micro-batch and again at those of a whole batch, and both
-traces must have the same equations. A value has examples along an axis if its shape differs between
-the two. `jvpipe.trace.deferred_state` adds up s and q over the micro-batches of a batch. It then
-makes r' from the totals by the h of the second trace, which divides by sizes of the whole batch.
+The loss is traced at the shapes of a micro-batch and again at those of a whole batch, and
+both traces must have the same equations. A value has examples along an axis if its shape
+differs between the traces. `jvpipe.trace.deferred_state` adds up s and q over the
+micro-batches of a batch. It then makes r' from the totals by the h of the second trace,
+which divides by sizes of the whole batch.
 """
 
 from collections.abc import Sequence
@@ -57,8 +58,8 @@ class RunningLeaf:
 
     Attributes:
         index: the leaf's index in the model state.
-        sums: the sums that the new value is made of, and those whose means center the
-            squared values.
+        sums: the sums that the new value is made of. If squares in these sums are centered,
+            also the sums whose means center them.
         eqns: the places of the equations that make the new value from the sums.
     """
 
@@ -294,7 +295,7 @@ class TwoTraces:
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
 
     def _sum(self, place: int) -> Sum | None:
-        """Returns a sum of values that are centered, or of their squares; None for other sums."""
+        """Returns a batch norm's sum of values or of their squares; None for other sums."""
         eqn = self.eqns[place]
         axes = eqn.params["axes"]
         operand = self._origin(eqn.invars[0])
@@ -309,7 +310,7 @@ class TwoTraces:
         if mean_of is not None:
             alike = self.eqns[mean_of].params["axes"] == axes
             return Sum(place, count, mean_of) if alike else None
-        # The values are squared without being centered. A batch norm sums them up plainly, too.
+        # Uncentered squares belong to a batch norm that also sums up the values themselves.
         means = (self.eqns[i] for i in self._centering)
         plain = any(self._origin(x.invars[0]) is base and x.params["axes"] == axes for x in means)
         return Sum(place, count) if plain else None

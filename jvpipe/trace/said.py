@@ -1,9 +1,9 @@
 """Decides how leaves of aux and of the model state are made of the values of slices.
 
-A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown if the
-trace cannot tell how the slices' values give it. Then the reduction that the user chose
-counts. It reduces what the loss itself makes of each slice. So in the equations behind an
-unknown leaf, a slice changes no operand of an addition or a maximum (`Said.plain`).
+A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown
+if the trace cannot tell how the slices' values give it. Such a leaf is reduced as the user
+chose, from the values that the loss itself computes on each slice. So slices leave the
+additions and maxima behind an unknown leaf as they are (`Said.plain`).
 """
 
 from collections.abc import Collection, Mapping
@@ -88,7 +88,7 @@ class Said:
         if reduction is not None:
             check_state_reduction(name, self.atoms[ref], reduction)
             return Spread(_STATE[reduction])
-        # Each replica has statistics of its own examples. The running ones are the replicas' mean.
+        # Each replica has statistics of its examples. Their mean is the running statistic.
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
@@ -109,7 +109,8 @@ class Said:
             amended: all equations, by `id`, that slices could change, and how.
 
         Raises:
-            CoupledError: slices must change a sum for another output, but not for an unknown leaf.
+            CoupledError: an unknown leaf and another output are made of the same equation,
+                which slices must change for that output alone.
         """
         unknown = {ref for ref, lies in self.traced.items() if _is_unknown(lies)}
         others = [atom for ref, atom in self.atoms.items() if ref not in unknown]
@@ -141,7 +142,7 @@ def _is_unknown(lies: Lies) -> bool:
 def aux_group(graph: LayerGraph, index: int) -> int:
     """Returns the number of the leaf of aux to which a value belongs.
 
-    The two numbers differ behind a `Weighted` leaf, which has two values.
+    After a `Weighted` leaf, which has two values, a value's number differs from its leaf's.
 
     Args:
         graph: the layer graph of a micro-batch.

@@ -1,8 +1,8 @@
 """Makes a model's layers for a slice of a micro-batch, the part that one replica of a stage has.
 
-The loss is traced again at the size of the slice, and cut into the same layers. If it is a
-mean, a slice's loss is multiplied by the slice's share (its fraction of the examples). So
-the losses of all slices add up to the mean.
+The loss is traced again at the size of the slice, and cut into the same layers. If the
+loss is a mean, a slice's loss is multiplied by the slice's share (its fraction of the
+examples). So the losses of all slices add up to the mean.
 
 Random numbers and positions are made for the whole micro-batch, and each slice takes its part. So
 every replica draws all numbers, and dropout masks do not depend on the number of replicas. For a
@@ -103,7 +103,7 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
 
 
 def _layers(graph: LayerGraph) -> object:
-    """Returns a value that two layer graphs share exactly if they differ only in sizes."""
+    """Returns a value that is equal for two layer graphs if they differ only in sizes."""
     candidates = [[c.name for c in layer.candidates] for layer in graph.layers]
     layers = [(layer.reads, layer.writes) for layer in graph.layers]
     crossing = operator.attrgetter("producer", "readers", "differentiable")
@@ -294,7 +294,7 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
 
     Args:
         traced: the layers on a whole micro-batch.
-        sizes: the sizes of its slices; the loss is traced at each and compared with the whole.
+        sizes: the sizes of slices; the loss is traced at each and compared with the whole.
 
     Raises:
         CoupledError: the examples cannot be computed apart, or the loss or aux of the micro-batch

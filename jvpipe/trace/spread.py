@@ -12,7 +12,7 @@ equation of the loss and says how its result lies over the examples:
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
 results). A value of a single example must not be made from them: slices would compute another value
 than the whole micro-batch. The exception is a batch norm whose statistics the model state
-keeps: each replica normalizes by its own ones (`jvpipe.trace.normalized`).
+keeps: each replica normalizes by its own examples' statistics (`jvpipe.trace.normalized`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ from jvpipe.trace.rules import cotangent, fits
 from jvpipe.trace.structure import comparable
 
 GENERATORS = ("random_bits", "random_split", "iota")
-"""Primitives whose numbers depend on their position: a slice cuts its part out of the whole's."""
+"""Primitives whose results depend on positions: a slice cuts its part out of the whole."""
 _CALLS = (
     "jit",
     "pjit",
@@ -137,8 +137,8 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values get the same number in `Alike`, by which sum / count * count is known to
-            # be the sum. A `stop_gradient` that stops a gradient must not count as its operand.
+            # Equal values share a number in `Alike`, by which sum / count * count is known
+            # to be the sum. A `stop_gradient` that stops a gradient has its own number.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))

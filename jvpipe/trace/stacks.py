@@ -94,7 +94,7 @@ class Stacks:
         return tuple(frozen)
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
-        """Returns the numbers of the split leaves that match; a stack matches with all slices."""
+        """Returns the numbers of the split leaves that match, of a stack all its slices."""
         matched: list[bool] = []
         for is_named, n in zip(self.named(patterns), self.lengths, strict=True):
             matched += [is_named] * (1 if n is None else n)

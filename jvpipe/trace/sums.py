@@ -24,7 +24,7 @@ def settle_sums(
     outputs: Sequence[Var],
     loss_layer: int,
 ) -> tuple[Run, list[Run]]:
-    """Moves sums out of `floating` to the head of the first run that reads their parameters anyway.
+    """Moves sums out of `floating` to the head of a run that reads their parameters anyway.
 
     Args:
         floating: the equations that each layer computes if it needs them.
@@ -55,8 +55,9 @@ def settle_sums(
     for eqn in reversed(floating):
         layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
-            # For each parameter of the sum, `first` has the first layer that reads it anyway. The
-            # last of these layers makes the sum, if it comes before all layers that need the sum.
+            # For each parameter of the sum, `first` has the first layer that reads it
+            # anyway. The last layer in `first` makes the sum, if that layer comes before
+            # all that need the sum.
             first = [min(reading_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
             home = max(first, default=len(runs))
             if home < min(layers):
