@@ -218,9 +218,10 @@ class _Search:
                 for m in range(self.unit, left + 1, self.unit):
                     if self.shapes.pins.feeds(m, self.size):
                         self._extend_by(free, m)
-        # `judge` counts the real number of micro-batches in flight, with which layers may have to
-        # run again. With two or more micro-batches, L is then not less than T_PL. So plans are
-        # judged in order of rising T_PL, until T_PL reaches the best plan's L.
+        # T_PL counts the fewest micro-batches that can be in flight if a step has two or more.
+        # `judge` counts the real number, with which more layers may have to run again. So the L
+        # that `judge` finds is not less than T_PL. Plans are judged in order of rising T_PL, until
+        # T_PL reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
             every += [(x, free, j) for j, x in enumerate(plans.latency_s.tolist()) if j]

@@ -121,7 +121,7 @@ class _Update:
         return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """Returns the leaves of a parameter's own state if only they need its gradient.
+        """Returns the leaves of a parameter's own state if nothing else needs its gradient.
 
         The gradient is followed forward through all values that are made of it. If such a value is
         a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next

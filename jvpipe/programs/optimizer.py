@@ -380,9 +380,9 @@ def _settled(
 ) -> tuple[Flow, dict[Slot, Input]]:
     """Places an update, again and again until the homes of the state no longer change.
 
-    Placing may show that a leaf of state is a single layer's, or that the global program reads it;
-    either may change the places of other equations. The rounds end, because each gives another leaf
-    to a layer or makes another leaf shared, and no leaf is ever taken back.
+    Placing may show that a leaf of state is a single layer's. With this leaf at its layer, other
+    equations may get other places, so everything is placed again. The rounds end, because each
+    gives another leaf to a layer, and a leaf that has a layer keeps it.
 
     Args:
         update: the traced update.
@@ -401,8 +401,8 @@ def _settled(
         flow = update.flow(homes, layers)
         claims = _claims(flow)
     _check(flow, homes)
-    # The global program also updates its copies of shared state, for which it may have to read
-    # further state.
+    # The global program has copies of the shared state that it reads. To update these copies, it
+    # may read further shared state. The rounds end, because each makes another leaf shared.
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
     return flow, homes

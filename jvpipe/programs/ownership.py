@@ -10,7 +10,7 @@ Layers and the global program take turns, in phases. In each phase the layers ru
 values to the global program; the global program of the same phase reads them; the layers read its
 results in the next phase. One pass over the equations, in their order, places all of them: a place
 depends on the operands' places, and on which layers' results need the equation (`destinations`). A
-second pass moves some of them (`send_early`).
+second pass moves some equations to the global program (`send_early`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from jvpipe.trace import jaxprs
 Home = int | Literal["everywhere", "global"]
 """A layer by its number, everywhere, or the global program."""
 SMALL_BYTES = 1024
-"""Only smaller values, and vectors, may leave their layer; other optimizers are refused."""
+"""Only smaller values, and vectors of which each layer has one, may leave their layer."""
 
 
 class Place(NamedTuple):
@@ -39,8 +39,8 @@ class Place(NamedTuple):
     def ready(self, reader: Home) -> int:
         """Returns the first phase in which a layer or the global program can read the value."""
         if self.home == "everywhere":
-            # A value that is made everywhere from results of the global program has the phase of
-            # the layers, which is one later than that of the global program.
+            # Layers read a result of the global program one phase later than the global program
+            # itself does. The phase of a value that is made everywhere is that of the layers.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 
@@ -222,8 +222,9 @@ class _Placing:
     def send_early(self, results: Iterable[Var]) -> None:
         """Moves a layer's scalar arithmetic into the global program if no layer reads the result.
 
-        Then layers that are alike have programs that are alike, wherever their parameters stand in
-        the tree.
+        For example, a norm adds up sums of squares in the order of the tree. Without the move, only
+        the first layer would add up its own sums, and could not share its program with layers that
+        are alike.
 
         Args:
             results: the results that layers need.
