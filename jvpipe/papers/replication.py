@@ -211,7 +211,7 @@ class _Program:
             behind: see the legend.
             a: the index of the cut at which the first stage begins.
             b: the index of the cut at which the last stage ends.
-            replicas: on how many parts of the level above the stages are repeated.
+            replicas: how many copies of these stages run on the parts of the levels above.
 
         Returns:
             The stages in order, each as the index of the cut at its end and its devices.

@@ -1,8 +1,8 @@
 """One stage while its fates are chosen greedily, by changing one layer's choice at a time.
 
 A fate says whether a value is kept, swapped to the host or recomputed. Two planners use this file:
-vPipe's algorithm 2, and Capuchin's optimization as DawnPiper has it. They differ in the changes
-that they consider and in the order in which they take changes (`Selection.spend`).
+vPipe's algorithm 2, and Capuchin's optimization as DawnPiper has it. The two planners differ in
+the changes that they consider and in the order in which they take changes (`Selection.spend`).
 
 Legend:
     k           the number of micro-batches in flight on the stage

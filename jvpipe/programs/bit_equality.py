@@ -217,8 +217,8 @@ def _drawn(
 ) -> np.ndarray:
     """Draws numbers of the magnitude that a layer meets in training.
 
-    Products sum over the first axis of a parameter. The longer this axis is, the smaller are the
-    elements, so that the results of products stay near one.
+    Most products sum over the first axis of a parameter. The longer this axis is, the smaller are
+    the elements, so that the results of products stay near one.
     """
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):

@@ -137,9 +137,9 @@ class Flow:
         return sent
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
-        """Yields the pieces of a home: one for each phase in which it sends vectors, and a last one.
+        """Yields the pieces of a home: one for each phase that sends vectors or makes results.
 
-        The last piece makes all results, and may also send vectors.
+        All results are made in the last phase.
         """
         # A result that is its own input, such as a frozen parameter, stays where it is.
         of_home = (out for out in self.outputs if home in self._holders(out))

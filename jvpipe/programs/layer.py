@@ -228,9 +228,9 @@ def _trace_forward(
     """Traces the forward; its outputs include every value that the backward closes over.
 
     The `summed` inputs are passed on as outputs, too. Such an output's cotangent is the partial sum
-    from later layers. The derivative adds this layer's own cotangents to that sum. It would add
-    them in the same order if the later layers were part of this one, so the order does not depend
-    on where layers are cut.
+    from later layers. The derivative adds this layer's own cotangents to that sum. If the later
+    layers were part of this one, the derivative would add in the same order. So the order does not
+    depend on where layers are cut.
 
     Args:
         body: the layer's equations.

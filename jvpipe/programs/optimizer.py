@@ -77,9 +77,9 @@ class OptimizerCut:
 
     A piece reads and writes slots, which are names of arrays. Most slots name one array, whichever
     piece uses them. The exception is state that belongs to no layer. Each layer has a copy of it,
-    and so has the global program if it reads that state. The slot of such state names the copy of
-    the layer, or of the global program, that runs the piece. A leaf that no piece of `update`
-    writes stays as it is.
+    and so has the global program if it reads that state. In a piece, the slot of such state names
+    the copy of the layer, or of the global program, that runs the piece. A leaf that no piece of
+    `update` writes stays as it is.
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
@@ -415,9 +415,8 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # A result in `maker` has no home yet. As one of `others` it would count as needed
-    # everywhere, and so would every value that it is made of, such as the old value of its
-    # leaf.
+    # A result in `maker` has no home yet. If it were one of `others`, it would count as needed
+    # everywhere. So would the values that it is made of, such as its leaf before the update.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}

@@ -131,7 +131,8 @@ def check_owned(
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
     """Returns, for each value, the only layer whose results depend on the value.
 
-    If results of several layers depend on the value, its entry is "everywhere".
+    If results of several layers depend on the value, or a result that belongs to no single layer,
+    its entry is "everywhere".
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
@@ -239,7 +240,7 @@ class _Placing:
                 read_by_layers.update(jaxprs.variables(eqn.invars))
 
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
-        """Tells whether an equation of global values is best run once, and its results sent.
+        """Tells whether the global program should run an equation once, and send its results.
 
         The results must serve several layers, and be no larger than the values that are read. They
         must also have the type of a global value that is read, so that no further vector is sent: a
@@ -277,7 +278,7 @@ class _Placing:
         )
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
-        """Tells whether an equation makes a number from an array, or from numbers made so."""
+        """Tells whether an equation makes a number from an array, or from such numbers."""
         if any(jaxprs.size_of(v) != 1 for v in eqn.outvars):
             return False
         if eqn.primitive.name.startswith(("reduce_", "dot_general")):

@@ -310,7 +310,7 @@ def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a scan whose body works on parts.
 
-    Which carries have to be `Rows` is found by running the body abstractly: if the body leaves a
+    Which carries have to be `Rows` is found by running the body on shapes: if the body leaves a
     carry in parts, the carry has to begin in the same parts, and the body is run again. The loop
     ends, because each turn takes at least one more carry apart, and none is put together again.
     """

@@ -1,12 +1,12 @@
 """The small programs around an asynchronous update: they shift weights and remember updates.
 
-They predict weights for a forward (XPipe), correct weights for a backward (PipeMare), and compute
-what each update leaves for later ones. In the docstrings:
+They predict weights for a forward (XPipe), correct weights for a backward (PipeMare), and record
+what each update has changed. In the docstrings:
 
 w         a parameter
 u         its last applied update
 delta     the running mean of its updates
-tau       the number of updates between a stage's forward and its own update
+tau       the number of a stage's updates between a forward and the update from its gradients
 gamma     D ** (1 / tau), with the decay D: how much of the mean each update keeps
 """
 
