@@ -11,9 +11,10 @@ class PaperEffort:
         replica_counts: how many numbers of devices DAPPLE tries for a stage, at most. If a cluster
             has more devices than this, DAPPLE tries only the multiples of some number.
         bounds: how many bounds DawnPiper tries between two groups of stages, at most. If there are
-            more, it tries those that the fewest bytes cross (appendix B.2).
+            more, it tries cb, mb, and those that the fewest bytes cross (appendix B.2).
         imbalance: how far the seconds of a side may be from its share in vPipe's bisection, as a
-            fraction of the mean stage's seconds.
+            fraction of the mean stage's seconds; and how much longer the slower of two stages may
+            take after the refinement, as a fraction of its least seconds.
         heavy: the most seconds of a coarse vertex in vPipe's bisection, as a fraction of the mean
             stage's seconds; a nest (`kernighan_lin.py`) that takes more becomes several vertices.
         quanta: the number of quanta (units of bytes) in AdaPipe's knapsack; together they
