@@ -23,7 +23,8 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
     """Returns the FreeTime of the values that a change swaps; negative if the stage would wait.
 
     The seconds between a layer's forward and backward are counted as in the drawing above. For 1F1B
-    they are exact in the steady state; for GPipe they are the mean over a step.
+    they are exact in the steady state of a stage that never waits. For GPipe they are a rough
+    estimate: of each other micro-batch, only the forward or the backward runs in between.
 
     Args:
         stage: the stage of the change.

@@ -73,6 +73,8 @@ def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
 def in_turn(used: bool, free: Free, whole: Free, m: int) -> Free:
     """Takes devices machine by machine: those of used machines first, or those of unused ones.
 
+    A machine is used if at least one of its devices is not free.
+
     Args:
         used: whether used machines come first; if not, unused ones do.
         free: the number of free devices of each machine.
@@ -199,7 +201,7 @@ class _Search:
     def _left_s(self) -> Float[np.ndarray, "n"]:
         """Returns for each cut a lower bound on all devices' seconds for the layers after it."""
         # If r devices share a layer, together they take r times the seconds of one share.
-        # The least of this over all r bounds the layer's seconds from below, whichever r a
+        # The least product over all r bounds the layer's seconds from below, whichever r a
         # plan has.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
@@ -218,9 +220,10 @@ class _Search:
                 for m in range(self.unit, left + 1, self.unit):
                     if self.shapes.pins.feeds(m, self.size):
                         self._extend_by(free, m)
-        # `judge` counts the real number of micro-batches in flight, with which layers may have to
-        # run again. With two or more micro-batches, L is then not less than T_PL. So plans are
-        # judged in order of rising T_PL, until T_PL reaches the best plan's L.
+        # T_PL counts the fewest micro-batches that can be in flight if a step has two or more.
+        # `judge` counts the real number, with which more layers may have to run again. So the L
+        # that `judge` finds is not less than T_PL. Plans are judged in order of rising T_PL, until
+        # T_PL reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
             every += [(x, free, j) for j, x in enumerate(plans.latency_s.tolist()) if j]

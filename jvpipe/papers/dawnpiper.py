@@ -9,7 +9,7 @@ Legend, in the paper's symbols; a bound is a cut between two groups of consecuti
     S           the number of stages
 
     layers   p . . . . . cb . . . . mb . . . . . . . q     a dot is a layer; the bound between the
-             [ first group of stages ][ second group ]     groups is tried at cb, mb, and between;
+             [ first group of stages ][ second group ]     groups is tried from cb to mb; then
                                                            each group is divided in the same way
 
 By theorem 4.1 the best bound of two stages lies between cb and mb, under three conditions: seconds
@@ -113,7 +113,7 @@ class BinaryPartition:
         self.best = cache(self._best)
 
     def _need(self, s: int, least: bool) -> list[float]:
-        """Returns for each bound the bytes on stage s of all layers before the bound."""
+        """Returns for each bound the bytes that all layers before the bound take on stage s."""
         changes = self.changes[self.segments.in_flight[s]]
         kept_bytes = (held_bytes[0] for held_bytes in changes.held_bytes)
         held_before = changes.least_bytes if least else [0, *accumulate(kept_bytes)]
@@ -173,7 +173,7 @@ class BinaryPartition:
         return of.clip(bound)
 
     def between(self, of: Halving) -> Sequence[int]:
-        """Lists the bounds that theorem 4.1 leaves, from cb to mb, at most `PAPER.bounds`."""
+        """Lists the bounds to try by theorem 4.1: at most `PAPER.bounds`, from cb to mb."""
         cb = self.compute_balanced(of)
         mb = self.memory_balanced(of)
         step = 1 if cb <= mb else -1
@@ -216,8 +216,9 @@ class BinaryPartition:
         for b in self.between(of):
             # No plan with this bound has a slowest stage below `floor_s`.
             if best and self.floor_s(of, b) >= best.seconds:
-                # `floor_s` grows with the distance from cb, so later bounds cannot win either.
-                # Algorithm 1 stops as soon as a plan saves no memory, though a later bound may win.
+                # `floor_s` grows with the distance from cb, so later bounds cannot win either. The
+                # paper's algorithm 1 stops at the first plan that saves no memory, and so may miss
+                # a later bound that wins.
                 break
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):

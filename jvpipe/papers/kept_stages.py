@@ -1,4 +1,4 @@
-"""The seconds and bytes of all segments with every residual kept, for planners without fates.
+"""The seconds and bytes of segments with every residual kept, for planners that choose no fates.
 
 A grid has a row for each cut at which a segment may begin and a column for each cut at which it may
 end, like the grids of `KeepAll`. An entry is infinite if the segment would have no layer.

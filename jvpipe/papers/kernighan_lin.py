@@ -5,10 +5,10 @@ Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
 
 A pass of Kernighan-Lin exchanges vertices between the two sides of a graph until each vertex has
 been moved once, and keeps the best division that it meets. Here the layers of each side are
-consecutive, as those of a stage are. So only the vertices next to the bound between the sides can
-change sides, and a pass moves that bound to all its possible positions. Its result is therefore the
-best bound of all: among the bounds that balance the sides' seconds within a tolerance, the one that
-cuts the fewest bytes.
+consecutive, as the layers of a stage are. So only the vertices next to the bound between the sides
+can change sides, and a pass moves that bound to all its possible positions. So the pass finds
+the best bound: of all that balance the sides' seconds within a tolerance, the one that cuts the
+fewest bytes.
 """
 
 from collections.abc import Sequence

@@ -7,8 +7,8 @@ Legend:
     item        a way to treat a layer's residuals, without swaps; each layer gets one item
     weight      the bytes of an item beyond those of the layer's smallest item; counted in quanta
                 and rounded up, so that the limit holds
-    quantum     the unit of bytes: the least multiple of the greatest common divisor of all weights
-                for which `PAPER.quanta` quanta cover all bytes that a stage may use
+    quantum     the unit of bytes: a multiple of the greatest common divisor of all weights, and the
+                least one with which `PAPER.quanta` quanta cover all bytes that a stage may use
     cap         a bound on the bytes that one layer's backward needs while it runs (working bytes);
                 the knapsack of a cap leaves out items that need more, and several caps are tried
 
@@ -51,7 +51,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments without swaps; those no better than another are left out."""
+    """Lists each layer's items; an item that is in no respect better than another is left out."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         choices = *range(len(layer.options)), RECOMPUTE
@@ -73,7 +73,7 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists caps on the working bytes: all values that items have, or if many, some of them.
+    """Lists caps on the working bytes: all values that items have; some of them if there are many.
 
     Every layer must have an item under each cap. So no cap is below the least working bytes
     of any layer.

@@ -18,15 +18,16 @@ Legend, in the paper's symbols (a stage has the layers [i, j) here):
                         max(A^k(i, c, m - m'), C^k(c, j), T^k(c, j, m'))
     behind          the number of devices of all later stages, divided by the stage's replicas
 
-    level 2    [ machine 0, 1 ]  [ machine 2 ]    m_2 = 3: one part of the pipeline is replicated on
-                                                  two machines, the next is on the third machine
-    level 1      one stage on     stages on       each part is planned in the same way over the
-                 4 devices        3 and 1         devices of a machine
+    level 2    [ machine 0, 1 ]  [ machine 2 ]    m_2 = 3: the first layers are replicated on two
+                                                  machines, the last layers are on the third
+    level 1      one stage on     stages on       the layers of a machine are planned in the same
+                 4 devices        3 and 1         way over its devices
 
 A^0 is the seconds of a stage's forward and backward on one device. For each micro-batch in flight,
 the device holds a version of its parameters, and activations. The number in flight is 1 + `behind`,
-rounded up: S - s on stage s of S, if no stage is replicated. The program goes from the last stage
-to the first. So `behind` is known when a stage is planned, and the memory constraint is exact.
+rounded up: S - s on stage s of S, if no stage is replicated. A pipeline over the first m parts of a
+level leaves all other parts to later stages. So `behind` is known when a stage is planned, and the
+memory constraint is exact.
 """
 
 import math
@@ -133,7 +134,8 @@ class _Program:
         """
         if k:
             return self.pipelines(k, behind)[-1].cost
-        # Stage s of a pipeline without replicas has ceil(1 + behind) micro-batches in flight.
+        # Stage s of a pipeline without replicas has as many micro-batches in flight as the stage
+        # that is planned: ceil(1 + behind).
         s = self.kept.problem.stages - math.ceil(1 + behind)
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
@@ -209,7 +211,7 @@ class _Program:
             behind: see the legend.
             a: the index of the cut at which the first stage begins.
             b: the index of the cut at which the last stage ends.
-            replicas: on how many parts of the level above the stages are repeated.
+            replicas: how many copies of these stages run on the parts of the levels above.
 
         Returns:
             The stages in order, each as the index of the cut at its end and its devices.

@@ -1,8 +1,8 @@
 """One stage while its fates are chosen greedily, by changing one layer's choice at a time.
 
 A fate says whether a value is kept, swapped to the host or recomputed. Two planners use this file:
-vPipe's algorithm 2, and Capuchin's optimization as DawnPiper has it. They differ in the changes
-that they consider and in the order in which they take changes (`Selection.spend`).
+vPipe's algorithm 2, and Capuchin's optimization as DawnPiper has it. The two planners differ in
+the changes that they consider and in the order in which they take changes (`Selection.spend`).
 
 Legend:
     k           the number of micro-batches in flight on the stage
@@ -79,7 +79,8 @@ class FateChanges:
         taken = [(held_bytes[c], x.swapped, x.extra_s, x.working) for c, x in enumerate(rows)]
         *options, again = taken
         choices = list(range(len(options)))
-        # `RECOMPUTE` is listed only if no option takes as little of everything.
+        # `RECOMPUTE` is left out if an option needs no more held, swapped or working bytes than it,
+        # and no more seconds.
         if not any(all(map(le, option, again)) for option in options):
             choices.append(RECOMPUTE)
         changes = []
@@ -92,7 +93,7 @@ class FateChanges:
         return changes
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists those changes from a layer's choice that swap more and recompute no more.
+        """Lists the changes of a layer to choices that swap more than now, but recompute no more.
 
         Args:
             layer: the number of the layer.
@@ -102,9 +103,9 @@ class FateChanges:
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the change that saves the most bytes per second, of those that swap no more.
+        """Lists one change: of all that swap no more than now, the one that saves most per second.
 
-        If every change swaps more, the list is empty.
+        If every change swaps more than now, the list is empty.
 
         Args:
             layer: the number of the layer.
@@ -214,8 +215,8 @@ class Selection:
     def seconds(self) -> float:
         """The stage's seconds per micro-batch.
 
-        The device, its link to the host or its links to other stages set them: whichever is busy
-        for the longest.
+        The device, its link to the host, and its links to other stages work at the same time. The
+        one that is busy for the longest counts.
         """
         return max(self.compute_s, self.link_s(), self.comm_s)
 

@@ -56,9 +56,9 @@ def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     """Returns the layers per stage; no two blocks differ by more than the costliest layer.
 
-    The search starts from a partition whose largest block is as small as possible. While two blocks
-    differ by more, the smallest block takes a layer from its neighbor on the side of the largest
-    block. No move makes the largest block larger, so it stays as small as possible.
+    The search starts from a partition whose largest block is as small as possible. While the
+    largest and the smallest block differ by more than the costliest layer, the smallest takes a
+    layer from its neighbor on the side of the largest. No move makes the largest block larger.
 
     Args:
         costs: the cost of each layer.
@@ -80,8 +80,8 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
             bounds[q] -= 1
         else:
             bounds[q + 1] += 1
-    # An empty block gets the outermost layer of its neighbor. This makes no block larger than the
-    # largest one, because a single layer is no larger.
+    # An empty block gets the outermost layer of its neighbor. The new block is no larger than the
+    # largest one, because it has a single layer.
     places = np.arange(stages + 1)
     bounds = np.maximum.accumulate(bounds - places) + places
     bounds = np.minimum(bounds, len(costs) - stages + places)

@@ -217,7 +217,8 @@ def _drawn(
 ) -> np.ndarray:
     """Draws numbers of the magnitude that a layer meets in training.
 
-    The elements of a matrix are so small that the results of its products stay near one.
+    Most products sum over the first axis of a parameter. The longer this axis is, the smaller are
+    the elements, so that the results of products stay near one.
     """
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):

@@ -10,8 +10,9 @@ is slow and sums in another order. So this module adds them. With one axis of sp
     result     batch, rows, features  ->  batch, features, rows
 
 The library has no bfloat16, so XLA convolves in float32 and rounds the result. If a reader widens
-the rounded result to float32 again, XLA gives that reader the result before rounding. XLA does not
-find such readers behind a transpose, so the rounding is moved behind the transpose:
+the rounded result to float32 again, XLA gives that reader the result before rounding. Behind a
+transpose, XLA does not find such readers. So here the convolution and its transpose stay in
+float32, and readers that widen get the float32 result:
 
     convolution -> transpose -> round -> readers of bfloat16
                              -> readers that widen

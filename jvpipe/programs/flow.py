@@ -36,7 +36,7 @@ class Flow:
         outputs: the results.
         placement: where each equation runs.
         layers: the layers that own parameters.
-        shared: state that the global program has a copy of, besides the copies of all layers.
+        shared: state of which the global program has a copy, besides the copies of all layers.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -89,7 +89,7 @@ class Flow:
             if isinstance(home, int) and "global" in needing:
                 vectors.setdefault(self._slot(var, "global"), []).append(var)
             layers = needing - {home, "global"}
-            if home != "everywhere" and layers:  # they all read the same vector
+            if home != "everywhere" and layers:  # all layers read the same vector
                 vectors.setdefault(self._slot(var, next(iter(layers))), []).append(var)
         return vectors
 
@@ -137,9 +137,9 @@ class Flow:
         return sent
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
-        """Yields the pieces of a home: one for each phase in which it sends a vector, and the last.
+        """Yields the pieces of a home: one for each phase that sends vectors or makes results.
 
-        The last piece makes all results.
+        All results are made in the last phase.
         """
         # A result that is its own input, such as a frozen parameter, stays where it is.
         of_home = (out for out in self.outputs if home in self._holders(out))
@@ -239,7 +239,7 @@ class _Run:
         atoms: Sequence[Atom],
         constants: Mapping[Var, Any],
     ) -> "_Run":
-        """Returns a run that yields some values: it makes them, or reads them if it cannot."""
+        """Returns a run that yields some values; values that no equation makes are only read."""
         needed = jaxprs.prune(eqns, atoms)
         computed = jaxprs.defined(needed)
         passed = [v for v in jaxprs.variables(atoms) if v not in computed]

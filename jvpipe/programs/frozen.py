@@ -43,7 +43,7 @@ def without_frozen(
     traced: TracedOptimizer,
     readers: Sequence[int],
 ) -> TracedOptimizer:
-    """Returns the same optimizer with its frozen parameters found, and without state for them.
+    """Finds the frozen parameters of an optimizer, and returns the optimizer without their state.
 
     Args:
         traced: the optimizer, traced over all parameters; `traced.frozen` are known to be frozen.
@@ -121,7 +121,7 @@ class _Update:
         return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """Returns the leaves of a parameter's own state if only they need its gradient.
+        """Returns the leaves of a parameter's own state if nothing else needs its gradient.
 
         The gradient is followed forward through all values that are made of it. If such a value is
         a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next
@@ -194,7 +194,7 @@ class _Update:
 
 
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
-    """Maps values to the input that they equal, whatever the other inputs are.
+    """Maps each value that equals an input, whatever the inputs are, to that input.
 
     One pass over the equations shows for each value whether it equals an input, is zero, or
     neither.

@@ -40,7 +40,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
         donated.update(taken[i] for i in program.donated)
 
     def fn(*arrays: jax.Array) -> tuple[Any, ...]:
-        traced: dict[Hashable, ClosedJaxpr] = {}  # layers that are alike share one
+        traced: dict[Hashable, ClosedJaxpr] = {}  # layers that are alike share a jaxpr
         values = dict(zip(reads, arrays, strict=True))
         for program, (taken, yielded) in zip(programs, parts, strict=True):
             if program.key not in traced:

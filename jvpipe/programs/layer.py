@@ -10,10 +10,10 @@ are the inputs, outputs and residuals that the backward reads. A partial sum is 
 cotangents that later layers have computed for an input of this layer. An accumulator is the sum of
 a parameter's gradients.
 
-In a layer's `Body`, `moving` are the inputs that gradients flow to, and `active` the
-outputs that gradients come from, both as if no parameter were frozen. If parameters are
-frozen, only the inputs that `returned` marks and the outputs that `received` marks count.
-`share` is the factor of the loss (`_cotangent`).
+In a layer's `Body`, `moving` are the inputs that gradients would flow to if no parameter were
+frozen, and `active` marks the outputs that would then get cotangents. Given the frozen parameters,
+`returned` marks the inputs whose gradients are used, and `received` the outputs that get
+cotangents. `share` is the factor of the loss (`_cotangent`).
 
 The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. The
 backward recomputes everything else. Results are bitwise identical for any choice of candidates, for
@@ -228,9 +228,9 @@ def _trace_forward(
     """Traces the forward; its outputs include every value that the backward closes over.
 
     The `summed` inputs are passed on as outputs, too. Such an output's cotangent is the partial sum
-    from later layers. The derivative adds this layer's own cotangents to that sum. It would add
-    them in the same order if the later layers were part of this one, so the order does not depend
-    on where layers are cut.
+    from later layers. The derivative adds this layer's own cotangents to that sum. If the later
+    layers were part of this one, the derivative would add in the same order. So the order does not
+    depend on where layers are cut.
 
     Args:
         body: the layer's equations.
@@ -238,7 +238,7 @@ def _trace_forward(
         summed: inputs whose cotangents come in as partial sums.
 
     Returns:
-        The forward, and the tree by which the backward is rebuilt from these values (leaves).
+        The forward, and the tree that rebuilds the backward from the values that it closes over.
     """
     trees = []  # a traced function returns only arrays, so it leaves the tree here
     policy = jax.checkpoint_policies.save_only_these_names(*kept)

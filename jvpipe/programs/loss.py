@@ -58,9 +58,9 @@ def loss_program(
     microbatches: int,
     parts: Sequence[Parts | None] = (),
 ) -> Program:
-    """Returns the program that reduces losses and aux over micro-batches, in ascending order.
+    """Returns the program that reduces losses and aux over micro-batches, in their order.
 
-    The loss is the mean over the micro-batches. If losses are `Weighted`, it is
+    The loss is the mean over the micro-batches. If losses are `Weighted`, the loss is
     `sum(total) / sum(weight)`, and the sum of the weights is the next result. A leaf of aux is
     reduced as the user says. If the user says nothing, a leaf that is `Weighted` or a
     floating-point scalar is reduced like the loss; any other is stacked along a new first axis.

@@ -77,9 +77,9 @@ class OptimizerCut:
 
     A piece reads and writes slots, which are names of arrays. Most slots name one array, whichever
     piece uses them. The exception is state that belongs to no layer. Each layer has a copy of it,
-    and so has the global program if it reads that state. The slot of such state names the copy of
-    the layer, or of the global program, that runs the piece. A leaf that no piece of `update`
-    writes stays as it is.
+    and so has the global program if it reads that state. In a piece, the slot of such state names
+    the copy of the layer, or of the global program, that runs the piece. A leaf that no piece of
+    `update` writes stays as it is.
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
@@ -380,9 +380,9 @@ def _settled(
 ) -> tuple[Flow, dict[Slot, Input]]:
     """Places an update, again and again until the homes of the state no longer change.
 
-    Placing may show that a leaf of state is a single layer's, or that the global program reads it;
-    either may change the places of other equations. The rounds end, because each gives another leaf
-    to a layer or makes another leaf shared, and no leaf is ever taken back.
+    Placing may show that a leaf of state is a single layer's. With this leaf at its layer, other
+    equations may get other places, so everything is placed again. The rounds end, because each
+    gives another leaf to a layer, and a leaf that has a layer keeps it.
 
     Args:
         update: the traced update.
@@ -401,8 +401,8 @@ def _settled(
         flow = update.flow(homes, layers)
         claims = _claims(flow)
     _check(flow, homes)
-    # The global program also updates its copies of shared state, for which it may have to read
-    # further state.
+    # The global program has copies of the shared state that it reads. To update these copies, it
+    # may read further shared state. The rounds end, because each makes another leaf shared.
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
     return flow, homes
@@ -415,9 +415,8 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # A result in `maker` has no home yet. As one of `others` it would count as needed
-    # everywhere, and so would every value that it is made of, such as the old value of its
-    # leaf.
+    # A result in `maker` has no home yet. If it were one of `others`, it would count as needed
+    # everywhere. So would the values that it is made of, such as its leaf before the update.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}

@@ -178,10 +178,10 @@ def paths_of(tree: Tree) -> list[Path]:
 def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
     """Returns the parameter that each leaf of the state belongs to, or None.
 
-    A leaf belongs to a parameter if its path ends with the parameter's path. Under the same
-    prefix, every other path must also go on with the path of a parameter. So neither
-    `hyperparams["b1"]` nor `hyperparams["eps"]` belongs to a parameter, even if a parameter is
-    named `b1`.
+    A leaf belongs to a parameter if its path is a prefix followed by the parameter's path. Every
+    other path that begins with this prefix must also go on with the path of a parameter. So
+    `hyperparams["b1"]` belongs to no parameter, even if a parameter is named `b1`:
+    `hyperparams["eps"]` has the same prefix, and no parameter is named `eps`.
 
     >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
     [1, 0, None, None]
@@ -198,8 +198,8 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
     cuts = [(path, n) for path in state for n in range(len(path) + 1)]
     prefixes = {path[:n] for path, n in cuts if path[n:] in leaf_of}
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
-    # If several prefixes of a path mirror, the shortest counts: it leaves the parameter with the
-    # longest path.
+    # If several prefixes of a path mirror, the shortest counts, because the longest parameter path
+    # follows it.
     owner_of: dict[Path, int] = {}
     for path, n in cuts:
         if path[:n] in mirrored:
@@ -210,8 +210,8 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
 def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Traces `fn` without calls and branches.
 
-    Both branches of a `cond` run, and `select_n` picks the result. The results are bitwise
-    identical, because the branch that is not picked has no side effects.
+    All branches of a `cond` run, and `select_n` picks the results of one of them. Running the other
+    branches changes nothing: an optimizer with side effects is refused (`ownership.py`).
     """
     return _straightened(_standard(jax.make_jaxpr)(fn)(*args))
 
@@ -278,7 +278,7 @@ _EXPANDED: dict[str, Apply] = {
 
 
 def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
-    """Calls `init` or `update`; `_traced_in` looks for the optimizer's frames inside it."""
+    """Calls `init` or `update`; in a call stack, the frames inside this one are the optimizer's."""
     try:
         return method(*args)
     except TypeError as error:
@@ -398,7 +398,7 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
             raise ValueError(
                 f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
             )
-        # A weak type gives way to a strong one, but never comes back.
+        # A weak type may become strong, but a strong type never becomes weak.
         weak = _type(before)[1] and _type(after)[1]
         return jax.ShapeDtypeStruct(
             before.shape,

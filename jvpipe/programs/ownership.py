@@ -10,7 +10,7 @@ Layers and the global program take turns, in phases. In each phase the layers ru
 values to the global program; the global program of the same phase reads them; the layers read its
 results in the next phase. One pass over the equations, in their order, places all of them: a place
 depends on the operands' places, and on which layers' results need the equation (`destinations`). A
-second pass moves some of them (`send_early`).
+second pass moves some equations to the global program (`send_early`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from jvpipe.trace import jaxprs
 Home = int | Literal["everywhere", "global"]
 """A layer by its number, everywhere, or the global program."""
 SMALL_BYTES = 1024
-"""Only smaller values, and vectors, may leave their layer; other optimizers are refused."""
+"""Only smaller values, and vectors of which each layer has one, may leave their layer."""
 
 
 class Place(NamedTuple):
@@ -39,8 +39,8 @@ class Place(NamedTuple):
     def ready(self, reader: Home) -> int:
         """Returns the first phase in which a layer or the global program can read the value."""
         if self.home == "everywhere":
-            # A value that is made everywhere from results of the global program has the phase of
-            # the layers, which is one later than that of the global program.
+            # Layers read a result of the global program one phase later than the global program
+            # itself does. The phase of a value that is made everywhere is that of the layers.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 
@@ -131,7 +131,8 @@ def check_owned(
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
     """Returns, for each value, the only layer whose results depend on the value.
 
-    If results of several layers depend on the value, its entry is "everywhere".
+    If results of several layers depend on the value, or a result that belongs to no single layer,
+    its entry is "everywhere".
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
@@ -222,8 +223,9 @@ class _Placing:
     def send_early(self, results: Iterable[Var]) -> None:
         """Moves a layer's scalar arithmetic into the global program if no layer reads the result.
 
-        Then layers that are alike have programs that are alike, wherever their parameters stand in
-        the tree.
+        For example, a norm adds up sums of squares in the order of the tree. Without the move, only
+        the first layer would add up its own sums, and could not share its program with layers that
+        are alike.
 
         Args:
             results: the results that layers need.
@@ -238,7 +240,7 @@ class _Placing:
                 read_by_layers.update(jaxprs.variables(eqn.invars))
 
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
-        """Tells whether an equation of global values is best run once, and its results sent.
+        """Tells whether the global program should run an equation once, and send its results.
 
         The results must serve several layers, and be no larger than the values that are read. They
         must also have the type of a global value that is read, so that no further vector is sent: a
@@ -276,7 +278,7 @@ class _Placing:
         )
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
-        """Tells whether an equation makes a number from an array, or from numbers made so."""
+        """Tells whether an equation makes a number from an array, or from such numbers."""
         if any(jaxprs.size_of(v) != 1 for v in eqn.outvars):
             return False
         if eqn.primitive.name.startswith(("reduce_", "dot_general")):

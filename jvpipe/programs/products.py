@@ -16,7 +16,7 @@ from jvpipe.trace import jaxprs
 
 
 def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same function, with the operands of such products exchanged.
+    """Returns the same function; a product and its transpose become the exchanged product.
 
     >>> import jax
     >>> x, dy = jax.numpy.ones((4, 2)), jax.numpy.ones((4, 3))

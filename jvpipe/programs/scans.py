@@ -93,7 +93,7 @@ class SplitScan:
     def _narrowed(
         self, outputs: Sequence[int], carry_in: Sequence[Var]
     ) -> tuple[list[int], list[JaxprEqn]]:
-        """Returns the carries that some results need, and the equations that make both.
+        """Returns the carries that some results need, and the equations of carries and results.
 
         A carry that an iteration reads has to be made by the iteration before, so the search goes
         on until no carry is added.

@@ -87,8 +87,8 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
     """Returns the program that joins the replicas' parts of a model state, such as running means.
 
     Args:
-        leaves: for each leaf of the state, the parts of all slices. If the slices add to the
-            leaf, its value before the micro-batch comes first.
+        leaves: for each leaf of the state, the shapes of its parts on all slices. If the slices
+            add to the leaf, the shape of its value before the micro-batch comes first.
         parts: how each leaf is made of its parts.
     """
 

@@ -204,8 +204,8 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):
         return None
-    # Along an axis the result is the same everywhere if all operands are. Otherwise `one`
-    # has as many elements along the axis as the operands that differ along it.
+    # If all operands are the same all along an axis, so is the result. Along every other axis, the
+    # `one` of the result is as long as the result itself.
     shapes = [v.one.shape for v in ranked]
     sizes = tuple(map(max, zip(*shapes, strict=True)))
     ones = [_broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
@@ -310,7 +310,7 @@ def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a scan whose body works on parts.
 
-    Which carries have to be `Rows` is found by running the body abstractly: if the body leaves a
+    Which carries have to be `Rows` is found by running the body on shapes: if the body leaves a
     carry in parts, the carry has to begin in the same parts, and the body is run again. The loop
     ends, because each turn takes at least one more carry apart, and none is put together again.
     """
@@ -410,11 +410,11 @@ def _reshape(
 ) -> tuple[Params, int] | None:
     """Finds the axis of a reshaped array along which the parts of the operand stay apart.
 
-    The axis has to have as many elements before it as the operand's axis, and a size that the
-    number of parts divides.
+    The sizes in front of this axis must have the same product as the sizes in front of the
+    operand's axis, and the number of parts must divide the size of this axis.
     """
-    # Example: [2, 6, 5] in 3 parts along axis 1 becomes [2, 3, 10] in 3 parts along axis 1. Before
-    # both axes come 2 elements, and 3 divides 3.
+    # Example: [2, 6, 5] in 3 parts along axis 1 becomes [2, 3, 10] in 3 parts along axis 1. The
+    # product in front of both axes is 2, and 3 parts divide the size 3.
     if eqn.params["dimensions"] is not None:
         return None
     before = math.prod(_jax.aval(eqn.invars[0]).shape[:axis])

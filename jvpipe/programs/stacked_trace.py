@@ -1,9 +1,9 @@
 """An optimizer traced over stacked parameters and run on their slices, which layers own.
 
 A loss that scans over layers has the parameters of these layers stacked in one array. Each slice of
-the array belongs to a layer, but the optimizer is to see the stacks that the user gave it. So it is
-traced over the stacks, and the trace is run on slices (`slicewise`) as far as its equations leave
-the slices apart.
+the array belongs to a layer, but the optimizer is to see the stacks that the user gave it. So the
+optimizer is traced over the stacks, and the trace is run on slices (`slicewise`) as far as its
+equations leave the slices apart.
 """
 
 from collections.abc import Collection, Sequence
@@ -212,7 +212,7 @@ def _settled(
     """Returns how the state is taken apart.
 
     A leaf is taken apart if it belongs to a stack and is as long as the stack, or if an update
-    yields it in slices. Leaves of the second kind are found by running the update abstractly until
+    yields it in slices. Leaves of the second kind are found by running the update on shapes until
     it yields no further leaf in slices. The loop ends, because each turn takes another leaf apart.
 
     Args:

@@ -41,7 +41,7 @@ class Program:
         inputs: the shapes and types that it takes.
         donated: positions of inputs that it may overwrite.
         calls_host: whether it calls functions on the host, so that it can fail after its dispatch.
-        takes: how the first inputs are cut over a group of devices; others are whole on each.
+        takes: how the first inputs are cut over a group of devices; other inputs are not cut.
         gives: the same for results; None lets the compiler choose how a result is cut.
     """
 
@@ -264,8 +264,8 @@ class ProgramStore:
 def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
     """Calls a function on each item, in as many threads as there are processors.
 
-    An item is handed over only once a thread is free, because a process that exits waits
-    for all items that were handed over.
+    The pool gets an item only once a thread is free: a process that exits waits for all items
+    that the pool has, even for those that no thread has begun.
     """
     count = os.cpu_count() or 1
     free = Semaphore(count)

@@ -1,12 +1,12 @@
 """The small programs around an asynchronous update: they shift weights and remember updates.
 
-They predict weights for a forward (XPipe), correct weights for a backward (PipeMare), and compute
-what each update leaves for later ones. In the docstrings:
+They predict weights for a forward (XPipe), correct weights for a backward (PipeMare), and record
+what each update has changed. In the docstrings:
 
 w         a parameter
 u         its last applied update
 delta     the running mean of its updates
-tau       the number of updates between a stage's forward and its own update
+tau       the number of a stage's updates between a forward and the update from its gradients
 gamma     D ** (1 / tau), with the decay D: how much of the mean each update keeps
 """
 
@@ -24,7 +24,7 @@ COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def shifted(shapes: Shapes, factor: int) -> Program:
-    """Returns `(w..., v...) -> w + factor v`, which predicts by v = u, or corrects by v = delta."""
+    """Returns `(w..., v...) -> w + factor v`, where v is u for XPipe and delta for PipeMare."""
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
@@ -62,9 +62,9 @@ def settled(
 ) -> Program:
     """Returns PipeMare's T1 and T2 as a program, which overwrites all inputs except `w before`.
 
-    The program is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1
-    scales the t-th update u by max(1, tau) ** -(1 - min(t / K, 1)). T2 is
-    delta = gamma delta + (1 - gamma) u.
+    The program is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. After
+    t updates, T1 divides the next update u by tau ** p. The exponent p falls from 1 to 0 in the
+    first K updates: p = max(0, 1 - t / K). T2 then sets delta to gamma delta + (1 - gamma) u.
 
     Args:
         shapes: the shapes of the parameters.
@@ -107,7 +107,7 @@ def settled(
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
-    """Returns `(weight, ...) -> their sum`, a float32 scalar, added up in ascending order."""
+    """Returns the program that adds up the losses' weights in their order, as a float32 scalar."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
         return [added_up(values).astype(jnp.float32)]
