@@ -137,7 +137,7 @@ class Edge:
     """A value that one layer makes and other layers read.
 
     A reader on another stage receives the value. If the value is `differentiable`, the reader
-    returns its cotangent.
+    returns the value's cotangent.
     """
 
     producer: int

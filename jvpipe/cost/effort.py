@@ -15,14 +15,14 @@ class MeasuringEffort:
         turns: the turns in which all programs run one after another. For each program, its least
             seconds of all turns count. So a slow moment of the machine in one turn does no harm.
         runs: the runs of each program in a turn, after one run that warms up.
-        long_s: programs that take longer than this run in the first turn only, and fewer times.
+        long_s: programs that take longer than this run in the first turn only, with two runs.
         copies: the copies of each size over a link between devices, or between device and host.
         shared: two copies count as sharing a link if both at once take more than this many times as
             long as the slower copy alone.
         host_copies: the copies of each size over a link between processes. The first one warms up.
-        lending_turns: the turns in which a program runs on one device, and then on all at once.
-        lending_turn_s: the least seconds of such a turn on one device; a shorter turn would measure
-            mostly noise.
+        lending_turns: the turns in which a program runs on one device, and then on all at once,
+            to find the time that idle devices lend to the others (`lending.py`).
+        lending_turn_s: the least seconds of one device in such a turn; less would be mostly noise.
     """
 
     turns: int = 3

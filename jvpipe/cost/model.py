@@ -360,7 +360,7 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 
 
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
-    """Returns the keys by which `OptimizerCut` has a layer's pieces and state of the optimizer.
+    """Returns the keys under which `OptimizerCut` lists a layer's pieces and optimizer state.
 
     One key is the layer itself. The layer of the loss has another key, None, which stands for the
     optimizer's global program. These holders are not the holders of values that `_Model` has.
