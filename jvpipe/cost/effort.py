@@ -47,7 +47,8 @@ class OptionEffort:
             more candidates, minimum cuts find the best subsets (`recompute.py`).
         prices: the number of minimum cuts. Each has a different price, in seconds, of a kept byte.
         flow_units: the sum of the finite capacities in the graph of a minimum cut. Capacities are
-            rounded to whole numbers, so a larger sum is more exact. Twice the sum must fit 32 bits.
+            rounded to whole numbers, so a larger sum is more exact. Twice the sum must fit 32 bits:
+            it is the capacity of edges that no cut may contain.
     """
 
     options: int = 24

@@ -123,7 +123,7 @@ def _laid_twice(program: Program) -> Iterator[Var]:
     for eqn in program.named("dot_general"):
         product = eqn.outvars[0]
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
-        # That layout has rows along the 128 columns of tiles; fewer than 128 would not fill them.
+        # The other layout has rows along the 128 columns of tiles; fewer rows would not fill them.
         has_rows = shape_of(product)[-2:][:1] >= (COLUMNS,)
         if program.readers[product] and has_table and has_rows and not is_batched(eqn):
             yield product

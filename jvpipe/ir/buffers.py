@@ -103,7 +103,7 @@ class Lowered:
         persistent: how many buffers exist before the step. They are the first of the table, and
             hold the state: parameters, optimizer state and so on.
         final: the buffers that hold the state after the step, in the order of the persistent
-            ones. They are the persistent buffers of the next step.
+            ones. Their arrays fill the persistent buffers of the next step.
         metrics: other buffers that outlive the step.
     """
 

@@ -52,7 +52,7 @@ Source = tuple[Literal["input", "output", "residual"], int]
 class Signature:
     """The interface between a layer's forward and its backward.
 
-    All indices are positions in the layer's `reads` (inputs) or `writes` (outputs).
+    Indices are positions in the layer's `reads` (inputs), its `writes` (outputs) or `residuals`.
 
     Attributes:
         residuals: the values that the forward yields only for the backward.
