@@ -36,8 +36,8 @@ class Room(NamedTuple):
 def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Buffer]:
     """Returns the buffers that do not lie in a result.
 
-    Buffers are taken by falling size, and equal ones by falling last step. Each lies in the
-    smallest result that has room for it, if there is one.
+    Buffers are placed in order of falling size, and equal ones in order of falling last step. Each
+    one goes into the smallest result that has room for it, if there is one.
 
     >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
     [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]

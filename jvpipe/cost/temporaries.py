@@ -33,7 +33,7 @@ On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
     relaid     an input that elementwise kernels read is copied in two cases: it has the shape of a
                batch of products, or its layout between programs is another one (`tpu_layouts.py`)
     twice      a product of at least 128 rows with a transposed operand, such as an embedding table,
-               is copied if it is a result of the program and also read by kernels
+               is copied if kernels read it although it is a result of the program
     images     what convolutions read and make has its channels along the 128 columns of tiles, so
                inputs and results with another layout between programs are copied
     scratch    small buffers lie in the on-chip memory while there is room (`heap.py`)
