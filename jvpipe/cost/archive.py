@@ -1,10 +1,10 @@
 """Measured numbers on disk, so that two runs of a command plan on the same numbers.
 
 A description is a tuple of texts that says what was measured and where. The numbers of each
-description have a file of their own. Its name is a digest of the description: if any text changes,
-the numbers are measured again. So a description must contain all that its numbers depend on. A
-damaged file counts as missing. Processes that share the folder need no locks, because files appear
-whole.
+description have a file of their own, whose name is a digest of the description. If any text
+changes, the numbers are measured again. So a description must contain all that its numbers
+depend on. A damaged file counts as missing. Processes that share the folder need no locks,
+because files appear whole.
 """
 
 import hashlib

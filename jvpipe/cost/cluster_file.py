@@ -262,7 +262,7 @@ class _Table:
 
         Args:
             key: the key of the number.
-            default: the number if the key is missing (this one may be infinite); None if the key
+            default: the number if the key is missing; a default may be infinite. None if the key
                 must be there.
             zero: whether the number may be 0: a time or a share may be 0, a rate may not.
         """

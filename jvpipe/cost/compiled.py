@@ -1,9 +1,9 @@
 """Finds the temporary bytes of every option's backward, by compiling it.
 
-An option of a layer says which values the layer's backward recomputes. The temporary bytes do not
-follow from that. A backward that recomputes half of the layer may need more temporary bytes than a
-backward that recomputes all of it. Or it may need no more than a backward that recomputes nothing.
-So each backward is compiled, and the compiler reports its bytes. No backward is run.
+An option of a layer says which values the layer's backward recomputes. The temporary bytes
+do not follow from these values alone. For example, recomputing half of a layer may need more
+temporary bytes than recomputing all of it. So each backward is compiled, and the compiler
+reports its bytes. No backward is run.
 """
 
 from collections.abc import Hashable, Sequence

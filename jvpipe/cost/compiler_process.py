@@ -5,8 +5,8 @@ loaded in the parent. It runs no program. Parent and child exchange lines of JSO
 
     the child reads     {"platform", "topology", "config"}, which names the target; then, for each
                         program, {"id", "bytes"}, followed by that many bytes of StableHLO
-    the child writes    {"kind"} when it is ready, or {"refused"} if it has no such compiler; then,
-                        for each program, in the order in which they are done,
+    the child writes    {"kind"} when it is ready, or {"refused"} if the target's compiler does not
+                        start; then, for each program, in the order in which they are done,
                         {"id", "numbers"} with its bytes, as `Sizes.of` reads them, or
                         {"id", "refused"} with the compiler's message
 """

@@ -137,7 +137,7 @@ class Edge:
     """A value that one layer makes and other layers read.
 
     A reader on another stage receives the value. If the value is `differentiable`, the reader
-    returns its cotangent.
+    returns the value's cotangent.
     """
 
     producer: int
@@ -190,7 +190,7 @@ class Costs:
         ids: for each layer, its number in the source of the costs: the node of a graph file, or the
             id in a layer graph.
         carried: sets of layers through which model state goes to the next micro-batch. A device
-            that runs several stages must have the layers of a set in only one of them.
+            that runs several stages must have the layers of a set in only one of its stages.
         outline: the model as exports need it.
     """
 

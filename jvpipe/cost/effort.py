@@ -15,14 +15,14 @@ class MeasuringEffort:
         turns: the turns in which all programs run one after another. For each program, its least
             seconds of all turns count. So a slow moment of the machine in one turn does no harm.
         runs: the runs of each program in a turn, after one run that warms up.
-        long_s: programs that take longer than this run in the first turn only, and fewer times.
+        long_s: programs that take longer than this run in the first turn only, with two runs.
         copies: the copies of each size over a link between devices, or between device and host.
         shared: two copies count as sharing a link if both at once take more than this many times as
             long as the slower copy alone.
         host_copies: the copies of each size over a link between processes. The first one warms up.
-        lending_turns: the turns in which a program runs on one device, and then on all at once.
-        lending_turn_s: the least seconds of such a turn on one device; a shorter turn would measure
-            mostly noise.
+        lending_turns: the turns in which a program runs on one device, and then on all at once,
+            to find the time that idle devices lend to the others (`lending.py`).
+        lending_turn_s: the least seconds of one device in such a turn; less would be mostly noise.
     """
 
     turns: int = 3
@@ -47,7 +47,8 @@ class OptionEffort:
             more candidates, minimum cuts find the best subsets (`recompute.py`).
         prices: the number of minimum cuts. Each has a different price, in seconds, of a kept byte.
         flow_units: the sum of the finite capacities in the graph of a minimum cut. Capacities are
-            rounded to whole numbers, so a larger sum is more exact. Twice the sum must fit 32 bits.
+            rounded to whole numbers, so a larger sum is more exact. Twice the sum must fit 32 bits:
+            it is the capacity of edges that no cut may contain.
     """
 
     options: int = 24

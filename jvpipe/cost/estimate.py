@@ -45,10 +45,10 @@ def estimate(
         optimizer: the optimizer, whose state and updates are added to the costs; None to leave
             them out.
         microbatches: micro-batches of a step.
-        fates: whether layers get options that swap or recompute residuals, the values that a
-            forward leaves for its backward; if not, each layer's only option keeps all residuals.
+        fates: whether layers get options that swap or recompute residuals (values that a forward
+            leaves for its backward); if not, each layer has one option, which keeps all of them.
         split: whether to estimate backwards in halves, too.
-        store: the store that keeps programs; None for the store that all of this process shares.
+        store: the store that keeps programs; None for the one store of this process.
         said: the answers of the device's compiler, by the keys of programs.
 
     >>> import jax, jax.numpy as jnp

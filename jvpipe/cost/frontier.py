@@ -168,8 +168,8 @@ def _option(
 ) -> Option:
     """Makes an option.
 
-    A kept candidate that is not needed costs nothing and is dropped. But if all candidates are
-    kept, none is dropped, so that the option that keeps everything has no fates.
+    A candidate in `kept` that the backward does not need is dropped, and costs nothing. The option
+    that keeps all candidates is an exception: it drops none, so it has no fates.
 
     Args:
         recompute: what dropping the layer's candidates costs.

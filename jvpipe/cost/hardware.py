@@ -74,7 +74,7 @@ class Accelerator:
             launching takes as long as moving; kernels of fewer bytes reach less.
         elementwise_per_s: elementwise operations per second; a kernel takes at least the time of
             its operations at this rate.
-        platform: `cuda`, `tpu` or `cpu`, which tells whose compiler makes the programs.
+        platform: `cuda`, `tpu` or `cpu`: the platform whose compiler makes the programs.
         cores: the multiprocessors of a GPU; 0 if the number is not known.
         tiling: how well products use the cores; None if they are assumed to use all cores always.
         framework: the framework that runs the programs, which decides how many kernels they have.
@@ -113,8 +113,8 @@ class Accelerator:
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
         """
-        # Both types of 16 bits run on the same units. Types of double precision are assumed to run
-        # at half of the rate of float32, and all other types at that rate.
+        # Both types of 16 bits run on the same units. Types of double precision are assumed to
+        # run at half the rate of float32, and all other types at the rate of float32.
         for name in (dtype, _SUBSTITUTES.get(dtype, dtype)):
             if name in self.flops_per_s:
                 return self.flops_per_s[name]
@@ -201,17 +201,17 @@ class Cluster:
         at_once = min(*devices_on.values(), self.networks)
         inside = _ring(self.peer, max(devices_on.values()))
         between = _ring(self.network, len(devices_on), at_once)
-        # The phases follow one another, so their seconds per byte add up, and their latencies.
+        # The phases follow one another, so their seconds per byte and their latencies add up.
         byte_s = 1 / inside.bytes_per_s + 1 / between.bytes_per_s
         return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
         """Returns a lower bound for the seconds of an all-reduce over at least `count` devices.
 
-        The bound holds wherever the devices are. For each number of machines it makes two favorable
-        assumptions: the devices are spread evenly, so that the ring of the fullest machine is as
-        short as possible, and as many rings as possible run between machines. The least of these
-        times is the bound. It also holds for more devices, which only lengthen rings.
+        The bound holds wherever the devices are. For each number of machines, it assumes that the
+        devices are spread evenly, so that the ring of the fullest machine is as short as possible.
+        It also assumes that as many rings as possible run between machines. The bound is the least
+        time over all numbers of machines. It also holds for more devices: they only lengthen rings.
 
         Args:
             count: the number of devices.

@@ -1,8 +1,8 @@
 """Counts the bytes of a program's buffers; a buffer in the memory of a result takes no bytes.
 
-A step is one kernel of the program. A buffer holds a value from the step that writes it to the last
-step that reads it. The memory of a result is set aside during the whole program. Until the result
-is written, buffers can lie in that memory (`temporaries.py` calls these buffers lodgers).
+A step is a kernel, or several kernels joined into one. A buffer holds a value from the step that
+writes it to the last step that reads it. The memory of a result is set aside during the whole
+program. Until the result is written, other buffers can lie in that memory: they are its lodgers.
 
     step            0    1    2    3       w: a step writes it; r: the last step that reads it
     a result                  w-----
@@ -36,8 +36,8 @@ class Room(NamedTuple):
 def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Buffer]:
     """Returns the buffers that do not lie in a result.
 
-    Buffers are placed by falling size, and equal ones by falling last step. Each is placed in the
-    smallest result that has room for it.
+    Buffers are placed in order of falling size, and equal ones in order of falling last step. Each
+    one goes into the smallest result that has room for it, if there is one.
 
     >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
     [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]

@@ -1,7 +1,7 @@
-"""A program as steps, which the rules about temporary bytes change (`temporaries.py`).
+"""The steps of a program, from which `temporaries.py` counts the program's temporary bytes.
 
-A step is a kernel, or several kernels that a compiler joins into one. It has the values that it
-reads from memory and writes to memory. A program's steps are in the order in which they run.
+A step is a kernel, or several kernels that a compiler joins into one. It lists the values that
+the kernel reads from memory and writes to memory. Steps are in the order in which they run.
 """
 
 from collections import Counter

@@ -22,8 +22,9 @@ from jvpipe.programs.store import Program, ProgramStore
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:
     """Computes the share of an idle device's time that the other devices use.
 
-    If nothing is lent, all devices together take as long as one device alone. If all is lent, one
-    device alone uses the cores of all devices, so together they take `devices` times as long.
+    If nothing is lent, all devices together take as long as one device alone. If all is lent, a
+    device that runs alone uses the cores of all devices. Then all devices together take `devices`
+    times as long as one device alone.
 
     Args:
         alone_s: the seconds of a program on one device while the others are idle.
@@ -102,7 +103,7 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
     times = math.ceil(MEASURING.lending_turn_s / taken_s(1, 1))
     shares = []
     for _ in range(MEASURING.lending_turns):
-        # Alone and together take turns, so that a slow moment of the machine hits both.
+        # Both ways are timed in every turn, so that a slow moment of the machine affects both.
         alone_s = taken_s(1, times)
         together_s = taken_s(len(devices), times)
         shares.append(lent_share(alone_s, together_s, len(devices)))

@@ -68,9 +68,9 @@ class Links:
 
 @cache
 def known_links() -> dict[tuple[str, str], Links]:
-    """Returns the links that this process has measured so far, by the kinds of both devices.
+    """Returns the links that this process has measured, by the kinds of sender and receiver.
 
-    It is always the same dict, to which `links_between` adds.
+    All calls return the same dict. `links_between` adds to it.
     """
     return {}
 

@@ -1,11 +1,11 @@
 """The costs of a model at any local batch: the examples of a micro-batch that one replica works on.
 
-Costs are measured at a few sizes of local batches. For another size, each number lies on the line
-through the measurements at two sizes: the one below and the one above, or else the nearest two.
-So a small local batch costs more per example than a large one if it did in the measurements. With
-only one measured size, all numbers are in proportion to the number of examples b. A layer has the
-options that were measured at the larger of the two sizes. Their bytes and seconds are scaled by the
-same factors as the layer's own.
+Costs are measured at a few sizes of local batches. For another size, each number lies on the
+line through the measurements at two sizes: the one below and the one above, or else the nearest
+two. The line need not pass through 0, so a small local batch may cost more per example than a
+large one. With only one measured size, all numbers are in proportion to the number of examples
+b. A layer has the options that were measured at the larger of the two sizes. The bytes and
+seconds of these options are scaled by the same factors as those of the layer.
 """
 
 from bisect import bisect_left

@@ -146,8 +146,8 @@ def measured_costs(
     Args:
         traced: the model.
         device: the device that runs the layers.
-        store: the store of the layers' programs. Training later takes the programs that keep
-            everything from this store.
+        store: the store of the layers' programs. Training with the same store reuses the compiled
+            programs that keep everything.
         optimizer: the optimizer, whose state is counted and whose updates are measured; None to
             leave both out.
         microbatches: micro-batches of a step.
@@ -323,7 +323,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         recompute: the model of what dropping candidates costs.
         runs: the runs of the backward, by the share of candidates that is kept.
     """
-    # A backward that keeps everything recomputes nothing. What others take beyond it is extra.
+    # A backward that keeps everything recomputes nothing. Others take extra seconds beyond it.
     least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():

@@ -1,6 +1,6 @@
 """A traced model as planners see it: seconds and bytes of its layers, and the values between them.
 
-The bytes follow the rules by which buffers are made when a step is lowered, so that a planner never
+The bytes follow the rules by which buffers are made when a step is lowered. So a planner never
 counts fewer bytes for a stage than the stage will hold. The rules distinguish two sorts of values.
 A value that some backward reads is held: it exists from when it is made until that backward, once
 for each micro-batch in flight. The layers whose backwards read the value are its holders. Every
@@ -170,9 +170,9 @@ def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
 
     Leaves that no layer writes, or that only one layer uses, have no group.
 
-    Each micro-batch reads the leaf that the micro-batch before it has written. If the first and the
-    last layer of a group were in two stages of one device, the forward of the earlier stage would
-    wait for the later stage to write the leaf. Therefore no device may have a group in two stages.
+    Each micro-batch reads the leaf that the micro-batch before it has written. Suppose that a group
+    begins in one stage of a device and ends in another one. Before each micro-batch, the earlier
+    stage would wait for the later stage. Therefore no device may have a group in two stages.
     """
     groups = []
     for leaf in range(len(graph.state)):
@@ -360,7 +360,7 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 
 
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
-    """Returns the keys by which `OptimizerCut` has a layer's pieces and state of the optimizer.
+    """Returns the keys under which `OptimizerCut` lists a layer's pieces and optimizer state.
 
     One key is the layer itself. The layer of the loss has another key, None, which stands for the
     optimizer's global program. These holders are not the holders of values that `_Model` has.

@@ -4,8 +4,8 @@ All rates are sustained rates: a figure of the maker, times the share that train
 To add a device or cluster, add it here, from its data sheet.
 
     products, memory    the share that the device's family reaches (`families.py`)
-    links               0.8 of the raw rate in one direction, as large copies reach through PCIe,
-                        NVLink, a TPU's ICI or a network
+    links               0.8 of the raw rate in one direction: the share that large copies reach
+                        through PCIe, NVLink, a TPU's ICI or a network
 
 On devices that have TF32, products of `float32` have TF32's rate, because XLA uses TF32 by default.
 """
@@ -208,8 +208,8 @@ _CPUS = _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0)
 
 PRESETS = {cluster.name: cluster for cluster in (*_OF_PAPERS, *_OTHER_GPUS, *_TPUS, _CPUS)}
 
-# A device is found by the kind that it reports: the first of these names in that text counts. So a
-# name must stand before every shorter name that is a part of it.
+# A device reports its kind as a text. The first name of this table that occurs in the text counts.
+# So a name must stand before every shorter name that is a part of it.
 _KINDS = {
     "H200": H200,
     "H100": H100,

@@ -42,10 +42,10 @@ class Product:
         """The batch of products by which Winograd's algorithm F(2 x 2, 3 x 3) computes the same.
 
         The algorithm computes four pixels of a result with 16 multiplications in place of 36 (Lavin
-        and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016). So there are 16
-        products. Each has a quarter of the rows, and sums of a ninth of the length. For the
-        gradient of a kernel, each has a ninth of the rows, and sums of a quarter of the length.
-        `minimal` is None if the algorithm does not apply.
+        and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016). Each of the 16
+        becomes a product with a quarter of the rows, and with sums of a ninth of the length. For
+        the gradient of a kernel, each product has a ninth of the rows, and sums of a quarter of
+        the length. `minimal` is None if the algorithm does not apply.
         """
         if self.three is None:
             return None
@@ -93,7 +93,8 @@ def _matrices(eqn: JaxprEqn) -> Product:
 def _convolution(eqn: JaxprEqn) -> Product:
     """Returns the product that a convolution computes, without the zeros of a dilated input.
 
-    If the input is dilated by `spread`, only one in `spread` of its pixels is nonzero.
+    If the input is dilated by `spread`, only one in `spread` of its pixels is nonzero. So only
+    this share of the work counts, as a product with fewer rows.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]

@@ -1,9 +1,9 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
-A candidate is a value in the layer that the forward may keep for the backward. A candidate that is
-not kept is dropped. The work is found in the backward that keeps no candidate, because this
-backward contains the forward's equations, with the names of all candidates. Its equations that
-depend on no cotangent repeat the forward. All others compute cotangents and gradients.
+A candidate is a value in the layer that the forward may keep for the backward. A candidate that
+is not kept is dropped. This file reads the work from one program: the backward that keeps no
+candidate. The program names all candidates. Its equations that depend on no cotangent repeat the
+forward, and all others compute cotangents and gradients.
 
     inputs --e1--> a --e2--> b --e3--> c --e4--> d        e1 to e4   equations of the forward
                                                           a, c       candidates
@@ -11,8 +11,9 @@ depend on no cotangent repeat the forward. All others compute cotangents and gra
 
 The backward always repeats e4, because no candidate lies between e4 and what the backward needs. It
 repeats e2 and e3 if c is dropped. It also repeats e1 if both a and c are dropped, because e2 reads
-a. A candidate is needed if an equation that is repeated, or one with cotangents, reads it. In the
-drawing a is not needed if c is kept. Then a costs no bytes, even if a is chosen to be kept.
+a. A candidate is needed if it is read by a repeated equation or by an equation that computes
+cotangents. In the drawing, a is not needed if c is kept. Then a costs no bytes, even if a plan
+keeps it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -97,10 +98,10 @@ class Recompute:
     def subsets(self) -> list[frozenset[int]]:
         """Returns the sets of needed candidates that are worth keeping, by rising bytes.
 
-        A set is worth keeping if no other tried set of as few bytes saves as many seconds. With few
-        candidates all sets are tried. With more, minimum cuts at several prices of a byte are tried
-        (`cut`). Minimum cuts find only sets on the convex hull of bytes and seconds. So the sets
-        that differ from a found set in one candidate are tried, too.
+        A set is worth keeping if it saves more seconds than every tried set of no more bytes. With
+        few candidates, all sets are tried. With many, the minimum cuts at several prices of a byte
+        are tried (`cut`). Minimum cuts find only sets on the convex hull of bytes and seconds. So
+        the sets that differ from a found set in one candidate are tried, too.
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
@@ -114,7 +115,10 @@ class Recompute:
         return self._pareto({self.dropping(kept)[0] for kept in tried})
 
     def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
-        """Returns the subsets that take fewer seconds than all others of no more bytes."""
+        """Returns the subsets that take fewer seconds than all others of no more bytes.
+
+        If subsets are equal in bytes and seconds, only one of them is returned.
+        """
         points = []
         for used in subsets:
             extra_s = self.extra_s(self.dropping(used)[1])

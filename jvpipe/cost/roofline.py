@@ -197,8 +197,8 @@ class Kernels:
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
         """Returns the bytes that equation i reads, by value in memory, and its operations.
 
-        Both include the equations that are fused into equation i. Operations are by the index of
-        their equation.
+        The bytes and operations include those of the equations that are fused into equation i.
+        Operations are by the index of their equation.
         """
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
@@ -208,7 +208,7 @@ class Kernels:
                 reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
-            # It reads at most as many bytes of an operand as its results have.
+            # Such an equation reads at most as many bytes of an operand as its results have.
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations

@@ -65,7 +65,7 @@ def with_said_updates(
 ) -> Work:
     """Returns a layer's work, with its update's temporary bytes increased to the compiler's.
 
-    They stay as they are if the compiler reports fewer, or was not asked.
+    The update's bytes stay as they are if the compiler reports fewer, or was not asked.
 
     Args:
         work: the modeled work.
@@ -105,8 +105,8 @@ def with_said_options(
     for layer, body, work, of_layer in of_layers:
         partial = partial_inputs(traced.graph, layer)
         # Maps modeled extra bytes to the compiler's. If several options have equal modeled bytes,
-        # the largest answer counts. Extra bytes are counted beyond the option that keeps
-        # everything, so that option has 0 modeled and 0 compiled extra bytes.
+        # the largest answer counts. The first entry is the option that keeps everything: extra
+        # bytes are counted beyond this option, so it has 0 modeled and 0 compiled ones.
         said_bytes: dict[int, int] = {0: 0}
         extras: list[int | None] = []
         for option in of_layer:
@@ -140,8 +140,8 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
     backward = _largest(said, *backwards)
     if forward is None and backward is None:
         return None
-    # A plan sets aside only the larger of a layer's forward and backward bytes, because the two
-    # never run at once. So the forward needs extra bytes only beyond the larger.
+    # A layer's forward and backward never run at once, so a plan sets aside the larger of their
+    # bytes. An option's forward needs extra bytes only if it exceeds that larger number.
     set_aside = max(work.forward_temporary_bytes, work.backward_temporary_bytes)
     more_backward = (backward or 0) - work.backward_temporary_bytes
     more_forward = (forward or 0) - set_aside

@@ -4,8 +4,8 @@ Each element of a product is a sum, and different cores may compute parts of one
 constants are those of XLA (`splitk_rewriter`), so they change only if XLA changes:
 
     parts      The compiler wants one and a half tiles of 64 x 128 per core. If the result has fewer
-               tiles, its sums are cut into a number of parts that is a power of two. Products with
-               few operations per byte that they move are cut further.
+               tiles, its sums are cut into a number of parts that is a power of two. A product with
+               few operations per byte that it moves is cut by the length of its sums alone.
     bytes      Each part is as large as the whole result, in float32. The parts are added up last.
     padding    If the sums cannot be cut into equal parts, both operands are copied, and filled up
                with zeros.
@@ -15,7 +15,7 @@ from jvpipe.cost.products import Product
 
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5
-_FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved, below which products are cut further
+_FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved; a product with less has few operations
 _SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # least lengths of a part, the latter for few operations
 _MOST_PARTS = 128
 

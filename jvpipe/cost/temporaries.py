@@ -1,8 +1,8 @@
 """The bytes that a program holds besides its inputs and results, counted from its equations alone.
 
 The rules describe what compilers were seen to do in programs for H100s and TPUs
-(`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). The compiler
-for CPUs makes kernels with one result each, so only the first rule holds there.
+(`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). On CPUs only
+the first rule holds.
 
     kernels    a value that reaches memory by the roofline's rules has a buffer, which lives from
                the kernel that writes the value to the last kernel that reads it
@@ -28,11 +28,12 @@ On a GPU:
 On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
 
     halves     float32 values that only unbatched products read are bfloat16, because a TPU
-               multiplies float32 as bfloat16; for batched ones, copies take what this would save
+               multiplies float32 as bfloat16; what a batched product reads counts as float32,
+               because its copies take the bytes that bfloat16 saves
     relaid     an input that elementwise kernels read is copied in two cases: it has the shape of a
-               batch of products, or it lies along another dimension between programs
+               batch of products, or its layout between programs is another one (`tpu_layouts.py`)
     twice      a product of at least 128 rows with a transposed operand, such as an embedding table,
-               is copied if it is a result of the program and also read by kernels
+               is copied if kernels read it although it is a result of the program
     images     what convolutions read and make has its channels along the 128 columns of tiles, so
                inputs and results with another layout between programs are copied
     scratch    small buffers lie in the on-chip memory while there is room (`heap.py`)
@@ -210,7 +211,7 @@ def _with_once(steps: Iterable[Step], once: Mapping[Var, set[Var]]) -> list[Step
 
 
 def _inside_results(program: Program) -> set[Var]:
-    """Finds values in a result's memory, because one elementwise kernel makes the result from them.
+    """Finds values that lie in a result's memory, as the rule `results` says.
 
     If the kernel adds a value to an input, the result overwrites that input. Then only products and
     scattered sums need no buffer, because they are summed up in place.

@@ -29,8 +29,8 @@ def laid_bytes(shape: str) -> int:
     """Counts the bytes of an array from its shape as an HLO module writes it.
 
     Args:
-        shape: the type, the sizes of the dimensions, and in braces the order of the dimensions,
-            the fastest one first, and the tiles.
+        shape: the type, the sizes of the dimensions, and in braces the order of the dimensions and
+            the tiles. The dimension whose elements are neighbors in memory is first in the order.
 
     >>> laid_bytes("f32[100,64]{1,0}"), laid_bytes("f32[100,64]{0,1:T(8,128)}")
     (25600, 32768)
@@ -42,7 +42,7 @@ def laid_bytes(shape: str) -> int:
     kind, dimensions, minor, tiles = found.groups(default="")
     sizes, order = _numbers(dimensions), _numbers(minor)
     if tile := _numbers(tiles[tiles.find("(") + 1 : tiles.find(")")]):
-        # The fastest dimensions come first. A tile of n dimensions pads the first n of them.
+        # A tile of n dimensions pads the first n dimensions of the order.
         laid = [sizes[i] for i in order] or [1]
         rest = math.prod(laid[len(tile) :])
         sizes = [rest, *map(_filled, laid, reversed(tile))]
@@ -61,7 +61,7 @@ def in_tiles(value: T) -> T:
     """
     if isinstance(value, Array):
         size = math.prod(value.shape)
-        # An array stays as it is if it is cut over several devices, is empty, or packs elements.
+        # An array stays as it is if it is cut over devices, is empty, or has elements below a byte.
         if value.spec or not 0 < size <= value.bytes:
             return value
         return replace(value, bytes=tiled_bytes(value.shape, value.bytes // size))

@@ -25,7 +25,7 @@ TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
 """The sizes of tiles: rows, columns, and the share of the largest tile's rate that a tile reaches.
 
 The sizes are those of NVIDIA's "Matrix Multiplication Background User's Guide" (DU-09799-001),
-section 2.3. The guide says that smaller tiles reach less of the rate; how much less is assumed.
+section 2.3. The guide says that smaller tiles reach less of the rate. The shares are assumed.
 """
 _PARTS = tuple(2**i for i in range(8))
 """The numbers of parts into which a sum may be cut; 1 leaves it whole."""
@@ -37,7 +37,7 @@ class Tiling:
 
     Attributes:
         start: the time to load a tile's first operands and to write its result, as the number of
-            terms of a sum that take the same time.
+            terms that a core could add to its sums in that time.
         winograd: the share of the rate of products that Winograd's algorithm reaches, less than 1
             because it also transforms images and kernels; 0 if the device does not use it.
     """
@@ -57,7 +57,7 @@ def product_s(
 
     The example has results of 80, 81 and 160 tiles on 80 cores. With whole sums, 81 tiles would
     take two waves, as 160 do. With its sums cut into eight parts, the result of 81 tiles takes
-    little longer than that of 80.
+    only 17% longer than that of 80.
 
     Args:
         product: the shape of the product.

@@ -25,7 +25,7 @@ class TpuLayouts:
         images: the values with the layout of convolutions, which takes more bytes.
         halves: the float32 values that are bfloat16.
         relaid: the inputs that are copied for the kernels that read them.
-        apart: the values that need a buffer even as results.
+        apart: the values that need a buffer even if they are results.
     """
 
     def __init__(self, program: Program) -> None:
@@ -102,9 +102,9 @@ def _relaid(program: Program) -> Iterator[Var]:
     """Yields the inputs that are copied for the kernels that loop over them.
 
     An input is copied in two cases. It has the shape of a batched product's result, whose layout it
-    gets. Or it consists of rows longer than a tile, and lies along another dimension between
-    programs, because that takes fewer bytes. An input that a heavy equation (such as a product)
-    reads is not copied.
+    gets. Or it consists of rows longer than a tile, and between programs another dimension lies
+    along the columns of tiles, because that takes fewer bytes. An input that a heavy equation
+    (such as a product) reads is not copied.
     """
     batched = {shape_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
     loops = {loop_of(eqn) for eqn in program.eqns}
@@ -118,12 +118,12 @@ def _relaid(program: Program) -> Iterator[Var]:
 
 
 def _laid_twice(program: Program) -> Iterator[Var]:
-    """Yields products that need a buffer even as results: kernels read them in another layout."""
+    """Yields products that need a buffer of their own: kernels read them in another layout."""
     transposed = jaxprs.defined(program.named("transpose"))
     for eqn in program.named("dot_general"):
         product = eqn.outvars[0]
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
-        # That layout has rows along the columns of tiles, which fewer rows would not fill.
+        # The other layout has rows along the 128 columns of tiles; fewer rows would not fill them.
         has_rows = shape_of(product)[-2:][:1] >= (COLUMNS,)
         if program.readers[product] and has_table and has_rows and not is_batched(eqn):
             yield product

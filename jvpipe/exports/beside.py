@@ -28,8 +28,8 @@ def judged(problem: Problem, plan: Plan) -> Judged:
     """Simulates a step of a plan, which any system may have made.
 
     Args:
-        problem: the costs of layers and links, and the number of micro-batches. Its own number of
-            stages and its schedule do not count; those of the plan are used.
+        problem: the costs of layers and links, and the number of micro-batches. The plan's stages
+            and schedule are used in place of the problem's.
         plan: the stages, with a schedule or with a list of tasks for each device.
 
     Raises:

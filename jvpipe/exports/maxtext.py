@@ -6,7 +6,7 @@ plan, the embedding belongs to the first stage and the head to the last one.
 
 MaxText recomputes blocks from their inputs in two cases:
 
-- `set_remat_policy_on_pipeline_iterations` is true, as by default. `remat_policy` does not matter.
+- `set_remat_policy_on_pipeline_iterations` is true (the default), whatever `remat_policy` is.
 - `set_remat_policy_on_layers_per_stage` is true, and `remat_policy` is full.
 """
 

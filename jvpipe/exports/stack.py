@@ -109,8 +109,8 @@ def layout_of(
     """Returns the layout that is nearest to a plan.
 
     Each cut moves to the nearest start of a block. A block counts as recomputed if any of its
-    values is not kept. The layout has only one number of recomputed blocks for all stages. It is
-    the number of the stage that recomputes the most.
+    values is not kept. A layout recomputes equally many blocks in each stage: as many as the plan
+    recomputes in the stage where it recomputes the most.
 
     Args:
         plan: a plan with any cuts and fates.

@@ -9,7 +9,7 @@ the stage, and ends with the micro-batch if the action has one:
 
 SEND_F and RECV_F pass an activation on; SEND_B and RECV_B pass its cotangent back. When a SEND is
 appended to the row of its rank, the RECV is appended to the row of the receiver. So all ranks meet
-their sends and receives in the order of one common list, and no two can wait for each other.
+their sends and receives in the order of one common list, and no two ranks can wait for each other.
 
 REDUCE_GRAD follows the last backward of a stage, and divides the stage's gradients by the number of
 micro-batches. Torch adds this action to its own schedules, but adds nothing to a file with sends.
@@ -131,7 +131,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Lists the tasks that a task waits for; as soon as any one of them is done, it can run."""
+    """Lists the tasks of which one must be done before a task can run."""
     s, _, m = task
     match task.kind:
         case Kind.F:

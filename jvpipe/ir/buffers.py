@@ -18,7 +18,7 @@ from jvpipe.ir.values import VALUES, Owner, Value, ValueKind
 HOST = -1
 """The number of the host's memory.
 
-It is -1, because in a list with an element for each memory the host's element is the last.
+It is -1 because the host's element is the last in lists that have an element for each memory.
 """
 
 
@@ -102,8 +102,8 @@ class Lowered:
         buffers: the table of buffers; rows name a buffer by its position.
         persistent: how many buffers exist before the step. They are the first of the table, and
             hold the state: parameters, optimizer state and so on.
-        final: the buffers that hold the state after the step, in the same order. The next step
-            begins with them.
+        final: the buffers that hold the state after the step, in the order of the persistent
+            ones. Their arrays fill the persistent buffers of the next step.
         metrics: other buffers that outlive the step.
     """
 
@@ -129,8 +129,8 @@ class Lowered:
 class Peak:
     """The most bytes that a memory holds in a step, and when.
 
-    `row` is the row that runs then; None if that is before the first row. `holders` are pairs of an
-    account and its bytes, the largest first.
+    `row` is the row that runs then; None if the peak is before the first row. `holders` are pairs
+    of an account and its bytes, the largest first.
     """
 
     bytes: int

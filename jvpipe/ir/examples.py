@@ -52,7 +52,7 @@ class Over(StrEnum):
     # A trace finds the ways above. The following ones are chosen by a user.
     MAX = "max"  # it is the largest of the slices' values
     LAST = "last"  # it is the last slice's value
-    FIRST = "first"  # for model state: it is the same for all slices, so the first one's is taken
+    FIRST = "first"  # for model state: the first slice's value, which is the same for all slices
     ADDED = (
         "added"  # for model state: it is the previous state, plus what each slice has added to it
     )

@@ -1,8 +1,8 @@
 """The fates of a plan, resolved from names to layers and edges.
 
 A fate says what happens to a value until it is read: it is kept, swapped to the host or recomputed.
-Tensors have fates between forward and backward, the optimizer's state has fates between updates. A
-plan gives fates by name. Programs and passes ask by layer and by edge.
+Tensors have fates between forward and backward, and the optimizer's state has fates between
+updates. A plan gives fates by name. Programs and passes ask by layer and by edge.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 from jvpipe.util.names import did_you_mean
 
 UPDATES_HELD = 2
-"""The number of updates whose optimizer state fits on a device, if the state lies on the host.
+"""The number of updates whose optimizer state may be on a device at once, if it is swapped.
 
-With room for two, one update runs while the state of another comes or leaves. With room for one,
+With room for two, one update runs while the state of another is copied. With room for one,
 nothing would overlap. Planners count this many times the state of the largest update, and
-lowering/prefetch.py stays within it.
+lowering/prefetch.py fetches no more.
 """
 Edge = tuple[int, int]
 """A stage, and the index of a tensor that it makes or reads."""
@@ -65,7 +65,7 @@ class Fates:
         dropped = frozenset(edge for edge, fate in edges.items() if FATES[fate].again)
         recomputed = frozenset(graph.tensors[t].producer for _, t in dropped)
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
-        for layer in recomputed:  # its residuals come again with its outputs, and need no fate
+        for layer in recomputed:  # the repeated forward yields all residuals, so none needs a fate
             fates[layer] = {}
         by_layer = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
         return Fates(

@@ -52,14 +52,14 @@ Source = tuple[Literal["input", "output", "residual"], int]
 class Signature:
     """The interface between a layer's forward and its backward.
 
-    All indices are positions in the layer's `reads` (inputs) or `writes` (outputs).
+    Indices are positions in the layer's `reads` (inputs), its `writes` (outputs) or `residuals`.
 
     Attributes:
         residuals: the values that the forward yields only for the backward.
         sources: the inputs, outputs and residuals that the backward reads.
         cotangents: the outputs whose cotangents the backward takes.
-        partial: the inputs that later layers read too. The backward takes the sum of their
-            cotangents, and adds its own.
+        partial: the inputs that later layers read, too. The backward takes the sum of the
+            cotangents from those layers, and adds its own.
         gradients: the inputs (parameters) whose gradients the backward yields.
         returned: the inputs (tensors) whose cotangents the backward yields.
     """
@@ -161,7 +161,7 @@ class LayerGraph:
     loss_bytes: int = 4
     seed_bytes: int = 16
     aux_chosen: tuple[AuxReduction | None, ...] = ()  # the user's choice for each group of aux
-    state_chosen: tuple[StateReduction | None, ...] = ()  # and for each leaf of the model state
+    state_chosen: tuple[StateReduction | None, ...] = ()  # the choice for each leaf of the state
 
     def label(self, layer: Layer) -> str:
         """Names a layer as plans do: with its id if several layers have the same name.

@@ -35,7 +35,7 @@ class FateInfo:
     Attributes:
         saved: whether the forward's program yields the tensor for the backward.
         away: whether the tensor lies on the host between forward and backward.
-        again: for an edge, whether the forward of its layer runs once more before the backward.
+        again: for an edge, whether the layer that makes the edge runs its forward once more.
     """
 
     saved: bool
@@ -61,9 +61,9 @@ class Stage:
 
     Attributes:
         layers: the numbers of the layers, in ascending order.
-        devices: indices into the pipeline's devices. Each of several is a replica of the stage.
-            Replicas divide the examples of each micro-batch, or each runs whole micro-batches in
-            turn.
+        devices: indices into the pipeline's devices. If there are several, each is a replica of
+            the stage. Replicas divide the examples of each micro-batch, or take turns with whole
+            micro-batches.
         fates: the fates of the stage's tensors, by name. A tensor that is not named is kept.
         state_fates: the fates of the optimizer's state between updates, by the path of the
             parameter that the state belongs to.

@@ -41,14 +41,14 @@ class PieceRun:
 
 @dataclass(frozen=True, slots=True)
 class ShiftRun:
-    """Weights moved along the remembered update: `updates` times, or back if that is negative."""
+    """Weights plus `updates` times a remembered change of weights; `updates` may be negative."""
 
     updates: int
 
 
 @dataclass(frozen=True, slots=True)
 class SettleRun:
-    """A record of what an update changed; `tau` updates lie between a forward and its update."""
+    """A record of what an update changed; `tau` is the staleness of the layer's weights."""
 
     tau: int
 
@@ -82,7 +82,7 @@ class ConcatRun:
 class JoinRun:
     """An edge, or its cotangent, that goes to a stage with another number of replicas.
 
-    It has no axis of examples, so it cannot be put together from parts. It is the sum of what the
+    The value has no axis of examples, so it cannot be joined from parts. It is the sum of what the
     sending replicas have, each times its weight, or the plain sum if there are no weights.
     """
 
@@ -169,8 +169,8 @@ class Row:
     """One program, one copy, a wait, or the end of buffers, which the controller dispatches.
 
     `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that is both
-    read and written is updated in place. The buffers in `frees` end with the row. A row that
-    belongs to no stage, layer or micro-batch has -1 there. `place` is where the row runs. A copy
+    read and written is updated in place. The buffers in `frees` end with the row. If a row belongs
+    to no stage, layer or micro-batch, that field is -1. `place` is where the row runs. A copy
     between places is one row: it runs at its source and writes a buffer at its target.
 
     >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))

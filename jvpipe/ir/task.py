@@ -49,7 +49,9 @@ TaskLists = tuple[tuple[Task, ...], ...]
 
 
 def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
-    """Writes task lists as a CSV file that torch can read: one line per device, `compute_only`.
+    """Writes task lists as a CSV file that torch can read, in its format `compute_only`.
+
+    The file has a line for each device.
 
     Args:
         path: the path of the file.

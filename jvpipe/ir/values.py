@@ -48,13 +48,13 @@ class ValueKind(StrEnum):
     RESIDUAL = "residual"  # index: its number in the layer; layer; micro-batch
     # a value that the first half of a backward leaves for the second
     HANDED = "handed"  # index: its number in the layer; layer; micro-batch
-    # a sum of gradients; version: the number of the update that takes it; micro-batch: if devices
-    # take turns, the first that adds to the device's sum, otherwise NEVER
+    # a sum of gradients; version: the number of the update that reads it; micro-batch: if devices
+    # take turns, the first one that adds to the device's sum, otherwise NEVER
     GRADIENT = "gradient"  # index: the leaf; layer: the reader that adds; version; micro-batch
     # what a micro-batch's loss returns: the loss itself and its aux
     LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
     AUX = "aux"  # index: the leaf; micro-batch
-    # the sum of the losses' weights; version: the number of the update that takes it
+    # the sum of the losses' weights; version: the number of the update that reads it
     WEIGHT = "weight"  # layer: that of the loss; version
     # a result of a step: its loss, a group of aux, or the norm of the gradient
     METRIC = "metric"  # index; micro-batch: the first of its step
@@ -103,8 +103,8 @@ class ValueInfo:
         fed: whether it comes from the host when a program first reads it.
         follows: whether it moves with its layer. The old buffer then ends only after the value has
             arrived at the new place.
-        passed_on: whether each reader adds to it and sends it on. It is then no longer
-            valid at the place from which it was sent.
+        passed_on: whether each reader adds to it and sends it on. A copy that was sent on is no
+            longer valid.
         gathered: whether updates of other layers read copies of it.
         remembered: whether it records what updates did. A stream keeps it from one update to the
             next.

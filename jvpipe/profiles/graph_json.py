@@ -8,7 +8,7 @@ Operators", 2020.
     size                the bytes that the node needs on an accelerator
     colorClass          a number; all nodes with the same one must share a device
     isBackwardNode      1 for a node of the backward. Most backward nodes are in the color class of
-                        their forward node. Losses and sums of gradients may be in one of their own
+                        their forward node. Losses and sums of gradients may have other classes
 
     field of an edge    meaning
     cost                the milliseconds that moving the output of the edge's source takes

@@ -61,8 +61,8 @@ def topological_order(
 ) -> list[int]:
     """Orders nodes so that the source of every edge comes before its target.
 
-    The order is that of Kahn's algorithm: a node is ready once the sources of all its edges are in
-    the order. The next node is always the ready one with the lowest id.
+    The order is that of Kahn's algorithm. A node is ready once the sources of all edges that lead
+    to the node are in the order. The next node is always the ready one with the lowest id.
 
     Args:
         nodes: the ids of the graph's nodes.

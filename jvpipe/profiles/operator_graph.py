@@ -2,7 +2,7 @@
 
     forward     a ----> b ----> c          layers a, b, c
                 |       |       |
-    backward    da <--- db <--- dc         da counts as the backward of layer a, which has its color
+    backward    da <--- db <--- dc         da has the color of a, so da is the backward of layer a
 
 Each forward operator becomes a layer. A color is a label: operators of one color must share a
 device, because a stage runs the forward of its layers and later their backward. A color that has no
@@ -63,7 +63,7 @@ def operator_costs(
         operators: forward and backward operators, in a topological order.
         edges: for each pair of source and target ids, the seconds of the source's output on the
             link.
-        link: the link that joins the devices, by whose rate these seconds become bytes.
+        link: the link that joins the devices. Its rate times these seconds gives bytes.
 
     >>> a, b = Operator(1, "a", 1.0, 8, False, "red"), Operator(2, "b", 1.0, 8, False, "blue")
     >>> da = Operator(3, "da", 2.0, 4, True, "red")
