@@ -208,8 +208,7 @@ def _sizes(name: str) -> str:
         return str(missing)
 
 
-# An option's value is that of the command line, of --config, of a resumed run, or the default, in
-# this order.
+# These functions apply the order of the module's docstring: command line, --config, resumed run.
 
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:

@@ -207,7 +207,7 @@ _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
 def completed(
     where: str, name: str, value: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """Makes a workload of a user's model, with defaults for members that the model lacks.
+    """Makes a workload from a user's model, with defaults for members that the model lacks.
 
     Args:
         where: the value of `--model`, for messages.
@@ -270,7 +270,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _sized(name: str, named: Any, size: str | None) -> Any:
-    """Returns the model that an object or a class stands for, in a size if one is given."""
+    """Returns an object, or what a class makes; if a size is given, the model of that size."""
     model = _made(named)
     if size is None:
         return model

@@ -338,9 +338,9 @@ class Watch:
     def _look(self) -> None:
         while not self._stopped.wait(PATIENCE.look_s):
             if lost := self._hosts.lost():
-                # The training thread gets some time to report the loss itself, because it also
-                # knows the task. If process 0 is lost there is no such time: JAX then ends all
-                # other processes at once.
+                # The training thread gets some time to report the lost process itself, because
+                # it also knows which task failed. If process 0 is lost, there is no such time: JAX
+                # then ends all other processes at once.
                 if 0 not in lost and self._stopped.wait(PATIENCE.grace_s):
                     return
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
