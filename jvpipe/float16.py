@@ -137,7 +137,7 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         proposed = jnp.where(
             finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)
         )
-        # The pipeline adds the result to the parameters, so the scale's entry is its change.
+        # The pipeline adds the result to the parameters: the scale's entry is a change.
         return {"params": moves, "scale": proposed - scale}, ScaledState(
             jnp.where(grows, 0, count), inner
         )

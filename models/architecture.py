@@ -117,8 +117,8 @@ class SearchSpace:
         # A block's program depends on its branches, not on its slot, so each pair is needed once.
         groups = [pairs[i : i + self.slots] for i in range(0, len(pairs), self.slots)]
         groups[-1] += pairs[: self.slots - len(groups[-1])]
-        # If there are fewer pairs than slots, the last group is still short. Copies of its first
-        # pair fill it.
+        # If there are fewer pairs than slots, the last group is still short. Copies of its
+        # first pair fill it.
         groups[-1] += groups[-1][:1] * (self.slots - len(groups[-1]))
         return tuple(Architecture(tuple(group)) for group in groups)
 

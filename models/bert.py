@@ -58,8 +58,8 @@ class MaskedConfig(TransformerConfig):
     @property
     def masked(self) -> int:
         """K: the largest number of tokens of a record that are predicted."""
-        # The first token of a record is special and never predicted. K is the same for all records,
-        # so that they have one shape; entries of weight 0 pad the positions.
+        # The first token of a record is special and never predicted. K is the same for all
+        # records, so that they have one shape; entries of weight 0 pad the positions.
         return max(1, round(self.mask_rate * (self.tokens - 1)))
 
 

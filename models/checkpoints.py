@@ -1,6 +1,7 @@
 """Loads a model from a folder of weights, and writes it back once it is trained.
 
-The package transformers saves the folders that we load, and loads the folders that we write.
+The package transformers saves the folders that we load, and loads the folders that we
+write.
 """
 
 from pathlib import Path

@@ -60,7 +60,8 @@ class RegularizedEvolution:
             raise ValueError(
                 f"{size} architectures were given and no loss was reported: call report() for each"
             )
-        # With replacement, as in the paper. If a tournament draws only the worst member, it wins.
+        # With replacement, as in the paper. If a tournament draws only the worst member, it
+        # wins.
         chosen = self._rng.integers(len(self._members), size=self._sample)
         tournament = [self._members[int(i)] for i in chosen]
         parent, _ = min(tournament, key=_loss)

@@ -206,7 +206,8 @@ def params_of(
     kinds = dict(end_kinds(config))
     for _, name, block in architecture.blocks():
         kinds[name] = kind_of(config, block)
-    # A checksum of the name, not a count: a mutation must not change the numbers of other parts.
+    # A checksum of the name, not a count: a mutation must not change the numbers of other
+    # parts.
     numbers = {name: zlib.crc32(name.encode()) for name in kinds}
     return {name: kind.init(jax.random.fold_in(key, numbers[name])) for name, kind in kinds.items()}
 

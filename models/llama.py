@@ -78,8 +78,8 @@ class LlamaConfig(TextConfig):
         window: how many tokens a token of a local block sees, itself included.
         spans: a letter for each block, repeated if there are more blocks. L is a local block, and G
             a global one, whose tokens see all tokens up to themselves.
-        local_theta: the base of angles in local blocks, which are then not stretched; 0: local
-            blocks have the angles of global ones.
+        local_theta: the base of angles in local blocks, which are then not stretched; 0:
+            local blocks have the angles of global ones.
         stretch: with the three fields after it, stretches angles for longer texts
             (`rotary.Rotation`).
     """

@@ -2,9 +2,10 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Each group of blocks works on half the side and twice the channels of the group before. In a block
-that halves the image, the 3 x 3 convolution has the stride (as in arXiv:1706.02677). A ReLU stands
-before each convolution, not after each sum, so blocks pass on sums without a ReLU.
+Each group of blocks works on half the side and twice the channels of the group before. In a
+block that halves the image, the 3 x 3 convolution has the stride (as in arXiv:1706.02677).
+A ReLU stands before each convolution, not after each sum, so blocks pass on sums without a
+ReLU.
 
     x ──┬── reduce 1x1 ── middle 3x3 ── expand 1x1 ──(+)── y     arXiv:1512.03385, figure 5
         └────────────── shortcut 1x1, or ReLU ────────┘

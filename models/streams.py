@@ -56,8 +56,8 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
         raise ValueError(
             f"'{name}' has {len(head)} rows: give two at least, one is held out and one trained on"
         )
-    # The smallest number of rows that hold 1 / `one_in` of the characters. All rows do, so there is
-    # such a number; but at least one row must be left to train on.
+    # The smallest number of rows that hold 1 / `one_in` of the characters. All rows do, so
+    # there is such a number; but at least one row must be left to train on.
     held_out = next(i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
     held_out = min(held_out, len(head) - 1)
     return Head(tuple(head[:held_out]), tuple(head[held_out:]))
@@ -136,8 +136,8 @@ class _PackedIterator(grain.DatasetIterator):
 
     def __next__(self) -> Int32[np.ndarray, "T"]:
         parts, room = [np.array([self._marks.start], np.int32)], self._room
-        # Each round fills the record or uses up a text. A text has at least its end mark, so the
-        # loop ends.
+        # Each round fills the record or uses up a text. A text has at least its end mark,
+        # so the loop ends.
         while room:
             if self._ids is None:
                 self._read()
@@ -176,8 +176,8 @@ def stream_batches(
 ) -> Batches:
     """Makes batches of `transform(record, generator)`, shuffled within windows.
 
-    The state of the batches is the place in the stream where the present window begins, and how
-    many of the window's records were taken.
+    The state of the batches is the place in the stream where the present window begins, and
+    how many of the window's records were taken.
     """
     shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=window, seed=seed)
     return iter(shuffled.seed(seed).random_map(transform).batch(batch_size))

@@ -185,7 +185,8 @@ def logits_function(config: EncoderDecoderConfig) -> Logits:
         mask = unseen(batch["lengths"], config.tokens)[:, None, None]
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         read = model.through("encoder", params["encoder"], x, key, mask)
-        # The key is one past the last block's, so that the table's second use drops other numbers.
+        # The key is one past the last block's, so that the table's second use drops other
+        # numbers.
         y = embeddings(batch["tokens"], model.key("decoder", key, config.blocks))
         y = model.through("decoder", params["decoder"], y, key, read, mask)
         return embeddings.logits(y)

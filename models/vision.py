@@ -106,9 +106,9 @@ def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int
 def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
     """Gives each channel mean 0 and variance 1 (arXiv:1502.03167), then scales and shifts it.
 
-    In training, mean and variance are those of the batch, and the running averages move a tenth of
-    the way towards them. Otherwise, the running averages serve as mean and variance. All is
-    computed in float32.
+    In training, mean and variance are those of the batch, and the running averages move a
+    tenth of the way towards them. Otherwise, the running averages serve as mean and
+    variance. All is computed in float32.
     """
     wide = x.astype(jnp.float32)
     mean, variance = averages["mean"], averages["variance"]

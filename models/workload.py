@@ -98,10 +98,12 @@ class Workload:
             None.
         abstract_batch: maps a batch size to the shapes of a batch, so that a model can be planned
             without data.
-        open_data: maps (path, run folder, seed, batch size) to the data. The path is a file or a
-            folder; None for the default data. The run folder keeps files such as a tokenizer.
-        optimizer: maps the total number of updates to a gradient transformation; with `local=True`,
-            to one that needs only one parameter at a time. If there is a recipe, it is from there.
+        open_data: maps (path, run folder, seed, batch size) to the data. The path is a file
+            or a folder; None for the default data. The run folder keeps files such as a
+            tokenizer.
+        optimizer: maps the total number of updates to a gradient transformation; with
+            `local=True`, to one that needs only one parameter at a time. If there is a
+            recipe, it is from there.
         learning_rates: maps the total number of updates to the rate of each, likewise.
         recipe: the optimizer and its rates, if they can be changed on the command line.
         batch_size: the default batch size.

@@ -52,8 +52,8 @@ class ArchitectureSearch:
         self.steps, self._supernet = steps, supernet
         self.evolution = evolution or RegularizedEvolution(supernet.space, seed)
         self._key = jax.random.key(seed)
-        # A pipeline recognizes a model by the identity of its loss function, so an architecture
-        # that is drawn again must get the same function object.
+        # A pipeline recognizes a model by the identity of its loss function, so an
+        # architecture that is drawn again must get the same function object.
         self._loss_of = cache(supernet.loss_of)
         self.first = self._candidate(next(self.evolution))
 

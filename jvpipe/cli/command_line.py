@@ -208,7 +208,7 @@ def _sizes(name: str) -> str:
         return str(missing)
 
 
-# These functions apply the order of the module's docstring: command line, --config, resumed run.
+# These functions look for an option's value in the order that the module's docstring says.
 
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:

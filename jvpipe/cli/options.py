@@ -1,10 +1,10 @@
 """Defines options beyond those of a `Pipeline`: all of `jvpipe.train`, some of `jvpipe.plan`.
 
 To add an option, add a field. The file session/options.py defines the options of a
-`Pipeline`, and the function `option`, which makes a field. The arguments of `option` are the
-default, the check, the help, the group, the unit, and what a resumed run does with the option.
-`TrainOptions.check` compares options with each other. The help and the page docs/options.md
-are generated from the fields.
+`Pipeline`, and the function `option`, which makes a field. The arguments of `option` are
+the default, the check, the help, the group, the unit, and what a resumed run does with the
+option. `TrainOptions.check` compares options with each other. The help and the page
+docs/options.md are generated from the fields.
 """
 
 import os
@@ -62,8 +62,8 @@ def address_option(flag: str, value: Any) -> tuple[str, int]:
     return host, int(port)
 
 
-# Common kinds of options; each use adds help, group and unit. A flag is False by default, the
-# other kinds None. These checks do not look up whether a name is known or a file exists.
+# Common kinds of options; each use adds help, group and unit. A flag is False by default,
+# the other kinds None. The checks accept unknown names, and files that do not exist.
 
 _NAME = partial(checked_name, usual="tiny")
 name_option = partial(option, None, _NAME)

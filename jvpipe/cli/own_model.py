@@ -93,8 +93,8 @@ class Batches:
     """A user's stream of batches, whose position can be saved and restored.
 
     A stream with the methods `get_state` and `set_state`, such as Grain's, has its own notion of a
-    position. For any other stream, the position is the number of batches taken so far. A new stream
-    goes to that position by skipping as many batches, so it must yield the same batches again.
+    position. For any other stream, the position is the number of batches taken so far. To reach it
+    again, a new stream is made and as many batches are skipped. So it must yield the same batches.
 
     Args:
         called: the call that returned the stream, for messages.

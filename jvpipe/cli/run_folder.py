@@ -396,8 +396,8 @@ def _differences(
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan that --plan names, or None.
 
-    It is None without --plan. It is also None if the resumed run had the same --plan, because that
-    plan is in its folder.
+    The result is None without --plan. It is also None if the resumed run was started with the same
+    --plan, because the folder of the run has that plan.
 
     Args:
         options: the options of this run.
@@ -429,8 +429,8 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
 def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan in the folder of a resumed run; None if a new plan must be made.
 
-    A new plan must be made if there is none, if it has another schedule or other stages than the
-    options, if an option in `DECIDES` has changed, or if --remeasure is given.
+    A new plan must be made if the folder has none, if its schedule or stages differ from those of
+    the options, if an option in `DECIDES` has changed, or if --remeasure is given.
 
     Args:
         path: the plan.json of the run.
