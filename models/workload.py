@@ -104,7 +104,7 @@ class Workload:
         optimizer: maps the total number of updates to a gradient transformation; with
             `local=True`, to one that needs only one parameter at a time. If there is a
             recipe, it is from there.
-        learning_rates: maps the total number of updates to the rate of each, likewise.
+        learning_rates: maps the total number of updates to the rate of each update.
         recipe: the optimizer and its rates, if they can be changed on the command line.
         batch_size: the default batch size.
         steps: the default number of steps.

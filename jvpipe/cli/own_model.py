@@ -93,8 +93,8 @@ class Batches:
     """A user's stream of batches, whose position can be saved and restored.
 
     A stream with the methods `get_state` and `set_state`, such as Grain's, has its own notion of a
-    position. For any other stream, the position is the number of batches taken so far. To reach it
-    again, a new stream is made and as many batches are skipped. So it must yield the same batches.
+    position. For any other stream, the position is the number of batches taken so far. A
+    resumed run skips as many batches of a new stream, which must yield the same ones again.
 
     Args:
         called: the call that returned the stream, for messages.
