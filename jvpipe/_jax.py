@@ -1,6 +1,6 @@
-"""The only file that uses `jax.extend` and jaxlib directly, and knows how versions differ.
+"""The only file that uses `jax.extend` and jaxlib directly, or depends on the version of JAX.
 
-Other files use the public modules of JAX only, so an upgrade should need changes here alone.
+Other files use only the public modules of JAX, so an upgrade of JAX should change this file alone.
 """
 
 import socket
@@ -215,8 +215,8 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
     The function has no derivative. On CPUs, the compiler is kept from merging it into its caller.
-    Other compilers merge it, and choose kernels by the layouts that the readers of a result prefer.
-    There, results get the layout that arrays have between programs, so the kernels are the same.
+    Elsewhere it is merged, and kernels would depend on the layouts that readers of its results
+    prefer. So on one such device, the results get the layout that arrays have between programs.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -237,7 +237,7 @@ def _outlined() -> Any:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
         return cast(
             list[Any], set_xla_metadata(results, inlineable="false")
-        )  # set on the results, it applies to the call that makes them
+        )  # metadata of results applies to the call that makes them
 
     primitive = _core.Primitive("outlined")
     primitive.multiple_results = True
@@ -251,17 +251,17 @@ def _outlined() -> Any:
 def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr with results bitwise identical to those of a program that has only this jaxpr.
 
-    Its arguments and results get barriers, across which compilers do not fuse operations.
-    On CPUs, the jaxpr is also kept from being merged into its caller.
+    The arguments and results of the jaxpr get barriers, across which compilers do not fuse
+    operations. On CPUs, the compiler is also kept from merging the jaxpr into its caller.
     """
     barrier = jax.lax.optimization_barrier
     return list(barrier(outlined(closed, barrier(list(values)))))
 
 
 def laid_out(x: Any) -> Any:
-    """Returns a program's input in the layout that the same value has when it is recomputed.
+    """Returns a program's input in the memory layout that arrays have between programs.
 
-    On CPUs this is not needed, and nothing is done.
+    Then the input has the same layout whether it was kept or is recomputed. CPUs need no change.
     """
     return _laid_out().bind(x)
 
@@ -282,7 +282,7 @@ def _laid_out() -> Any:
 
 
 def _is_spread(context: Any) -> bool:
-    """Tells whether a program runs on several devices, whose arrays a fixed layout would gather."""
+    """Tells whether a program runs on several devices; a fixed layout would gather its arrays."""
     return getattr(context.module_context.axis_context, "num_devices", None) not in (None, 1)
 
 
@@ -309,9 +309,9 @@ def is_ready(array: jax.Array) -> bool:
 
 
 _EXACT: Mapping[str, dict[str, str | bool]] = {
-    # A library gets a product alone, without operations whose results only the product reads.
+    # XLA then passes only products to libraries, without the operations that feed a product.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
-    # XLA merges products that read the same array. A program with one of these products cannot.
+    # No program merges products that read the same array, because others have only one of them.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 
@@ -362,7 +362,7 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies a few bytes from `source`, without another thread on CPUs."""
+    """Returns a function that copies a few bytes to a device; on CPUs, in the calling thread."""
     copy = copier(device)
     grouped = isinstance(device, DeviceGroup)
     if _put_host is None or grouped or not source.platform == device.platform == "cpu":
@@ -380,7 +380,7 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
 
 
 def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies to "pinned_host" or "device" memory, or else the default."""
+    """Returns a function that copies to the memory `space`, or to the default if there is none."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = space if space in kinds else device.default_memory().kind
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
@@ -481,15 +481,16 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
 
 
 _NO_TILES = "find output tile sizes"
-"""A part of the message of a GPU compiler that refuses a program. With the GPU, it tries several
-tilings of a product, and then a library. Without the GPU, the compiler tries only one tiling."""
+"""A part of the message with which a GPU compiler refuses a program. If the GPU is present, the
+compiler tries several tilings of a product, and then a library. Otherwise, it tries one tiling."""
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     """Returns the first line of a compiled program, and its bytes.
 
     The bytes are those of arguments, results, results that share memory with arguments,
-    temporaries and code. If a tiling fails (`_NO_TILES`), a library makes the products.
+    temporaries and code. If a tiling fails (`_NO_TILES`), the program is compiled again, with
+    products that a library computes.
 
     Args:
         text: the program in StableHLO.

@@ -3,7 +3,7 @@
 The scale is kept with the parameters, because the backward reads it and the update writes it:
 
     forward    computes the loss without the scale
-    backward   begins with the scale in place of 1
+    backward   begins with the scale as the loss's cotangent, in place of 1
     update     divides the gradients by the scale; if a gradient is not finite, no parameter changes
                and the scale is halved, but not below 1; after `growth_updates` updates in a row
                with finite gradients the scale is doubled
@@ -137,7 +137,7 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         proposed = jnp.where(
             finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)
         )
-        # What an optimizer returns is added to the parameters. For the scale, that is its change.
+        # The pipeline adds the result to the parameters: the scale's entry is a change.
         return {"params": moves, "scale": proposed - scale}, ScaledState(
             jnp.where(grows, 0, count), inner
         )

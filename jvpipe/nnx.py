@@ -1,7 +1,7 @@
 """Losses of Flax NNX modules; dropout differs by micro-batch, and running statistics carry over.
 
 An NNX module holds its parameters, statistics and random streams in one object. A pipeline needs
-them separately. The columns are their names, what they hold, and where a pipeline gets them:
+the three parts separately. The columns are a part's name, its content, and its origin:
 
     parameters     the trained arrays          `NnxLoss.init`
     model state    statistics of batch norm    `NnxLoss.model_state`, then the previous micro-batch

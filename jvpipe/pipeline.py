@@ -65,8 +65,8 @@ class Pipeline:
             "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe". A schedule with options may
             also be given, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
         planner: "jvpipe", which chooses cuts and fates together for the fastest step under the
-            memory limit; or the name of another planner, such as "even" or one after a paper.
-            `python -m jvpipe` lists all.
+            memory limit; or the name of another planner, such as "even" or that of a paper.
+            `python -m jvpipe` lists all planners.
         memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a limit
             for each. Unless given, the memory that each device reports, if it reports any.
         host_memory_limit: the limit of what all devices together keep on the host: swapped values,
@@ -109,31 +109,34 @@ class Pipeline:
             little as frozen ones.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters, as
             in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the host between
-            updates. Unless given, the planner decides under a limit.
+            updates. Unless given, the planner decides if there is a memory limit.
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state, such as statistics of batch norms.
         deferred_batch_norm: running statistics of batch norms change once per batch, by the
             statistics of all its examples, as in torchgpipe. The trace of the loss finds these
             statistics in the model state. Each micro-batch is still normalized by its own
-            statistics. This excludes replicas.
-        aux_reduce: how leaves of aux, by path, are reduced over micro-batches: "mean", "sum",
-            "max" or "last", as in `{"largest": "max"}`. Over replicas, it counts only if the
-            trace shows none. If left out, floating-point scalars are averaged, others stacked.
+            statistics. Stages cannot have replicas then.
+        aux_reduce: how leaves of aux, by path, are reduced over micro-batches: "mean",
+            "sum", "max" or "last", as in `{"largest": "max"}`. Over replicas, a leaf is
+            reduced this way only if the trace of the loss cannot tell how. If left out,
+            floating-point scalars are averaged over micro-batches, and other leaves are
+            stacked.
         model_state_reduce: how leaves of the model state, by path, are reduced over replicas if the
             trace cannot tell: "mean" over examples, "sum" of the changes of each replica, or "same"
             if all replicas have equal values. If several patterns match, the last one counts.
         grad_norm: also report the global norm of the gradient.
-        group: consecutive layers of a stage run as one program in each direction, with results
-            bitwise identical to those of layers apart. Groups take longer to compile, but need
-            fewer dispatches, which are the bottleneck of small layers and fast devices. True
-            compiles groups before the first step; False keeps layers apart. If left out, layers
-            begin apart. On CPUs, groups are then compiled in another thread, once the steps so far
-            have taken as long as compiling the programs took. A layer that calls code on the host
-            always runs as its own program. After a move, layers run apart until their groups are
-            compiled. Layers stay apart if groups would exceed the limit, and under `sharding`.
-        remeasure: measure layers again, although an earlier process has measured them. Measurements
-            are kept beside JAX's compilation cache, if that is on disk
-            (`jax_compilation_cache_dir`), and nowhere else.
+        group: consecutive layers of a stage run as one program in each direction, with
+            results bitwise identical to those of layers apart. Groups take longer to
+            compile, but need fewer dispatches, which are the bottleneck of small layers and
+            fast devices. True compiles groups before the first step; False keeps layers
+            apart. If left out, layers begin apart. On CPUs, another thread then compiles
+            groups, once the steps so far have taken as long as the compilation before them.
+            A layer that calls code on the host always runs as its own program. After a
+            move, layers run apart until their groups are compiled. Layers stay apart if
+            groups would exceed the limit, and under `sharding`.
+        remeasure: measure layers again, although an earlier process has measured them.
+            Measurements are kept only if JAX's compilation cache is on disk
+            (`jax_compilation_cache_dir`), beside that cache.
 
     Raises:
         ValueError: an argument cannot be used; the message has its value and the cure.
@@ -265,8 +268,9 @@ class Pipeline:
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is
                 not consumed.
-            MemoryLimitExceeded: a batch with other shapes than that of `init` exceeds the limit;
-                the error has a `smallest_limit_bytes`, and `state` is not consumed.
+            MemoryLimitExceeded: a batch with other shapes than the batch of `init` exceeds
+                the limit; the error has a `smallest_limit_bytes`, and `state` is not
+                consumed.
             StageError: this step or the one before it failed; `restore` makes the pipeline usable
                 again.
         """
@@ -282,11 +286,12 @@ class Pipeline:
     ) -> Iterator[tuple[State, Metrics]]:
         """Yields the state and metrics of each step over a stream of batches.
 
-        A state is valid until the next one is asked for. Under an asynchronous schedule, the
-        pipeline stays full between steps, and the states are in flight: they hold micro-batches
-        whose backwards have not run. Such a state can be saved, evaluated or drained; its
-        parameters are the newest of each layer. If a batch has other shapes than that of `init`,
-        the micro-batches in flight are finished first, and this batch is finished within its step.
+        A state is valid until the next one is asked for. Under an asynchronous schedule,
+        the pipeline stays full between steps, and the states are in flight: they hold
+        micro-batches whose backwards have not run. Such a state can be saved, evaluated or
+        drained; its parameters are the newest of each layer. If a batch has other shapes
+        than the batch of `init`, the micro-batches in flight are finished first, and the
+        step ends with a flush.
 
         Args:
             state: the state to begin with, which is consumed.
@@ -343,9 +348,10 @@ class Pipeline:
         Args:
             state: its newest parameters and model state are read, and not changed.
             batch: a batch of any size; it need not be like that of `init`.
-            function: a function of `(params, batch)`, or of `(params, model_state, batch)` with
-                `has_state`, that returns a pytree of arrays, such as logits. It is compiled again
-                only if another function object, plan or batch shape came in between.
+            function: a function of `(params, batch)`, or of `(params, model_state, batch)`
+                with `has_state`, that returns a pytree of arrays, such as logits. It is
+                compiled, unless the last prediction had the same function object, plan and
+                batch shapes.
 
         Raises:
             ValueError: the function reads no parameter.
@@ -375,9 +381,9 @@ class Pipeline:
     def optimizer_state(self, state: State) -> Tree:
         """Returns the optimizer's state in the tree of `optimizer.init(params)`, as numpy arrays.
 
-        Keys stay keys. The state of stacked layers is stacked. A leaf that only the gradient of a
-        frozen parameter would fill is `optax.MaskedNode()`. Optimizer state may hold averaged
-        parameters, which `evaluate(state, batch, params=...)` takes.
+        Random keys stay keys. The state of stacked layers is stacked. A leaf that only the
+        gradient of a frozen parameter would fill is `optax.MaskedNode()`. Optimizer state
+        may hold averaged parameters, which `evaluate(state, batch, params=...)` takes.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
         optimizer = self.session.compiled.optimizer
@@ -412,8 +418,8 @@ class Pipeline:
             state: the newest state, which is consumed if the move is made at once.
             plan: the new plan, with other cuts, fates or another number of stages.
             at: (step, micro-batch) of the first micro-batch under the new plan; unless given, the
-                first one of the next step. A move at a later step is made when training comes to
-                it. A move inside a step makes devices wait only for the summed gradients of the
+                first one of the next step. A move at a later step is made when training reaches
+                that step. A move inside a step makes devices wait only for the summed gradients of the
                 moving layers. If a plan has replicas, the move must be between two steps.
             why: the reason, which `session.history` keeps.
 
@@ -430,9 +436,9 @@ class Pipeline:
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
         """Switches adapting on or off: layers move away from devices that became slow, and back.
 
-        If jvpipe's own planner made the plan, it is asked again under the same limits.
-        `session.history` has the moves and their reasons. If there are several processes, all must
-        call this before the same step.
+        If jvpipe's own planner made the plan, this planner also makes the new plans, under
+        the same limits. `session.history` has the moves and their reasons. If there are
+        several processes, all must call this before the same step.
 
         Args:
             on: whether layers move from now on.
@@ -493,10 +499,11 @@ class Pipeline:
     # Checkpoints
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, with arrays named by parameter path, so it fits plans with any cuts.
+        """Writes a checkpoint, whose arrays are named by parameter path.
 
-        If there are several processes, each writes a part. A state in flight is saved with all its
-        arrays. Training goes on from it with bitwise identical results, but only under the same
+        If there are several processes, each writes a part. A state at rest can be restored
+        under any cuts. A state in flight is saved with all its arrays, and training goes on
+        from it with bitwise identical results. It can be restored only under the same
         schedule, cuts and fates.
 
         Args:

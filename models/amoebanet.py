@@ -2,11 +2,12 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Cells form a chain, but each cell also reads the cell before its predecessor. Normal cells keep the
-size of the image. Reduction cells, after the stem and between groups of normal cells, halve the
-image and double the channels. An operation of a cell is a pooling or a chain of convolutions, each
-after a ReLU and before a batch norm. The cells are those of the TensorFlow implementation. Its
-normal cell returns other values than the paper's, and only these give GPipe's parameter counts.
+Cells form a chain, but each cell also reads the cell before its predecessor. Normal cells
+keep the size of the image. Reduction cells, after the stem and between groups of normal
+cells, halve the image and double the channels. An operation of a cell is a pooling or a
+chain of convolutions, each after a ReLU and before a batch norm. The cells are those of the
+TensorFlow implementation. Its normal cell returns other values than the paper's. With the
+paper's values, the parameter counts would differ from GPipe's.
 
     stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads the images `near` and `far`,
            └────────────┼────────────┘                     so a cut between cells sends two:
@@ -137,9 +138,10 @@ Choice = tuple[str, int]
 class Genotype:
     """What a cell computes.
 
-    Value 0 is the image of the cell's predecessor, and value 1 that of the cell before it. Each
-    pair makes one more value, the sum of its two operations. A `Choice` is an operation and the
-    number of the value that it reads. The cell returns the values in `outputs`, concatenated.
+    Value 0 is the image of the cell's predecessor, and value 1 that of the cell before the
+    predecessor. A `Choice` is an operation and the number of the value that it reads. Each
+    pair of choices makes one more value, the sum of their results. The cell returns the
+    values in `outputs`, concatenated.
     """
 
     pairs: tuple[tuple[Choice, Choice], ...]
@@ -186,7 +188,7 @@ class Cell:
         genotype: what the cell computes.
         channels: of each value in the cell.
         near: the channels of the predecessor's image.
-        far: the channels of the image before it.
+        far: the channels of the image of the cell before the predecessor.
         halve: whether the cell halves the image.
         far_is_large: whether the predecessor halved the image, so that the far image has twice the
             side of the near one.
@@ -277,7 +279,8 @@ class AmoebaNet:
         """The convolution from colors to channels."""
         config = self.config
         stride = 2 if config.stem_reductions else 1
-        # Each reduction doubles the channels, which makes them `filters` in the first group.
+        # Each reduction doubles the channels, so that the first group has `filters` of
+        # them.
         channels = config.filters >> config.stem_reductions
         return Convolution(3, channels, (3, 3), (stride, stride))
 

@@ -111,13 +111,14 @@ class SearchSpace:
     def covering(self) -> tuple[Architecture, ...]:
         """Returns a few architectures that together have each pair of branches at least once.
 
-        If the programs of these are compiled, no later architecture waits for a compilation.
+        Once their programs are compiled, no later architecture waits for a compilation.
         """
         pairs = [Block(left, right) for left in self.left for right in self.right]
         # A block's program depends on its branches, not on its slot, so each pair is needed once.
         groups = [pairs[i : i + self.slots] for i in range(0, len(pairs), self.slots)]
         groups[-1] += pairs[: self.slots - len(groups[-1])]
-        # If there are fewer pairs than slots, the group is still short. Its first pair fills it.
+        # If there are fewer pairs than slots, the last group is still short. Copies of its
+        # first pair fill it.
         groups[-1] += groups[-1][:1] * (self.slots - len(groups[-1]))
         return tuple(Architecture(tuple(group)) for group in groups)
 
@@ -128,7 +129,7 @@ class Supernet:
 
     Attributes:
         space: the architectures.
-        default: the one that is trained without a search.
+        default: the architecture that is trained without a search.
         loss_of: maps an architecture to its loss, `(params, batch, rng) -> loss`.
         params_of: maps an architecture and a key to fresh parameters. A block's parameters depend
             only on the key and the block's name.

@@ -34,9 +34,7 @@ def train_batches(
 
 
 class ShuffledBatches:
-    """An endless iterator over whole batches. `lazily` makes the same ones as
-    `jvpipe.LazyArray`.
-    """
+    """An endless iterator over whole batches."""
 
     def __init__(self, order: grain.MapDataset, batch_size: int, prefetch: int) -> None:
         self._order, self._batch_size = order, batch_size

@@ -2,7 +2,7 @@
 
 Axes: B batch, T tokens, D model, H heads, K masked positions, V vocabulary.
 
-Three departures from the paper make it learn in far fewer steps:
+Three departures from the paper make the model learn in far fewer steps:
 
 - Layer norm stands before each sublayer (arXiv:2002.04745).
 - A bias of attention replaces position embeddings (ALiBi, arXiv:2108.12409), as in MosaicBERT
@@ -57,8 +57,9 @@ class MaskedConfig(TransformerConfig):
 
     @property
     def masked(self) -> int:
-        """K: the most tokens of a record that are predicted. Its first token is special."""
-        # A constant gives all records one shape. Entries of weight 0 pad the positions.
+        """K: the largest number of tokens of a record that are predicted."""
+        # The first token of a record is special and never predicted. K is the same for all
+        # records, so that they have one shape; entries of weight 0 pad the positions.
         return max(1, round(self.mask_rate * (self.tokens - 1)))
 
 

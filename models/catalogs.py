@@ -68,8 +68,8 @@ def read_messages(content: bytes) -> Iterator[Pair]:
 def _texts(language: str) -> dict[str, str]:
     """Maps each English message to its text in a language.
 
-    The catalogs of any other language have the English messages, so English is read from German
-    ones.
+    A catalog pairs English messages with those of another language. Django has none for
+    English itself, so English is read from German catalogs.
     """
     pairs: dict[str, str] = {}
     for file in _catalogs("de" if language == "en" else language):

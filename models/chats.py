@@ -63,9 +63,10 @@ class ChatTemplate:
         ('<assistant>a', ((11, 12),))
         """
         _check(messages)
-        # The template runs a second time with marks around the assistant's words, which give their
-        # places. Marks could make a template that inspects contents write other text. So the second
-        # text, without marks, must equal the first one.
+        # The template runs a second time with marks around the assistant's words, so that
+        # the marks show where these words are. A template that inspects contents might
+        # write another text because of the marks. So the second text, without marks, must
+        # equal the first one.
         text = self._text(messages)
         marked = self._text([_marked(m) if m["role"] == "assistant" else m for m in messages])
         spans, plain = [], ""
@@ -108,7 +109,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}`, with which some templates mark learned text, which is kept."""
+            """The tag `{% generation %}` around learned text in some templates; text is kept."""
 
             tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
@@ -167,9 +168,9 @@ def read_template(folder: Path) -> ChatTemplate | None:
 class Chats:
     """Records of one conversation each, cut or padded with 0 to T tokens.
 
-    A record [2, T] has a row of ids and a row of 1 for each id that is learned: the assistant's
-    words, and the special token that ends them. If no learned id is left after the cut, the
-    conversation is dropped.
+    A record [2, T] has a row of ids, and a row with 1 for each learned id and 0 for the
+    others. Learned are the assistant's words, and the special token that ends them. If no
+    learned id is left after the cut, the conversation is dropped.
     """
 
     template: ChatTemplate

@@ -1,6 +1,7 @@
 """Loads a model from a folder of weights, and writes it back once it is trained.
 
-The folders are those of transformers: it saves what we load, and loads what we write.
+The package transformers saves the folders that we load, and loads the folders that we
+write.
 """
 
 from pathlib import Path
@@ -32,7 +33,7 @@ def model_of(folder: Folder) -> str:
 
 
 def published_size(model: str) -> str:
-    """Returns a size trained by the published recipe. A folder replaces all of its fields."""
+    """Returns a size with the recipe of published models; a folder replaces the size's fields."""
     return next(size for size in sizes(model) if size not in ("tiny", "mini"))
 
 
@@ -50,7 +51,7 @@ def from_folder(path: str | Path, key: jax.Array, **fields: Any) -> tuple[Worklo
 
     Raises:
         ValueError: the folder does not exist or lacks a part, no model reads it, or the fields do
-            not fit it.
+            not fit the model.
     """
     folder = open_folder(model_folder(path))
     name = model_of(folder)

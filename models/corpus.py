@@ -12,7 +12,7 @@ from jvpipe.models.text_files import SUFFIXES, read_text, texts_in
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of a few paragraphs each, one paragraph per line, each from a single file."""
+    """Documents of a few paragraphs of one file each, with one paragraph per line."""
 
     documents: tuple[str, ...]
 
@@ -33,7 +33,7 @@ class Corpus:
         >>> len(train), len(held_out)
         (98, 2)
         """
-        # The least hashes are held out: whether a text is does not depend on a seed or its place.
+        # The documents with the least hashes are held out, so no seed and no order decides.
         hashes = [hashlib.sha256(document.encode()).digest() for document in self.documents]
         by_hash = sorted(range(len(hashes)), key=hashes.__getitem__)
         chosen = set(by_hash[: max(1, len(hashes) // one_in)])

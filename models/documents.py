@@ -49,7 +49,7 @@ class Form(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in the cache, because each form makes other records of the same documents."""
+        """The name in the cache, which has different records of the same documents by form."""
         ...
 
     def records(self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> np.ndarray:

@@ -50,8 +50,7 @@ class RegularizedEvolution:
         """Returns the next architecture to train.
 
         Raises:
-            ValueError: the population's size in architectures was given out, and no loss was
-                reported.
+            ValueError: `population` architectures have been returned, and no loss was reported.
         """
         size = self._members.maxlen or 0
         if self._drawn < size:
@@ -61,7 +60,8 @@ class RegularizedEvolution:
             raise ValueError(
                 f"{size} architectures were given and no loss was reported: call report() for each"
             )
-        # With replacement, as in the paper: a tournament may draw the worst member only, who wins.
+        # With replacement, as in the paper. If a tournament draws only the worst member, it
+        # wins.
         chosen = self._rng.integers(len(self._members), size=self._sample)
         tournament = [self._members[int(i)] for i in chosen]
         parent, _ = min(tournament, key=_loss)

@@ -6,11 +6,11 @@ A block projects its input x by a convolution. It returns x + left(x) + right(pr
 operation `none` returns the projection itself, as in AmoebaNet's cells. Groups have equally many
 blocks of equal shapes. Reductions between groups halve the image and double the channels.
 
-A mutation of a block must not change the layers of its neighbors, because layers of the same
-identity keep their state. So unlike a cell, a block does not read its predecessor's input: a value
-that skips a block would join the block's layers with its neighbors'. For the same reason, the parts
-between blocks begin with a convolution. Batch norm uses the statistics of the batch and stores
-none.
+A mutation of a block must not change the layers of its neighbors, because layers that stay
+the same are not compiled again. So unlike a cell, a block does not read its predecessor's
+input. With a value that skips the block, layers might span the block and its neighbors. For
+the same reason, the parts between blocks begin with a convolution. Batch norm uses the
+statistics of the batch and stores none.
 """
 
 import zlib
@@ -136,7 +136,8 @@ def params_of(
     """
 
     def leaf(*names: str) -> jax.Array:
-        # A checksum of the path, not a count, so that a mutation leaves other blocks' parameters.
+        # A checksum of the path, not a count: a mutation must not change other parts'
+        # numbers.
         return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
 
     parts: dict[str, dict[str, Chain]] = {}

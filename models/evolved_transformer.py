@@ -60,8 +60,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
 """The two blocks that together are an ordinary block of a transformer."""
 LAST = Block("ffn1_relu", "none")
-"""The fixed last block. The head's norm joins its layer, not that of a block that may be
-removed.
+"""The fixed last block. The head's norm is in its last layer. Without this block, the norm would be
+in a layer of a block that may be removed.
 """
 
 
@@ -206,7 +206,8 @@ def params_of(
     kinds = dict(end_kinds(config))
     for _, name, block in architecture.blocks():
         kinds[name] = kind_of(config, block)
-    # A checksum of the name, not a count, so that a mutation leaves other blocks' parameters.
+    # A checksum of the name, not a count: a mutation must not change the numbers of other
+    # parts.
     numbers = {name: zlib.crc32(name.encode()) for name in kinds}
     return {name: kind.init(jax.random.fold_in(key, numbers[name])) for name, kind in kinds.items()}
 

@@ -8,7 +8,7 @@ from jvpipe.util.names import did_you_mean
 
 Config = TypeVar("Config")
 _ALSO = {"sequence_length": "tokens"}
-"""Other names of options: a configuration without the first name has the second."""
+"""Other names of fields: if a configuration lacks the first name, the second one is meant."""
 
 
 def with_fields(kind: str, config: Config, named: Mapping[str, Any]) -> Config:

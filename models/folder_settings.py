@@ -35,7 +35,7 @@ SAMPLING = (
     "top_p",
     "typical_p",
 )
-"""Keys of how a trained model writes texts."""
+"""Keys that say how a trained model writes texts."""
 TOKENS = (
     "bos_token_id",
     "decoder_start_token_id",
@@ -86,7 +86,7 @@ EXECUTION = (
     "use_bfloat16",
     "use_cache",
 )
-"""Keys of how transformers finds and runs a model."""
+"""Keys that say how transformers finds and runs a model."""
 HARMLESS = (*SAMPLING, *TOKENS, *TASKS, *EXECUTION)
 """Keys that do not change what any of our models computes."""
 _PLAIN = (
@@ -94,7 +94,7 @@ _PLAIN = (
     ("pruned_heads", {}, None),
     ("tie_encoder_decoder", False),
 )
-"""Keys that change nothing as long as they have one of the values behind them."""
+"""Keys that change nothing as long as they have one of the values that stand after them here."""
 
 
 class Settings(Mapping[str, Any]):

@@ -29,8 +29,8 @@ _FIRST = LlamaConfig(
     offset_norms=True,
     scaled_embedding=True,
 )
-# Gemma 2: every second block sees only a window (L), the others all (G). Scores and logits are
-# capped.
+# Gemma 2: every second block sees only a window of tokens (L), the others see all (G).
+# Scores and logits are capped.
 _SECOND = replace(
     _FIRST,
     blocks=26,

@@ -3,21 +3,22 @@
 Axes: B batch, T tokens of a source sentence and of its translation, D model, I inputs of a layer, G
 = 4 D gates, V vocabulary.
 
-The encoder's first layer reads in both directions. In both halves, from the third layer on, a layer
-adds its input to its output. The decoder's first layer attends to the encoder at each step, and all
-layers above it read the result. So attention needs no loop, and layers run one after another, as in
-PipeDream's GNMT. (In the paper, the first layer also reads the attention of the step before.)
-Attention scores come from a hidden layer, whose output vector has a learned length
-(arXiv:1602.07868).
+The encoder's first layer reads in both directions. In both halves, from the third layer on,
+a layer adds its input to its output. The decoder's first layer attends to the encoder at
+each step, and all layers above it read the result. In the paper, the first layer also reads
+the result of the step before. Here it does not, as in PipeDream's GNMT. So attention needs
+no loop over steps, and layers run one after another. Attention scores come from a hidden
+layer, whose output vector has a learned length (arXiv:1602.07868).
 
     inputs ── source ── first (both ways) ── second ── encoder ... ──┐ read [B, T, D]
     tokens ── target ── first ───────────────────────────────── attention ──┬──────┬─── ...
                           └───────────────────────────────────── second ── third ── ... ── head
 
-The size 16 has 8 layers in each half and 290.6M parameters, published as 291M. That count needs
-separate tables for both languages and the output, with 36,548 tokens. This is about the number that
-32,000 merges give for WMT's English and German. With 32,000 tokens there are 276.7M parameters, and
-with one table for both languages 253.2M.
+The size 16 has 8 layers in each half and 290.6M parameters, published as 291M. That count
+needs separate tables for both languages and the output, with 36,548 tokens. This is about
+the number that 32,000 merges give for WMT's English and German. With 32,000 tokens there
+are 276.7M parameters. With 36,548 tokens, but one table for both languages, there are
+253.2M.
 """
 
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ def is_name(name: str | Path) -> bool:
 
 
 def model_folder(source: str | Path) -> Path:
-    """Returns the folder of a model: `source` itself if it exists, else from the hub.
+    """Returns the folder of a model: `source` itself, or if it is a name, a folder from the hub.
 
     The hub's cache keeps downloaded models, which then need no network.
 

@@ -56,7 +56,8 @@ def open_images(
     """Opens images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
 
     `data_path` is an .npz file, or a folder with a folder for each class. If it is None, the images
-    are the digits of scikit-learn for ten classes, and drawn ones for any other number.
+    are the digits of scikit-learn for ten classes, and drawn images for any other number of
+    classes.
 
     Raises:
         ValueError: what `read_images`, `class_folders` and `digit_images` raise.

@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TextConfig):
-    """The shape of a Llama or of a relative, which `head_width` to `local_theta` are for.
+    """The shape of a Llama or a relative. `head_width` to `local_theta` are for the relatives.
 
     Attributes:
         heads: H.
@@ -78,8 +78,8 @@ class LlamaConfig(TextConfig):
         window: how many tokens a token of a local block sees, itself included.
         spans: a letter for each block, repeated if there are more blocks. L is a local block, and G
             a global one, whose tokens see all tokens up to themselves.
-        local_theta: the base of local blocks, whose angles are then not stretched; 0: as in global
-            ones.
+        local_theta: the base of angles in local blocks, which are then not stretched; 0:
+            local blocks have the angles of global ones.
         stretch: with the three fields after it, stretches angles for longer texts
             (`rotary.Rotation`).
     """
@@ -227,7 +227,7 @@ class Norm(nnx.Module):
 
 
 class GroupedAttention(nnx.Module):
-    """Attention of tokens to those up to them, with H heads in G groups."""
+    """Attention of each token to itself and the tokens before it, with H heads in G groups."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         query_width, shared = config.heads * config.head, config.groups * config.head
@@ -241,7 +241,7 @@ class GroupedAttention(nnx.Module):
             self.key_norm = Norm(config, config.head, rngs=rngs)
 
     def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
-        """Mixes the values up to each token. If `local`, only those in its window."""
+        """Mixes for each token the values up to the token; if `local`, those in its window."""
         config, (B, T, _) = self.config, x.shape
         split = (B, T, -1, config.head)
         q = self.queries(x).reshape(split)  # [B, T, H, K]

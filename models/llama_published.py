@@ -126,7 +126,7 @@ def _period(letters: str) -> str:
 def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
     """Reads how queries and keys turn.
 
-    It is in `rope_parameters`, or in keys of its own in an older config.json.
+    An older config.json has top-level keys in place of `rope_parameters`.
     """
     local = settings.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
     theta = settings.get("rope_theta", usual.get("rope_theta", 1e4))

@@ -91,7 +91,7 @@ class Predicted(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """The most tokens of a tokenizer that is trained."""
+        """The largest vocabulary of a tokenizer that the run trains."""
         ...
 
     @property
@@ -101,7 +101,7 @@ class Predicted(Protocol):
 
     @property
     def masked(self) -> int:
-        """The most tokens of a record that are predicted."""
+        """The largest number of tokens of a record that are predicted."""
         ...
 
     @property

@@ -32,9 +32,10 @@ class Model(Protocol):
     equal settings. For a dataclass, `--set NAME=VALUE` replaces a field, `--dtype` the field
     `dtype`, and `--sequence-length` the field `sequence_length` or `tokens`.
 
-    The log counts tokens per second. It counts the batch's leaves of integers, [examples,
-    positions, ...], that are called `tokens`, `input_ids` or `inputs`. It also holds those members
-    of `aux` that are single numbers.
+    The log has the tokens per second: the examples times positions of those leaves of a
+    batch that hold integers, [examples, positions, ...], and are called `tokens`,
+    `input_ids` or `inputs`. The log also has those members of `aux` that are single
+    numbers.
     """
 
     def loss_fn(self, params: Tree, batch: Tree, rng: jax.Array, /) -> Any:

@@ -33,7 +33,7 @@ OPTIMIZERS: Mapping[str, _Made] = {
     "sgd": lambda it, rate, _: optax.sgd(rate),
     "momentum": lambda it, rate, _: optax.sgd(rate, momentum=0.9, nesterov=True),
 }
-"""Optimizers by name. Each maps a recipe, the learning rate and the mask of decayed parameters.
+"""Optimizers by name: functions of a recipe, the learning rate and the mask of weight decay.
 
 All options that the table does not name are optax's defaults.
 | name | optax | decay | its rate, compared with AdamW's |
@@ -93,7 +93,7 @@ class Recipe:
     def learning_rates(self, total_steps: int) -> np.ndarray:
         """Returns the learning rate of each step for the log, [total_steps] float32.
 
-        They are on the host, so that reading them waits for no device.
+        The rates are on the host, so that reading them waits for no device.
         """
         steps = jnp.arange(total_steps, dtype=jnp.float32)
         return np.asarray(jax.vmap(self.schedule(total_steps))(steps))

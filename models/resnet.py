@@ -2,9 +2,10 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Each group of blocks works on half the side and twice the channels of the group before. In a block
-that halves the image, the 3 x 3 convolution does it (as in arXiv:1706.02677). Every convolution
-begins with a ReLU, so blocks pass on sums before their ReLU.
+Each group of blocks works on half the side and twice the channels of the group before. In a
+block that halves the image, the 3 x 3 convolution has the stride (as in arXiv:1706.02677).
+A ReLU stands before each convolution, not after each sum, so blocks pass on sums without a
+ReLU.
 
     x ──┬── reduce 1x1 ── middle 3x3 ── expand 1x1 ──(+)── y     arXiv:1512.03385, figure 5
         └────────────── shortcut 1x1, or ReLU ────────┘
@@ -36,7 +37,8 @@ from jvpipe.models.workload import Workload, sized
 
 Tree = Any
 BLOCKS = {8: (1, 1), 11: (1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""The blocks of each group, by depth: the convolutions on the longest path and the linear map."""
+"""The blocks of each group, by depth. The depth counts convolutions (without shortcuts) and the
+linear map."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ class ResNet:
         for group, count in enumerate(BLOCKS[self.config.depth]):
             channels = self.config.filters << group
             for i in range(count):
-                # The first group does not halve the image, because the stem has.
+                # The first group does not halve the image: the stem halves large images.
                 stride = 2 if group and not i else 1
                 block = Bottleneck(inputs, channels, stride)
                 blocks[f"{len(blocks):03}"] = block

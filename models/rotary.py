@@ -23,9 +23,9 @@ class Rotation:
     divides angles to prevent this:
 
     - Without `original`, it divides all angles (linear interpolation, arXiv:2306.15595).
-    - With `original`, the length of training, Llama 3.1's rule holds (arXiv:2407.21783). Angles
-      that make fewer than `low` turns in that length are divided. Angles that make more than `high`
-      turns stay. Between the two, the rule interpolates.
+    - With `original`, the length of training, Llama 3.1's rule holds (arXiv:2407.21783). If a pair
+      makes fewer than `low` turns in that length, its angle is divided. If it makes more
+      than `high` turns, its angle stays. Between the two, the rule interpolates.
 
     >>> Rotation(1e4).rates(4).round(6).tolist()
     [1.0, 0.009999999776482582]

@@ -56,15 +56,15 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
         raise ValueError(
             f"'{name}' has {len(head)} rows: give two at least, one is held out and one trained on"
         )
-    # The fewest rows that have their share of the characters. The last end always has it, so there
-    # is such a number; but at least one row must be left to train on.
+    # The smallest number of rows that hold 1 / `one_in` of the characters. All rows do, so
+    # there is such a number; but at least one row must be left to train on.
     held_out = next(i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
     held_out = min(held_out, len(head) - 1)
     return Head(tuple(head[:held_out]), tuple(head[held_out:]))
 
 
 class Rows(grain.IterDataset):
-    """The rows of a stream without end, except for the first few, which are held out.
+    """The rows of a stream, repeated without end. The first few are held out and left out here.
 
     Args:
         rows: opens the stream as a data set of Hugging Face, which has `skip`, `state_dict` and
@@ -121,7 +121,7 @@ class PackedTexts(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """The position between two records: the place of the current text, and how many ids are used.
+    """The position between two records: the current text's place, and how many of its ids are used.
 
     text          │ a a a a a a a │ b b b │ c c c c c c ...
     record        │ ^ a a a a │ ^ a a a b │ ^ b b c c │         ^ the start mark
@@ -136,8 +136,8 @@ class _PackedIterator(grain.DatasetIterator):
 
     def __next__(self) -> Int32[np.ndarray, "T"]:
         parts, room = [np.array([self._marks.start], np.int32)], self._room
-        # Each round fills the record or uses up a text. A text has at least its end mark, so this
-        # ends.
+        # Each round fills the record or uses up a text. A text has at least its end mark,
+        # so the loop ends.
         while room:
             if self._ids is None:
                 self._read()
@@ -151,7 +151,7 @@ class _PackedIterator(grain.DatasetIterator):
         return np.concatenate(parts)
 
     def _read(self) -> None:
-        # The place before the text is read: a run that is resumed there reads the same text again.
+        # This is the place before the text, because a resumed run must read the text again.
         self._place, self._used = self._parent.get_state(), 0
         ids = self._tokenizer.encode(next(self._parent), add_special_tokens=False).ids
         self._ids = np.array([*ids, self._marks.end], np.int32)
@@ -176,7 +176,8 @@ def stream_batches(
 ) -> Batches:
     """Makes batches of `transform(record, generator)`, shuffled within windows.
 
-    Their state is the place in the stream where the window began, and how much of it was taken.
+    The state of the batches is the place in the stream where the present window begins, and
+    how many of the window's records were taken.
     """
     shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=window, seed=seed)
     return iter(shuffled.seed(seed).random_map(transform).batch(batch_size))

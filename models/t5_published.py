@@ -114,7 +114,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """A network with one hidden layer of F units. If `gated`, a linear map multiplies them."""
+    """A network with a hidden layer of F units, times a linear map of the input if `gated`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, units = config.width, config.feed_forward or 4 * config.width
@@ -277,9 +277,10 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """Reads the fields of a `T5Config` from a folder. What our model lacks is refused.
 
-    A newer config.json calls every projection tied, so the tensors decide: it is tied unless the
-    folder has another tensor for it. An older config.json does not say whether logits are `scaled`:
-    they are unless it says that the projection is not tied.
+    A newer config.json calls every projection tied, so the tensors decide: the projection
+    is tied unless the folder has a tensor for it that differs from the embedding. An older
+    config.json does not say whether logits are `scaled`: they are scaled if it calls the
+    projection tied, or does not say.
     """
     gated = settings.get("feed_forward_proj", "relu") == "gated-gelu"
     tied = settings.get("tie_word_embeddings", True)

@@ -35,7 +35,7 @@ def open_text(
         run_dir: the folder of the run.
         seed: of the order of records.
         batch_size: in records.
-        vocabulary: the most tokens of a tokenizer.
+        vocabulary: the largest vocabulary that the tokenizer may have.
         tokens: the length of a record.
         first: the least id of a target, if we train the tokenizer.
         transform: maps the size of the vocabulary and the marks to a function that makes an example

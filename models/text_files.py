@@ -110,7 +110,7 @@ def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
 
 
 def lacks(field: str, names: list[str]) -> str:
-    """Returns the end of a message: a line or row has no such field, and which ones it has."""
+    """Writes the end of a message: that a line or row lacks a field, and which fields it has."""
     what = "text" if field == TEXT else "list"
     present = f", its fields are {', '.join(map(str, names))}" if names else ""
     return f"has no {what} in a field '{field}'{present}"

@@ -71,8 +71,8 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
     """Trains a tokenizer of lower-case text: special tokens, the 256 bytes, then merges.
 
-    It has at most `vocabulary` tokens. The same documents give the same tokenizer. (This library's
-    WordPiece does not guarantee that.)
+    It has at most `vocabulary` tokens. The same documents give the same tokenizer, which
+    the WordPiece of the tokenizers package does not guarantee.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])

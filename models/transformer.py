@@ -69,7 +69,7 @@ SIZES = {
 
 
 class Embeddings(nnx.Module):
-    """The sum of a token's scaled vector and its position's sinusoids, and the logits' table."""
+    """The sum of a token's scaled vector and its position's sinusoids; also makes logits."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         # Rows of length 1 suit the projection to logits. Times the root of D (section 3.4), they
@@ -103,7 +103,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def attended(self, x: Vectors, bias: jax.Array, key: Key) -> Vectors:
-        """Returns the tokens after attention among them. `bias` hides some from others."""
+        """Returns the tokens after self-attention. `bias` hides some tokens from others."""
         k0, k1 = keys_of(key, 2)
         mixed = dropped(self.dropout, self.attention(x, x, k0, bias), k1)
         return normed(self.attention_norm, x + mixed)
@@ -185,7 +185,8 @@ def logits_function(config: EncoderDecoderConfig) -> Logits:
         mask = unseen(batch["lengths"], config.tokens)[:, None, None]
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         read = model.through("encoder", params["encoder"], x, key, mask)
-        # One past the last block's key, so that the table's second use drops other numbers.
+        # The key is one past the last block's, so that the table's second use drops other
+        # numbers.
         y = embeddings(batch["tokens"], model.key("decoder", key, config.blocks))
         y = model.through("decoder", params["decoder"], y, key, read, mask)
         return embeddings.logits(y)

@@ -43,8 +43,9 @@ class Parallel:
 def open_parallel(path: Path | None, languages: str) -> Parallel:
     """Opens the sentence pairs in a folder; if None, those of Django's message catalogs.
 
-    For `languages` of `en-de`, the folder has files `NAME.en` and `NAME.de`. Those named `valid`
-    are held out. Without them, and for the catalogs, a tenth is held out.
+    For `languages` of `en-de`, the folder has files `NAME.en` and `NAME.de`. The pairs of
+    the files named `valid` are held out. If there are no such files, a tenth of all pairs
+    is held out.
 
     Raises:
         ValueError: the folder has no such files, a file cannot be read, or two files differ in

@@ -40,7 +40,8 @@ Mask = Float[Array, "B _Y _X"]
 class UNetConfig(ImageConfig):
     """The shape of a U-Net. torchgpipe's (B, C) are (`convolutions`, `channels`).
 
-    `convolutions` is their number in each level. `channels` is that of the first level.
+    A level has `convolutions` convolutions each way, and the first level has `channels`
+    channels.
     """
 
     convolutions: int

@@ -39,8 +39,8 @@ CONVOLUTIONS = {7: (2, 2), 9: (2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4
 class VggConfig(ClassConfig):
     """The shape of a VGG: `filters` are those of the first group, and `units` of the linear maps.
 
-    Each of the first four groups has twice the filters of the one before. The fifth has as many as
-    the fourth.
+    The second to fourth group each have twice the filters of the group before. The fifth
+    has as many as the fourth.
     """
 
     depth: int

@@ -23,7 +23,7 @@ from jvpipe.util.names import did_you_mean
 Tree = Any
 Image = Float[Array, "B _Y _X _C"]
 LossWithAux = Callable[[Tree, Tree, Key], tuple[Weighted, Tree]]
-"""A function from parameters, a batch and a key to the loss, and to what the log also shows."""
+"""A function from parameters, a batch and a key to the loss and further values for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,9 @@ def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int
 def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
     """Gives each channel mean 0 and variance 1 (arXiv:1502.03167), then scales and shifts it.
 
-    In training, mean and variance are those of the batch, and each average moves a tenth of the way
-    to them. Else they are the averages. All is in float32.
+    In training, mean and variance are those of the batch, and the running averages move a
+    tenth of the way towards them. Otherwise, the running averages serve as mean and
+    variance. All is computed in float32.
     """
     wide = x.astype(jnp.float32)
     mean, variance = averages["mean"], averages["variance"]

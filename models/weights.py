@@ -1,8 +1,8 @@
 """Reads and writes the weights of a folder by tables from its tensors to a model's parameters.
 
-A table maps each parameter to the tensors that make it (`Source`). `pieces` inverts a table: it
-says where in a parameter each tensor is (`Piece`). Reading uses the first direction, writing the
-second.
+A table maps each parameter to the tensors that make it (`Source`). `pieces` inverts a
+table: it maps each tensor to its place in a parameter (`Piece`). Parameters are read by the
+table, and tensors are written by its inverse.
 """
 
 import shutil
@@ -57,8 +57,8 @@ class Format:
     """How a kind of model is stored in folders.
 
     Attributes:
-        fields: maps the settings of a folder to fields of our configuration. A setting that it does
-            not read is refused unless it is `harmless`.
+        fields: maps the settings of a folder to fields of our configuration. A setting that is
+            neither read here nor `harmless` is refused.
         sources: maps a configuration to the source of each parameter, by the parameter's path,
             joined by dots.
         harmless: settings that change nothing for this kind of model.
@@ -76,8 +76,9 @@ class Format:
 class Piece(NamedTuple):
     """The place of a tensor in the parameter at `path`.
 
-    It is number `part` of `parts` along the last axis, in number `layer` of stacked layers (None:
-    they are not stacked). It is transposed if it is `turned`.
+    The tensor is part number `part` of `parts` along the last axis. If the parameter stacks
+    layers, the tensor belongs to layer number `layer`. If `turned`, the tensor is
+    transposed.
     """
 
     path: str
@@ -215,8 +216,9 @@ def write_params(
 ) -> None:
     """Writes parameters like the folder that they were read from: same files, names and types.
 
-    Tensors that make no parameter are copied unchanged. So are other files, such as config.json and
-    those of the tokenizer.
+    Tensors that make no parameter are copied unchanged, unless they repeat a tensor that
+    was trained. Other files, such as config.json and those of the tokenizer, are copied,
+    too.
 
     Args:
         folder: the folder whose files, names and types of numbers are used.

@@ -98,11 +98,13 @@ class Workload:
             None.
         abstract_batch: maps a batch size to the shapes of a batch, so that a model can be planned
             without data.
-        open_data: opens the data, given a file or folder (None for the default text), the folder of
-            the run, which keeps files such as a tokenizer, a seed and a batch size.
-        optimizer: maps the total number of updates to a gradient transformation; with `local=True`,
-            to one that needs only one parameter at a time. It is the recipe's, if there is one.
-        learning_rates: maps the total number of updates to the rate of each; also the recipe's.
+        open_data: maps (path, run folder, seed, batch size) to the data. The path is a file
+            or a folder; None for the default data. The run folder keeps files such as a
+            tokenizer.
+        optimizer: maps the total number of updates to a gradient transformation; with
+            `local=True`, to one that needs only one parameter at a time. If there is a
+            recipe, it is from there.
+        learning_rates: maps the total number of updates to the rate of each update.
         recipe: the optimizer and its rates, if they can be changed on the command line.
         batch_size: the default batch size.
         steps: the default number of steps.
@@ -154,9 +156,7 @@ class Workload:
         return None if self.model_state is None else self.model_state()
 
     def to_plan(self, batch_size: int | None = None) -> dict[str, Any]:
-        """Returns arguments of `plan_for` for this model. By default, `batch_size` is the
-        model's.
-        """
+        """Returns arguments of `plan_for`, with the given batch size or else the model's own."""
         return {
             "loss_fn": self.loss_fn,
             "params": self.init,

@@ -3,11 +3,12 @@
 It is in Flax NNX. Axes: B batch, T tokens, K predicted tokens, Q = T + K rows of both streams, D
 model, H heads, P distances, V vocabulary.
 
-The first stream has a row for each token, and the row knows its token. It sees all tokens that are
-not predicted. If its own token is predicted, it also sees the predicted tokens up to its own, in
-the order of prediction. The second stream has a row for each predicted token, which knows only the
-position. It sees all tokens that are not predicted, and the predicted ones before its own. The two
-streams share the blocks' parameters.
+The first stream has a row for each token, and the row knows its token. Such a row sees all
+tokens that are not predicted. If its own token is predicted, the row also sees the
+predicted tokens up to its own, in the order of prediction. The second stream has a row for
+each predicted token, but the row knows only the position. Such a row sees all tokens that
+are not predicted, and the predicted tokens before its own. The two streams share the
+blocks' parameters.
 
 A learned map of sinusoids gives the distance of two tokens (arXiv:1901.02860). A record is one
 segment, so unlike in the paper, there is no memory of the record before.

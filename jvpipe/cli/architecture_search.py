@@ -39,7 +39,7 @@ class ArchitectureSearch:
         supernet: the space of architectures, with their losses and parameters.
         seed: the seed of the sequence and of the parameters.
         steps: the number of steps for which an architecture is trained before the next one follows.
-        evolution: draws the architectures, and is told their losses; None: made from the seed.
+        evolution: draws the architectures by their losses; None for one made from the seed.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class ArchitectureSearch:
         self.steps, self._supernet = steps, supernet
         self.evolution = evolution or RegularizedEvolution(supernet.space, seed)
         self._key = jax.random.key(seed)
-        # A pipeline recognizes a model by the identity of its loss function.
+        # A pipeline recognizes a model by the identity of its loss function, so an
+        # architecture that is drawn again must get the same function object.
         self._loss_of = cache(supernet.loss_of)
         self.first = self._candidate(next(self.evolution))
 

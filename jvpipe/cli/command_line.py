@@ -208,8 +208,7 @@ def _sizes(name: str) -> str:
         return str(missing)
 
 
-# An option's value is that of the command line, of --config, of a resumed run, or the default, in
-# this order.
+# These functions look for an option's value in the order that the module's docstring says.
 
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:

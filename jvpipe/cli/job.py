@@ -1,7 +1,8 @@
 """Prepares a training run of the command line: its folder, its data, its pipeline and its state.
 
-Each process of the run prepares the same `Job`. `Hosts.together` and `Hosts.agree` wait for all
-processes. If one of them fails there, or has another value than the others, all raise an error.
+Each process of the run prepares the same `Job`. `Hosts.together` and `Hosts.agree` wait for
+all processes. If a process fails in `together`, or has other values than the rest in
+`agree`, all processes raise an error.
 """
 
 import dataclasses
@@ -363,8 +364,9 @@ def _held_folder(
 def _write(job: Job, files: Mapping[str, str]) -> None:
     """Writes what a resumed run reads; `files` has the digests of files such as the tokenizer."""
     options, run = job.options, job.run
-    # A run that is resumed with the options in config.json uses plan.json. So the plan is written
-    # first: it must never be older than the options.
+    # A resumed run uses plan.json if its options are those in config.json. So plan.json is
+    # written first: if the run dies in between, the plan must not be older than the
+    # options.
     run.write_plan(job.pipe.plan)
     # A run that is resumed checks that its data, files and mark have not changed.
     about_run = {

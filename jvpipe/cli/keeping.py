@@ -104,9 +104,10 @@ def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
 class Keeper:
     """A writer of a run's checkpoints; all processes of the run save together.
 
-    Training waits only until a state has been copied to the host. A thread then writes the copy. If
-    the write fails, a run of one process raises the error after the next step. A run of several
-    processes raises it at the next save or at the end, because only there all processes meet.
+    Training waits only until a state has been copied to the host. A thread then writes the
+    copy. If the write fails, a run of one process raises the error after the next step. In
+    a run of several processes, all must raise it together. They do so at the next save or
+    at the end, where each process learns whether another one has failed.
     """
 
     def __init__(self, job: Job, opened: ExitStack) -> None:

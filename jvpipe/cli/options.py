@@ -1,10 +1,10 @@
 """Defines options beyond those of a `Pipeline`: all of `jvpipe.train`, some of `jvpipe.plan`.
 
 To add an option, add a field. The file session/options.py defines the options of a
-`Pipeline`, and the function `option` that makes a field. Its arguments are the default, the
-check, the help, the group, the unit, and what a resumed run does with the option.
-`TrainOptions.check` compares options with each other. The help and the page docs/options.md
-are generated from the fields.
+`Pipeline`, and the function `option`, which makes a field. The arguments of `option` are
+the default, the check, the help, the group, the unit, and what a resumed run does with the
+option. `TrainOptions.check` compares options with each other. The help and the page
+docs/options.md are generated from the fields.
 """
 
 import os
@@ -63,7 +63,7 @@ def address_option(flag: str, value: Any) -> tuple[str, int]:
 
 
 # Common kinds of options; each use adds help, group and unit. A flag is False by default,
-# and any other option None. The checks look up no names, and files need not exist yet.
+# the other kinds None. The checks accept unknown names, and files that do not exist.
 
 _NAME = partial(checked_name, usual="tiny")
 name_option = partial(option, None, _NAME)
@@ -399,7 +399,7 @@ class TrainOptions(ModelOptions):
 
 
 def check_each(options: PipelineOptions, group: Group | None = None) -> None:
-    """Raises ValueError if an option, of one group or of all, has an impossible value."""
+    """Raises ValueError if an option of a group, or of any group, has an impossible value."""
     for name, one in options_of(type(options)).items():
         if group in (None, one.group):
             one.checked(one.flag, getattr(options, name))

@@ -93,8 +93,8 @@ class Batches:
     """A user's stream of batches, whose position can be saved and restored.
 
     A stream with the methods `get_state` and `set_state`, such as Grain's, has its own notion of a
-    position. For any other stream, the position is the number of batches taken so far. A new stream
-    goes to that position by skipping as many batches, so it must yield the same batches again.
+    position. For any other stream, the position is the number of batches taken so far. A
+    resumed run skips as many batches of a new stream, which must yield the same ones again.
 
     Args:
         called: the call that returned the stream, for messages.
@@ -207,7 +207,7 @@ _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
 def completed(
     where: str, name: str, value: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """Makes a workload of a user's model, with defaults for members that the model lacks.
+    """Makes a workload from a user's model, with defaults for members that the model lacks.
 
     Args:
         where: the value of `--model`, for messages.
@@ -270,7 +270,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _sized(name: str, named: Any, size: str | None) -> Any:
-    """Returns the model that an object or a class stands for, in a size if one is given."""
+    """Returns an object, or what a class makes; if a size is given, the model of that size."""
     model = _made(named)
     if size is None:
         return model

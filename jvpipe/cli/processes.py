@@ -307,11 +307,11 @@ def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
 
 
 class Watch:
-    """A context manager that ends this process if another process is lost or nothing goes on.
+    """A context manager that ends this process if another is lost or the run makes no progress.
 
     It acts only if there are several processes. The training thread cannot be interrupted
-    while it waits for a device, so another thread checks. If that thread ends the process,
-    it first prints the cause as the last line.
+    while it waits for a device, so another thread checks. Before that thread ends the
+    process, it prints the cause as the last line.
 
     Args:
         hosts: this process and the others.
@@ -338,9 +338,9 @@ class Watch:
     def _look(self) -> None:
         while not self._stopped.wait(PATIENCE.look_s):
             if lost := self._hosts.lost():
-                # The training thread gets some time to report the loss itself, because it also
-                # knows the task. If process 0 is lost there is no such time: JAX then ends all
-                # other processes at once.
+                # The training thread gets some time to report the lost process itself,
+                # because it also knows which task failed. If process 0 is lost, there is no
+                # such time: JAX then ends all other processes at once.
                 if 0 not in lost and self._stopped.wait(PATIENCE.grace_s):
                     return
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")

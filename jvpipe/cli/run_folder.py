@@ -152,7 +152,7 @@ class RunDir:
             keep: the number of last checkpoints to keep.
             best_step: the step of the best checkpoint; 0 if there is none.
         """
-        # `checkpoints()` has no incomplete ones, so these are deleted as well.
+        # `checkpoints()` leaves out incomplete ones, so they are not kept here.
         kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
@@ -252,8 +252,8 @@ class RunDir:
             holder, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
             replace_bytes(self.holder, f"{holder}, on {gethostname()}".encode())
             # Writing this file has changed the folder's time of change, which `identity` contains.
-            # Other hosts may see the old time for a while, and would take this for another folder.
-            # Therefore the old time is set again.
+            # Other hosts may still see the old time for a while, and would then refuse the folder
+            # as another one. Therefore the old time is set again.
             with suppress(OSError):
                 os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
             place = self.place()
@@ -396,8 +396,8 @@ def _differences(
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan that --plan names, or None.
 
-    It is None without --plan. It is also None if the resumed run had the same --plan, because that
-    plan is in its folder.
+    The result is None without --plan. It is also None if the resumed run was started with the same
+    --plan, because the folder of the run has that plan.
 
     Args:
         options: the options of this run.
@@ -429,8 +429,8 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
 def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan in the folder of a resumed run; None if a new plan must be made.
 
-    A new plan must be made if there is none, if it has another schedule or other stages than the
-    options, if an option in `DECIDES` has changed, or if --remeasure is given.
+    A new plan must be made if the folder has none, if its schedule or stages differ from those of
+    the options, if an option in `DECIDES` has changed, or if --remeasure is given.
 
     Args:
         path: the plan.json of the run.
@@ -458,8 +458,8 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
 
 
 # The config.json of a folder may name code, which --resume would run. In a folder from
-# somewhere else, the code may be malicious. So a run writes a mark into config.json that only
-# this user can make, only for this folder. If the mark is right, code is run without asking.
+# somewhere else, the code may be malicious. So a run writes a mark into config.json. Only this
+# user can make the mark, and it fits only this folder. If it is right, the code may run.
 
 MARK = "made_here"
 """The name of the entry of config.json that holds the mark."""

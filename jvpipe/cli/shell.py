@@ -143,7 +143,7 @@ def run_module(module: str) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = ExitCode.STOPPED + signal.SIGINT
-    # The command is done. An interrupt from here on would only print a traceback of Python's end.
+    # The command is done. An interrupt while Python ends would only print a traceback.
     signal.signal(signal.SIGINT, end_at_once)
     if code > ExitCode.STOPPED:
         leave_stopped(code)

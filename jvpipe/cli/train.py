@@ -1,9 +1,9 @@
 """Runs `python -m jvpipe.train`: trains a model of the user's or of `jvpipe.models` as a pipeline.
 
-The file has, in this order: the metrics of a step, the recording of timelines and profiles, the
-training itself, and the command. JAX runs a step while the controller already dispatches the next
-one. So the training reads the metrics of a step only after the next step has been dispatched,
-except if it must wait for the step, to evaluate or to save.
+The file has, in this order: the metrics of a step, the recording of timelines and profiles,
+the training itself, and the command. A step is dispatched while the step before it still
+runs. Reading the metrics of a step waits for its end. So the training first dispatches the
+next step, unless it must wait for the step anyway, to evaluate or to save.
 """
 
 import errno
