@@ -19,10 +19,11 @@ many tasks as it may.
 
 If links keep devices waiting, the seconds of neighbors differ a lot, and a climb soon ends at a
 local optimum. So the neighbors of the best plan are climbed from too, even if they are slower
-(`around`). After that, the remaining tasks are spent on the starting plans that are far slower.
+(`around`). If tasks are left, the starting plans that are far slower than the fastest are climbed
+from, too.
 
-Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be changed: a climb goes
-only to plans of a lower rank.
+Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be changed: a climb never
+ends at a worse plan than it began with.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -124,7 +125,7 @@ class Climb:
     ) -> Decision | None:
         """Finds the fastest untried neighbor with moved bounds; None if there is none.
 
-        Only `PLAN.neighbors` of them are simulated, those with the least lower bounds of seconds.
+        Only the `PLAN.neighbors` neighbors with the least lower bounds of seconds are simulated.
         """
         moved = self._some(self._moved(best))
         fitting = [one for one in moved if self._unranked(one)[0] < OVER]

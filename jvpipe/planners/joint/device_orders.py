@@ -4,11 +4,11 @@ If there are few different orders, all are tried. If there are many, at most fiv
 given order, and the orders by speed and by memory, each rising and falling. Only the most promising
 orders get a whole search (`PLAN.searched_orders`).
 
-The promise of an order is the best seconds of a step by the surrogate (`stage_cost.py`). The
-surrogate covers one stage per device and whole backwards. Any other schedule is judged as 1F1B. An
-order of devices for which no plan fits comes after all orders with a plan. Such orders are compared
-by the smallest limit that suffices. If the order of tasks is open (`schedule="auto"`), this is the
-smallest limit with one micro-batch in flight at a time.
+The promise of an order is the fewest seconds of a step by the surrogate (`stage_cost.py`). The
+surrogate covers only one stage per device and whole backwards. For any other schedule, it counts
+the seconds of 1F1B. An order of devices for which no plan fits comes after all orders with a plan.
+Such orders are compared by the smallest limit that suffices. If the order of tasks is open
+(`schedule="auto"`), this is the smallest limit with one micro-batch in flight at a time.
 """
 
 import math

@@ -3,8 +3,7 @@
 An order is a list of tasks for each device. Its longest path is a chain of tasks and transfers that
 takes as long as the whole training step. The training step becomes shorter only if its longest path
 changes. The path consists of blocks: tasks that a device runs one after the other without a pause.
-Reordering the inside of a block does not help. A task must leave the block at its front or at its
-end. Letters are tasks in the list of a device:
+Reordering the inside of a block does not help: a task must move to its front or to its end. Letters are tasks in the list of a device:
 
     block          a b c d e      a waits for another device, and another device waits for e
     ahead          c a b d e      c moves to the front, and no longer waits for a and b

@@ -187,7 +187,8 @@ def _longer(
         units = r // ground.unit
         if units >= ground.places or (replicas and r != replicas[-e]):
             continue
-        # The column m of a way of e stages goes with the column m - units of the way behind it.
+        # A way of e stages on m units begins with a stage on `units` of them. On the others it
+        # continues with a way of e - 1 stages.
         m = slice(units, None)
         behind = slice(ground.places - units)
         readers = after.kth[:, behind]

@@ -140,7 +140,7 @@ class Peaks:
             s: the stage.
             a: the index of the segment's start among the cuts of bound s.
             b: the index of the segment's end among the cuts of bound s + 1.
-            below: if the peak is not less than this, any lower bound that is not less will do.
+            below: if the peak is at least this, any number from `below` to the peak is returned.
         """
         peaks = self.bytes[s]
         if (s, a, b) in self.choices or peaks[a, b] >= below:
@@ -156,8 +156,8 @@ class Peaks:
             below=below - fixed,
         )
         self.choices[s, a, b] = choices
-        # Longer segments around this one need nearly as many bytes. Their bounds are raised now, so
-        # that many of them never have to be settled.
+        # A longer segment that contains this one needs at least nearly as many bytes. The bounds of
+        # longer segments are raised now, so that many of them never have to be settled.
         longer = peaks[: a + 1, b:]
         least_bytes = longer_bytes(self.pricing, block, a, b, held_bytes)
         np.maximum(longer, least_bytes, out=longer)

@@ -79,8 +79,8 @@ def solve(
         return area(reach.windows(least_s * (1 + slack))) <= CUTS.window_cells
 
     widest = next(filter(is_small, CUTS.cap_slacks), 0.0)
-    # The widest windows within the effort come first. If no plan in them fits, wider windows are
-    # tried, but thinned out (`bounded`).
+    # The widest windows within the effort come first. If no plan in them fits, two fixed slacks are
+    # tried. If their windows have too many cuts, some are left out (`bounded`).
     for slack in (widest, 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
