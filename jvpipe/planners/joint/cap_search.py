@@ -22,9 +22,9 @@ best path found.
 
 Why the search is exact: each form grows with t, and the t of a segment depends on no other segment.
 So each segment can take its best fates, whatever the other segments are. The shortest path of a box
-has the least sum of the box, so a better path must have a smaller maximum. Only boxes with caps
-below the maxima of the shortest path are left. A test compares the best paths with those of an
-enumeration.
+has the least sum of the box, so a better path must have a smaller maximum. So after a
+box was opened, only its parts with caps below the maxima of its shortest path are left. A test
+compares the best paths with the best ones of an enumeration.
 
 Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
 when a shortest path goes through the segment. That happens for few segments. In the table,
@@ -67,7 +67,7 @@ class Solution:
         step_s: the seconds of a step with the best path.
         bound_s: no plan takes fewer seconds.
         table: the segments between the cuts that were searched.
-        cap_s: if a plan has a cut that is not in the table, one of its stages takes longer.
+        cap_s: if a plan has a cut that is not in the table, a stage of it takes longer than this.
     """
 
     paths: tuple[Path, ...]

@@ -85,8 +85,8 @@ class Climb:
         If several plans have the same bounds, only the best of them is climbed from.
 
         Returns:
-            The best plan; None if none of the given plans fits. If there are too few tasks to
-            simulate all given plans, the first that fits.
+            The best plan; None if none of the given plans fits. If too few tasks are left to
+            simulate all given plans, the first plan that fits.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
         if len(every) * self._each > self.tasks:
@@ -272,7 +272,7 @@ class Climb:
         yield from dict.fromkeys(one for one in every if one)
 
     def _others(self, decision: Decision) -> Iterator[Decision]:
-        """Yields plans with the same bounds and other fates.
+        """Yields plans with the bounds of a given plan, and with other fates.
 
         The fates of all layers are chosen again, or the last layers of a stage become a run. For
         models of few layers, the fates of single layers are also changed.

@@ -116,8 +116,8 @@ def _promise(problem: Problem) -> tuple[float, float]:
 def least_bound(problem: Problem) -> float:
     """Bounds from below the simulated step of any plan, in any order of devices.
 
-    If there are too many orders to bound each, all devices count as equally good: for each layer as
-    fast as the fastest of them, and with as much memory as the largest.
+    If there are too many orders to bound each, all devices count as equally good: each takes the
+    seconds of the fastest device for every layer, and has the memory of the largest.
     """
     if not problem.groups or problem.replicated:
         return lower_bound(problem)

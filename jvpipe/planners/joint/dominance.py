@@ -34,9 +34,9 @@ run. A state is a column of numbers, one for each of these rows:
     OPEN          the need of the stage if the next layer continues the run
     MOST          the largest need of the device's earlier stages
     HALVES        like BEYOND, but while the first half of a backward goes through the stage: later
-                  layers then hold what they hand over to second halves
-    ENDS          like HALVES. HALVES counts what is needed beyond what the stage holds before the
-                  first half, ENDS what is needed beyond what it holds after the first half
+                  layers then hold what they hand over to second halves. This need is counted
+                  beyond what the stage holds before the first half
+    ENDS          the same need, counted beyond what the stage holds after the first half
     HALVES_OPEN   like HALVES, if the next layer continues the run
     ENDS_OPEN     like ENDS, if the next layer continues the run
     LEFT          by how much the bytes that the stage's layers leave exceed those that they hand
@@ -112,7 +112,7 @@ class Growth:
         held: the bytes that each choice holds, by moment, layer and column.
         given: for each layer, bytes that are held from that layer on for values that several layers
             read.
-        fixed_rows: how many rows of a state come before those of the moments.
+        fixed_rows: how many rows of a state come before the rows of the moments.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Growth:
         pricing = pricing.at(stage)
         self.table = pricing.choices
         self.lot = lot
-        # If only bytes count, states must not differ in other numbers. So those are 0.
+        # If only bytes count, states must not differ in other numbers. So the other numbers are 0.
         counted = 0.0 if by_bytes else 1.0
         self.extra_s = counted * pricing.extra_s(stage)
         self.swapped_bytes = counted * self.table.swapped_bytes

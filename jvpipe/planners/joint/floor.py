@@ -179,7 +179,7 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
 
 
 def _pricing(problem: Problem) -> Pricing:
-    """Makes the pricing of a problem's choices; without those that swap if the host has a limit."""
+    """Makes the pricing of a problem's choices; none of them swaps if the host has a limit."""
     return pricing_of(problem, swaps=problem.host_limit_bytes is None)
 
 

@@ -5,8 +5,9 @@
     device 2        F      I F I F I F I W W ...             second half of a backward
                            ^ the first backward; from here on in rounds
 
-Before its first backward, a device runs as many forwards as there is time for. Then it runs rounds
-of a forward and a backward, and a W whenever it would otherwise wait for longer than W takes.
+Before its first backward, a device runs as many forwards as there is time for until the cotangents
+arrive. Then it runs rounds of a forward and a backward. It also runs a W whenever it would
+otherwise wait for at least as long as W takes.
 
 A gap may also be shorter than W. Then either W delays the next task, or the device is idle. The
 heuristic takes the device that has been idle the longest as the one that decides how long the step

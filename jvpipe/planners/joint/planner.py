@@ -81,7 +81,7 @@ def _kept_best(
     refine: bool,
     begin: Sequence[Decision],
 ) -> Decision | None:
-    """Finds the best plan as if there were no limit; it keeps everything.
+    """Finds the best plan without a limit, which keeps everything.
 
     If this plan keeps the limit it is the answer, because no other fates are faster. If not, its
     cuts are good cuts to begin from.

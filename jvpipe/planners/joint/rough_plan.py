@@ -145,7 +145,7 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 
     - the seconds of a stage, or of one direction of a link;
     - the seconds of a round trip through stages a to r and the links between them, divided by
-      r - a + 1. That many micro-batches pass during one round trip (see `trips.py`).
+      r - a + 1, the number of micro-batches that start during one round trip (see `trips.py`).
     """
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]

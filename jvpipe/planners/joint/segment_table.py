@@ -102,8 +102,8 @@ class StageTable:
             columns: the column of each cell.
 
         Returns:
-            The seconds of each part of the work (`PARTS`), and those of the traffic; for an open
-            cell they come from its lower bound.
+            The seconds of each part of the work (`PARTS`), and the seconds of the traffic. For an
+            open cell, they follow from its lower bound.
         """
         block = self.block
         at = (rows, columns)
@@ -211,7 +211,7 @@ class Table:
         return self.layers > self.effort.layers
 
     def narrow(self, places: Sequence[np.ndarray]) -> None:
-        """Drops all cuts of each bound but those at these indices."""
+        """Keeps for each bound only the cuts at these indices."""
         self.cuts = [cuts[kept] for cuts, kept in zip(self.cuts, places, strict=True)]
         ends = zip(self.stages, pairwise(places), strict=True)
         self.stages = [stage.at(*kept) for stage, kept in ends]

@@ -250,8 +250,8 @@ def longer_bytes(
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1]
     begun = on_device_bytes(in_flight, inputs[-1] - least[starts - starts[0]])
-    # The second: what a run needs in addition if it ends with the known segment. That is 0
-    # for longer segments that end there too.
+    # The second: what a run needs in addition if it ends with the known segment. This is 0 if the
+    # longer segment ends there, too.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
     ended = np.full(len(block.ends) - b, max(0.0, more_at_end))
     ended[0] = 0.0

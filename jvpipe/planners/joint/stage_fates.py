@@ -239,7 +239,7 @@ class FateSearch:
         _alive: np.ndarray,
         done: int,
     ) -> np.ndarray:
-        """Picks the states that stay: the best `width` by bound, and as many by expected seconds.
+        """Picks the states that stay: the `width` best by bound, and the `width` best by expected seconds.
 
         Expected seconds are those of a state, plus the estimates of `_expected` for the layers to
         come, plus a price for each byte that would then be over the limit.
