@@ -239,9 +239,9 @@ class FateSearch:
         _alive: np.ndarray,
         done: int,
     ) -> np.ndarray:
-        """Picks the states that stay: the `width` best by bound, and the `width` best by expected seconds.
+        """Picks the states that stay: `width` with the least bounds, and `width` expected to be fast.
 
-        Expected seconds are those of a state, plus the estimates of `_expected` for the layers to
+        The expected seconds are those of a state, plus the estimates of `_expected` for the layers to
         come, plus a price for each byte that would then be over the limit.
         """
         extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
