@@ -134,7 +134,7 @@ class Peaks:
         b: int,
         below: float,
     ) -> float:
-        """Returns a segment's peak bytes, exactly if they are less than `below`.
+        """Returns a segment's peak bytes, which are settled first if they may be less than `below`.
 
         Args:
             s: the stage.
