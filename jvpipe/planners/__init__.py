@@ -1,1 +1,1 @@
-"""Planners: jvpipe's own search for each layer's stage and each tensor's fate, and its basis."""
+"""Planners: `joint/` searches for plans, `model/` counts their seconds and bytes."""

@@ -25,8 +25,8 @@ class Answer:
         infeasible: why no plan was found, and a limit that would suffice.
         splits: the positions of `Plan.splits`, at which layers are cut in two.
         plan: the decision as a plan.
-        kinds: the best rough plan of each kind of shape, if the planner also decided the shape (how
-            many devices each stage has).
+        kinds: for each kind of shape (`Shape.kind`), the best plan among those that were judged
+            quickly; empty unless the planner also decided how many devices each stage has.
         compiled: what the hardware's compiler reports about each stage, if it was asked.
     """
 

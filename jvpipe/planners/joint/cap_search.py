@@ -22,9 +22,9 @@ best path found.
 
 Why the search is exact: each form grows with t, and the t of a segment depends on no other segment.
 So each segment can take its best fates, whatever the other segments are. The shortest path of a box
-has the least sum of the box, so a better path must have a smaller maximum. Only boxes with caps
-below the maxima of the shortest path are left. A test compares the best paths with those of an
-enumeration.
+has the least sum of the box, so a better path must have a smaller maximum. So after a
+box was opened, only its parts with caps below the maxima of its shortest path are left. A test
+compares the best paths with the best ones of an enumeration.
 
 Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
 when a shortest path goes through the segment. That happens for few segments. In the table,
@@ -59,15 +59,15 @@ Stages = Sequence[tuple[CutBlock, Matrix]]
 class Solution:
     """The paths (cuts of plans) that a search found, and the table that it searched.
 
-    `bound_s` and `cap_s` do not hold for plans that were left out when the windows of the table
-    were thinned out (`bounded` in `cut_windows.py`).
+    If there were too many cuts, the table lacks some (`bounded` in `cut_windows.py`). `bound_s` and
+    `cap_s` do not hold for plans with these cuts.
 
     Attributes:
         paths: the paths met, the best first; empty if nothing fits.
         step_s: the seconds of a step with the best path.
         bound_s: no plan takes fewer seconds.
         table: the segments between the cuts that were searched.
-        cap_s: a plan with other cuts has a stage that takes longer than this.
+        cap_s: if a plan has a cut that is not in the table, a stage of it takes longer than this.
     """
 
     paths: tuple[Path, ...]
@@ -274,9 +274,9 @@ class _Boxes:
             return
         objective = Objective(self.problem, self.table.lower())
         low = objective.maxima
-        # A better path takes less than `best_s`, of which its sum takes the least sum or more. The
-        # rest is left for `waits` times its maxima. Each maximum is at least the least of its
-        # phase. So a maximum is at most this rest minus the other phases' least maxima.
+        # A better path takes less than `best_s`, and its sum is at least `least_s`. So its maxima
+        # add up to at most `rest_s`. The maximum of each other phase is at least that phase's entry
+        # of `low`. So the maximum of a phase is at most `rest_s` minus the other entries of `low`.
         least_s, _ = least_sum(objective.sums)
         rest_s = (self.best_s - least_s) / self.waits * (1 + 1e-12) if self.waits else np.inf
         caps = tuple(rest_s - sum(low) + low_s for low_s in low)
@@ -316,6 +316,7 @@ def _rest(
             boxes.append((low, with_entry(above, phase, middle)))
             if middle < highest:
                 boxes.append((with_entry(low, phase, middle), above))
-        # In the boxes of later phases, this phase has at least its maximum: no two boxes overlap.
+        # In the boxes of later phases, this phase has at least the given maximum, so that no two
+        # boxes overlap.
         low = with_entry(low, phase, maximum)
     return boxes

@@ -138,13 +138,14 @@ class Choices:
         """The least that a layer adds to a run's working bytes if it is not the run's first."""
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
-    @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
+    @lru_cache(maxsize=256)  # noqa: B019 - at most 256 results stay alive
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
         """Lists for each layer the choices that may lead to the fewest bytes.
 
-        A column is left out if another column is nowhere worse: it holds no more at any of the
-        flights, works with no more, and leaves no less. Leaving more is better here, because what a
-        layer leaves is subtracted from the needs of earlier layers (`dominance.py`).
+        A column is left out if another column is nowhere worse: the other one holds no more at any
+        of the flights, needs no more working bytes, and leaves at least as many bytes. Leaving more
+        is better here, because what a layer leaves is subtracted from the needs of earlier layers
+        (`dominance.py`).
 
         Args:
             flights: what the layer's stage has in flight at each moment that matters.

@@ -19,10 +19,11 @@ many tasks as it may.
 
 If links keep devices waiting, the seconds of neighbors differ a lot, and a climb soon ends at a
 local optimum. So the neighbors of the best plan are climbed from too, even if they are slower
-(`around`). After that, the remaining tasks are spent on the starting plans that are far slower.
+(`around`). If tasks are left, the starting plans that are far slower than the fastest are climbed
+from, too.
 
-Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be changed: a climb goes
-only to plans of a lower rank.
+Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be changed: a climb never
+ends at a worse plan than it began with.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -84,8 +85,8 @@ class Climb:
         If several plans have the same bounds, only the best of them is climbed from.
 
         Returns:
-            The best plan; None if none of the given plans fits. If there are too few tasks to
-            simulate all given plans, the first that fits.
+            The best plan; None if none of the given plans fits. If too few tasks are left to
+            simulate all given plans, the first plan that fits.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
         if len(every) * self._each > self.tasks:
@@ -124,7 +125,7 @@ class Climb:
     ) -> Decision | None:
         """Finds the fastest untried neighbor with moved bounds; None if there is none.
 
-        Only `PLAN.neighbors` of them are simulated, those with the least lower bounds of seconds.
+        Only the `PLAN.neighbors` neighbors with the least lower bounds of seconds are simulated.
         """
         moved = self._some(self._moved(best))
         fitting = [one for one in moved if self._unranked(one)[0] < OVER]
@@ -271,7 +272,7 @@ class Climb:
         yield from dict.fromkeys(one for one in every if one)
 
     def _others(self, decision: Decision) -> Iterator[Decision]:
-        """Yields plans with the same bounds and other fates.
+        """Yields plans with the bounds of a given plan, and with other fates.
 
         The fates of all layers are chosen again, or the last layers of a stage become a run. For
         models of few layers, the fates of single layers are also changed.

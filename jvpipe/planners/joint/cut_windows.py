@@ -12,10 +12,9 @@ windows.
 
 How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under given prices a stage
 pays for the seconds and the bytes of its layers. A stage that keeps the cap and the limit pays at
-most T plus the price of as many bytes as the limit allows. Only what each layer pays by itself
-counts here. That is never negative, so the sum grows with the stage, and the farthest end is found
-by bisection in prefix sums. What a stage pays besides, such as for its transfers, is left out. That
-makes windows wider, never narrower.
+most T plus the price of as many bytes as the limit allows. What a layer pays is never negative, so
+a longer stage never pays less, and the farthest end is found by bisection in prefix sums. What a
+stage pays besides, such as for its transfers, is left out, which can only make windows wider.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +42,8 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        prices: for each round of `of`, a pair of prices for each stage, which bounds the seconds of
-            the stage well. Any prices are valid.
+        prices: lists with a pair of prices for each stage, which gives a high lower bound of the
+            stage's seconds. Each round in `of` adds a list. Any prices are valid.
         known: a cache of prefix sums, by stage and prices.
     """
 
@@ -54,7 +53,7 @@ class Reach:
 
     @staticmethod
     def of(pricing: Pricing) -> "Reach":
-        """Makes a reach with prices that bound well near the least cap.
+        """Makes a reach with prices whose lower bounds are high for stages near the least cap.
 
         Each round finds the windows of the least cap under the prices so far. It takes the middles
         of these windows as bounds, and adds the best prices of the stages between them. Without a
@@ -92,8 +91,9 @@ class Reach:
         Args:
             tolerance: by how much the result may be above the least cap, as a share of it.
         """
-        # A larger cap reaches further, so the least cap is found by halving an interval. It
-        # is not below the longest layer, nor below `share_s`, which bounds the slowest stage.
+        # Under a larger cap, stages reach at least as far. So the least cap is found by halving an
+        # interval. The least cap is not below the seconds of the longest layer, nor below
+        # `share_s`, a lower bound on the slowest stage.
         segments = self.pricing.segments
         layers_s = np.diff(segments.least_compute_s)
         low = max(float(layers_s.max(initial=0.0)), segments.share_s)

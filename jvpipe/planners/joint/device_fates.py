@@ -93,7 +93,8 @@ class DeviceFates:
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(keeping, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
-        # Static bytes do not depend on fates, so those of stages that keep everything are used.
+        # Static bytes (parameters, gradients and optimizer state) do not depend on fates, so those
+        # of stages that keep everything are used.
         lot = self._lot(problem, cells, moments)
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
@@ -130,8 +131,8 @@ class DeviceFates:
         )
         search = FateSearch(self.pricing, query, prices=self.prices.get(d))
         self.prices[d] = search.prices
-        # A search that keeps few states (`dominance.py`) may have dropped all that fit. Then the
-        # emptiest fates are tried, because no others are as likely to fit.
+        # A search that keeps few states (`dominance.py`) may have dropped all states whose fates
+        # fit. Then the emptiest fates are tried, which are the likeliest to fit.
         fastest = search.least_seconds(FATE.states)
         return fastest.choices or search.emptiest().choices or None
 

@@ -4,11 +4,11 @@ If there are few different orders, all are tried. If there are many, at most fiv
 given order, and the orders by speed and by memory, each rising and falling. Only the most promising
 orders get a whole search (`PLAN.searched_orders`).
 
-The promise of an order is the best seconds of a step by the surrogate (`stage_cost.py`). The
-surrogate covers one stage per device and whole backwards. Any other schedule is judged as 1F1B. An
-order of devices for which no plan fits comes after all orders with a plan. Such orders are compared
-by the smallest limit that suffices. If the order of tasks is open (`schedule="auto"`), this is the
-smallest limit with one micro-batch in flight at a time.
+The promise of an order is the fewest seconds of a step by the surrogate (`stage_cost.py`). The
+surrogate covers only one stage per device and whole backwards. For any other schedule, it counts
+the seconds of 1F1B. An order of devices for which no plan fits comes after all orders with a plan.
+Such orders are compared by the smallest limit that suffices. If the order of tasks is open
+(`schedule="auto"`), this is the smallest limit with one micro-batch in flight at a time.
 """
 
 import math
@@ -116,8 +116,8 @@ def _promise(problem: Problem) -> tuple[float, float]:
 def least_bound(problem: Problem) -> float:
     """Bounds from below the simulated step of any plan, in any order of devices.
 
-    If there are too many orders to bound each, all devices count as equally good: for each layer as
-    fast as the fastest of them, and with as much memory as the largest.
+    If there are too many orders to bound each, all devices count as equally good: each takes the
+    seconds of the fastest device for every layer, and has the memory of the largest.
     """
     if not problem.groups or problem.replicated:
         return lower_bound(problem)

@@ -34,9 +34,9 @@ run. A state is a column of numbers, one for each of these rows:
     OPEN          the need of the stage if the next layer continues the run
     MOST          the largest need of the device's earlier stages
     HALVES        like BEYOND, but while the first half of a backward goes through the stage: later
-                  layers then hold what they hand over to second halves
-    ENDS          like HALVES. HALVES counts what is needed beyond what the stage holds before the
-                  first half, ENDS what is needed beyond what it holds after the first half
+                  layers then hold what they hand over to second halves. This need is counted
+                  beyond what the stage holds before the first half
+    ENDS          the same need, counted beyond what the stage holds after the first half
     HALVES_OPEN   like HALVES, if the next layer continues the run
     ENDS_OPEN     like ENDS, if the next layer continues the run
     LEFT          by how much the bytes that the stage's layers leave exceed those that they hand
@@ -112,7 +112,7 @@ class Growth:
         held: the bytes that each choice holds, by moment, layer and column.
         given: for each layer, bytes that are held from that layer on for values that several layers
             read.
-        fixed_rows: how many rows of a state come before those of the moments.
+        fixed_rows: how many rows of a state come before the rows of the moments.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Growth:
         pricing = pricing.at(stage)
         self.table = pricing.choices
         self.lot = lot
-        # If only bytes count, states must not differ in other numbers. So those are 0.
+        # If only bytes count, states must not differ in other numbers. So the other numbers are 0.
         counted = 0.0 if by_bytes else 1.0
         self.extra_s = counted * pricing.extra_s(stage)
         self.swapped_bytes = counted * self.table.swapped_bytes
@@ -199,8 +199,8 @@ class Growth:
             nothing = np.zeros(self.n)
             self.fall_to_come = self.until_end(fall - self.given, nothing)
         # While a layer runs, the later layers of its stage hold nothing of the micro-batch at work.
-        # `over` is what this layer and all later ones then take, less the least that they hold. The
-        # layer with the largest `over` decides.
+        # `over` is what this layer and all later ones then take, less the least that they hold when
+        # none of them runs. The layer with the largest `over` sets `most_to_come`.
         least_from = self.least_to_come[:, :-1]
         over = top + behind[:, :-1] - least_from
         most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
@@ -329,9 +329,9 @@ class Growth:
     def _end_stage(self, states: np.ndarray) -> None:
         """Ends a stage: records its need in MOST, and resets the other rows for the next stage."""
         needed = states[BEYOND]
-        # The moments count what is held before the first half of a backward, and also what
-        # is held after it. Beyond the larger of these two, the stage needs the smaller of
-        # HALVES and ENDS.
+        # The peak of a first half is counted in two ways: as HALVES beyond the bytes held before
+        # it, and as ENDS beyond the bytes held after it. The moments include both. Beyond the
+        # larger of these held bytes, the stage needs the smaller of HALVES and ENDS.
         if self.lot.halves:
             halves = np.minimum(states[HALVES], states[ENDS])
             needed = np.maximum(needed, halves)
@@ -375,7 +375,7 @@ class Growth:
 
         Args:
             before: the choices that led to the states of the layers before.
-            kept: the indices of the grown states among all that `grown` made.
+            kept: the indices of the states that stay, among all states that `grown` made.
             at: the layer.
         """
         columns = self.columns[at]
@@ -390,8 +390,8 @@ class Followed:
     Attributes:
         states: the states that are left, none of which dominates another.
         chosen: the choices of all layers that led to each state.
-        dropped: a lower bound on any answer that was missed because states were dropped when there
-            were too many; infinite if none were.
+        dropped: a lower bound on the answers that were missed because there were too many states;
+            infinite if no state was dropped for this reason.
     """
 
     states: States
@@ -464,9 +464,9 @@ def front(states: States) -> Int[np.ndarray, "_"]:
     order = np.lexsort(states[::-1])
     best = np.empty(0, dtype=np.int64)
     for begin in range(0, len(order), CHUNK_STATES):
-        # It is enough to compare with states that were kept. A dropped state has a dominator, which
-        # dominates all that the dropped state does. Within a chunk all earlier states are compared
-        # with, dropped or not, which gives the same result.
+        # A state of a later chunk is compared only with states that were kept. This is enough,
+        # because whatever a dropped state dominates, its dominator dominates too. Within a chunk,
+        # a state is compared with all earlier ones, dropped or not, which gives the same result.
         chunk = order[begin : begin + CHUNK_STATES]
         if len(best):
             by_best = _below(states[:, chunk], states[:, best])

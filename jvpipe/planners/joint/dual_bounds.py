@@ -22,7 +22,7 @@ is a sum over layers, and is least if each layer makes its cheapest choice at th
 bound of any segment is then a difference of two prefix sums.
 
 Bad prices give a weak bound, but never a wrong one. `DualBounds` finds good prices for some
-segments. They also bound the neighbors of these segments well.
+segments. The same prices also give good bounds for segments with nearby ends.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ Prices = tuple[float, float]
 
 
 class Offers(NamedTuple):
-    """What each choice of each layer takes, of layers on one device.
+    """What each choice of each layer takes on one device.
 
     Attributes:
         there: whether the choice is possible.
@@ -204,7 +204,7 @@ class Pricing:
 
 
 class _Point(NamedTuple):
-    """The dual function of each relaxation at one mu and one alpha: the bound that they prove.
+    """The dual of each relaxation: the bound that one alpha and one mu prove.
 
     Attributes:
         mu: the price of a byte.
@@ -241,7 +241,7 @@ class DualBounds:
         # `of` is the relaxation of each layer; `first` is the first layer of each relaxation.
         self.of = np.repeat(np.arange(len(asked)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        # A price of `scale` makes bytes cost about as much as seconds.
+        # At a price of `scale`, the bytes of a relaxation cost about as much as its seconds.
         held_bytes = np.where(self.offers.there, self.offers.held_bytes, 0)
         largest = np.add.reduceat(held_bytes.max(1), self.first)
         seconds = self.compute_s + self.traffic_s + 1e-30
@@ -254,7 +254,8 @@ class DualBounds:
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
         # If compute takes longer than the link at alpha = 1, then alpha = 1 is best. Otherwise the
-        # best alpha is below 1, where compute and link take equally long, and is found by halving.
+        # best alpha is smaller: the one at which compute and link take equally long. Halving finds
+        # it.
         is_sought = compute_over_link < 0
         if is_sought.any():
             low = np.zeros_like(alpha)

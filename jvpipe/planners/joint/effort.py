@@ -1,4 +1,4 @@
-"""The effort of the searches: every number that trades planning time for better plans, by search.
+"""The effort of the searches: numbers that trade planning time for better plans.
 
 All of these numbers may be changed. None decides what is a valid plan, or how its seconds and bytes
 are counted: with other numbers the same problems are answered, sooner with worse plans or later
@@ -26,8 +26,8 @@ class CutEffort:
         trip_cells: the most cells that are considered when round trips must be kept short.
         cap_slacks: by how much the slowest stage may be above the least that is possible, as shares
             of the least; the first slack that leaves few enough cells is taken.
-        transfer_factors: factors by which transfers are lengthened, because transfers wait
-            for each other.
+        transfer_factors: cuts with short round trips are searched once for each of these factors,
+            with transfers that take so many times as long, because transfers wait for each other.
         spread_cells: windows with more cells than this are thinned out.
         spread_stages: how far a bound may be from where all stages would take equal seconds, when
             round trips must be kept short; the unit is the mean seconds of a stage.
@@ -63,8 +63,8 @@ class FateEffort:
         many_states: kept by that search if it is to be exact.
         overrun_price: the multiple of a byte's price that is charged for each byte by which a state
             will probably exceed the limit.
-        near_best: a choice counts little in estimates if it is worse than its layer's best by
-            more than this share of the bound per layer.
+        near_best: a choice counts little in estimates if it costs more than its layer's cheapest
+            choice by more than this share of the mean seconds of a layer.
     """
 
     states: int = 16
@@ -86,12 +86,14 @@ class LimitEffort:
         held_times: another plan is lowered if it has at most this many times the bytes of the
             emptiest plan, as planners count them. Once lowered, it may hold less.
         exact_layers: models of more layers get a limit that suffices, near the smallest one.
-        rounds_with_plan: for such models, the rounds after which the best plan so far is taken.
-        rounds_without_plan: for such models, the rounds after which a search without a plan ends.
-        tolerance: for such models, how near the smallest limit is found, as a share of it.
+        rounds_with_plan: for models of more than `exact_layers` layers, a search for the smallest
+            limit ends after this many rounds if it has found a plan.
+        rounds_without_plan: for these models, the search ends after this many rounds in any case.
+        tolerance: for these models, how near the smallest limit is found, as a share of it.
         all_cells: if all cuts have at most this many cells, all are considered.
         cuts: if there are at most this many choices of cuts, each is considered.
-        moved_cuts: if there are more, how many are considered by moving bounds from each start.
+        moved_cuts: if there are more than `cuts`, bounds move one at a time from each start, and
+            at most this many choices of cuts are considered.
     """
 
     every_cut_layers: int = 16
@@ -128,8 +130,9 @@ class OrderEffort:
         simulated: how many refined orders are simulated.
         crowded: how many further candidates are simulated if transfers share links. Such
             transfers wait for each other, which the times of `order_course.py` leave out.
-        doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`.
-            If devices share workers, measured seconds have larger errors than any order saves.
+        doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`,
+            the share of idle time that other devices can use. If devices share workers, measured
+            seconds are uncertain.
     """
 
     farthest: int = 6
@@ -243,8 +246,8 @@ class ShapeEffort:
         planned: the most shapes that are planned exactly.
         worth_a_plan: how many times slower than the best shape a shape may be to be planned
             exactly; if the best shape recomputes layers, this number does not count.
-        microbatches: how many micro-batches per stage of a rough plan are simulated; further ones
-            are taken to be equally far apart.
+        microbatches: how many micro-batches per stage of a rough plan are simulated; each further
+            one is assumed to add the same seconds.
         few_tasks: plans with at most this many forwards are simulated rather than estimated.
         bisections: how many halvings find the lower bound of a step's seconds.
     """

@@ -7,9 +7,9 @@ Measured seconds are noisy, and whether a limit can be kept must not depend on n
 count here. The caller gives a function that counts exactly what a plan holds, from its lowered
 lists. The search is a local one:
 
-1. It begins with the plan that holds the least by the planners' own count (`stage_cost.py`), which
-   is quicker and nearly exact. For models of few layers, it also tries the emptiest plan for each
-   choice of cuts.
+1. It begins with the plan that holds the least by the planners' own count (`stage_cost.py`). This
+   count is nearly exact and needs no lowering. For models of few layers, the search also tries the
+   emptiest plan for each choice of cuts.
 2. From the emptiest plan so far it goes to the neighbors: plans with one bound or one choice of
    the fullest stage changed. It ends when no neighbor is emptier, or after a number of plans.
 
@@ -179,7 +179,7 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
 
 
 def _pricing(problem: Problem) -> Pricing:
-    """Makes the pricing of a problem's choices; without those that swap if the host has a limit."""
+    """Makes the pricing of a problem's choices; none of them swaps if the host has a limit."""
     return pricing_of(problem, swaps=problem.host_limit_bytes is None)
 
 

@@ -55,7 +55,7 @@ def lower_bound(problem: Problem) -> float:
         block = segments.block(x.block.s, x.block.starts, x.block.ends)
         stages.append((block, x.seconds))
     m = problem.microbatches
-    above_cap_s = m * solution.cap_s  # of plans whose slowest stage is above the cap
+    above_cap_s = m * solution.cap_s  # a bound for plans whose slowest stage is above the cap
     if not problem.schedule.synchronous:
         return min(max(_of_stream(problem, stages), solution.bound_s), above_cap_s)
     work_s = float(segments.least_compute_s[-1])
@@ -108,7 +108,8 @@ def _of_any_order(problem: Problem) -> float:
 def _of_stream(problem: Problem, stages: Stages) -> float:
     """Bounds a stream by the least cap of `trips.py`.
 
-    The cap counts only for micro-batches in whole cycles of waiting (`trips_counted`).
+    Stages wait for each other in cycles of several micro-batches. The simulator's timing may end
+    within a cycle, so the cap counts only for micro-batches of whole cycles (`trips_counted`).
     """
     m = problem.microbatches
     own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for x, t in stages]
@@ -131,7 +132,7 @@ def _of_1f1b(
     stages: Stages,
     segments: Segments,
 ) -> float:
-    """Bounds 1F1B by its slowest stage: M t, plus the longer of its updates and the work before."""
+    """Bounds 1F1B by its slowest stage: M t, plus its updates or, if longer, the layers before."""
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut

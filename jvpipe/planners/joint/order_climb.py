@@ -3,8 +3,8 @@
 An order is a list of tasks for each device. Its longest path is a chain of tasks and transfers that
 takes as long as the whole training step. The training step becomes shorter only if its longest path
 changes. The path consists of blocks: tasks that a device runs one after the other without a pause.
-Reordering the inside of a block does not help. A task must leave the block at its front or at its
-end. Letters are tasks in the list of a device:
+Reordering the inside of a block does not help: a task must move to the front or to the end of its
+block. Letters are tasks in the list of a device:
 
     block          a b c d e      a waits for another device, and another device waits for e
     ahead          c a b d e      c moves to the front, and no longer waits for a and b
@@ -249,9 +249,9 @@ def _may_pass(course: Course, step: int, other: int) -> bool:
 def _bound(course: Course, step: int, other: int) -> bool:
     """Tells whether two steps of a device must stay in order.
 
-    Steps of different stages need not. Two steps of one stage must if they have the same kind
-    or the same micro-batch, or if both add to the gradients: floating-point sums depend on
-    their order.
+    Steps of different stages may change places. Two steps of one stage must stay in order if they
+    have the same kind or the same micro-batch, or if both add to the gradients: floating-point
+    sums depend on their order.
     """
     kind, cell = divmod(step, course.cells)
     other_kind, other_cell = divmod(other, course.cells)

@@ -22,9 +22,10 @@ and its blocks (`path`). Columns of this drawing are equal times; dots are pause
 
 A backward may begin early: it may recompute for `early_s` seconds before it reads its cotangents.
 
-The times are those that the simulator finds if nothing is swapped and no two transfers share a
-link. A test compares both. This file is faster than the simulator, so a search can judge thousands
-of orders. Plans are finally chosen by simulated times (`simulated_step_s`).
+The times are those that the simulator finds if nothing is swapped and devices of neighboring stages
+have a link in each direction. A test compares these times with the simulator's. This file is faster
+than the simulator, so a search can judge thousands of orders. Plans are finally chosen by simulated
+times (`simulated_step_s`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -314,7 +315,7 @@ def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     An entry is -1 if there is no such step. The result of a forward goes to the forward of the next
     stage; on the last stage, it goes to the backward of the same stage. The result of a backward or
     a first half goes to the backward of the stage before. A second half waits for its first half,
-    but nothing is sent between the two: only the second list has an entry.
+    but nothing is sent between the two: only the list of inputs has an entry for this pair.
     """
     nowhere = [-1] * M
     backwards = range(cells, 2 * cells)

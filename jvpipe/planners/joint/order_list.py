@@ -17,8 +17,8 @@ Tasks are listed as they run, so devices that follow the lists never wait for ea
 circle. The caller may vary the rules: `eager` puts forwards first, and with `patience` a W may
 delay the next task.
 
-Times are counted as tasks are taken. `order_course.py` counts those of a complete order; a test
-compares both (tests/planners/joint/test_order_list.py).
+This file counts the times of a task when it adds the task to a list. `order_course.py` counts the
+times of a complete order. A test compares the two (tests/planners/joint/test_order_list.py).
 """
 
 import heapq
@@ -158,8 +158,8 @@ class Listing:
         """Picks the backward and the forward that a device may run now, as stage and micro-batch.
 
         The backward is the ready one with the lowest micro-batch. The forward is the one on the
-        last stage whose forward is ready and has room. If neither exists, the number is the
-        earliest time at which a task will be ready; `NEVER` if no such time is known.
+        last stage whose forward is ready and has room. The third result matters only if neither
+        exists: the earliest time at which a task will be ready; `NEVER` if no such time is known.
         """
         backward = forward = None
         following = NEVER
@@ -233,7 +233,7 @@ class Listing:
         if takes_s := loads.send_s[min(s, to)]:
             arrives = max(end, self.links.get((d, e), 0.0)) + takes_s
             self.links[d, e] = arrives
-        if way is self.backward:  # it may begin earlier with what it recomputes
+        if way is self.backward:  # a backward may recompute before its cotangents arrive
             arrives = max(now, arrives - loads.early_s[to])
         way.there[to, m] = arrives
         ready = max(arrives, self.devices[e].free_s)

@@ -13,7 +13,7 @@ search keeps the order, moves bounds and chooses new fates for what that order h
     4. Move     the bounds of the best again, and climb from what this finds.
 
 Many candidates enter the first climb because one that starts slower may end faster, above all if
-memory is scarce. All of the effort is set by `RefineEffort`, whose numbers may be changed.
+memory is scarce. `RefineEffort` and `effort.py` set how much is tried, and may be changed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,9 +145,9 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
     """Climbs from a candidate; returns the candidate itself if no result fits."""
     rooms = one.loads.rooms_bytes(one.order)
-    # The climb works with the room for micro-batches in flight that the first order leaves. A later
-    # order may leave less room, because a stage may hold more values that arrive before its forward
-    # (`Loads.early`). If the result exceeds its own room, its excess is subtracted from the climb's
+    # The climb works with the room for micro-batches in flight under the candidate's own order. Its
+    # result may have less room, because a stage may hold more values that arrive before its forward
+    # (`Loads.early`). If the result exceeds its room, the excess is subtracted from the climb's
     # room, and the climb is repeated.
     for _ in range(EFFORT.attempts):
         order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)

@@ -5,8 +5,9 @@
     device 2        F      I F I F I F I W W ...             second half of a backward
                            ^ the first backward; from here on in rounds
 
-Before its first backward, a device runs as many forwards as there is time for. Then it runs rounds
-of a forward and a backward, and a W whenever it would otherwise wait for longer than W takes.
+Before its first backward, a device runs as many forwards as there is time for until the cotangents
+arrive. Then it runs rounds of a forward and a backward. It also runs a W whenever it would
+otherwise wait for at least as long as W takes.
 
 A gap may also be shorter than W. Then either W delays the next task, or the device is idle. The
 heuristic takes the device that has been idle the longest as the one that decides how long the step
@@ -17,8 +18,8 @@ This is the heuristic of Zero Bubble Pipeline Parallelism (Qi et al. 2024, secti
 stage per device. Three of its decisions may go either way (`TieBreak`), which makes eight forms;
 all of them are tried. Another switch may be added there.
 
-Times are counted as tasks are taken. `order_course.py` counts those of a complete order; a test
-compares both (tests/planners/joint/test_order_rounds.py).
+This file counts the times of a task when it adds the task to a list. `order_course.py` counts the
+times of a complete order. A test compares the two (tests/planners/joint/test_order_rounds.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -120,8 +121,8 @@ class Rounds:
     def _before_backward(self) -> list[int]:
         """Counts for each device the forwards after its first one and before its first backward.
 
-        A device takes fewer than the device before, which makes its inputs. The exceptions are a
-        device that runs all forwards first, and one behind a device that has none to take here.
+        A device that does not run all forwards first takes fewer than the device before, which
+        makes its inputs. It takes none if the device before takes none.
         """
         loads = self._loads
         more = [0] * self._count

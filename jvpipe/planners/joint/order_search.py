@@ -8,17 +8,18 @@ and W are the first and the second half of a split backward. The search has thes
     cuts        all cuts of a placement if there are few, else those that give devices equal work
                 and, if sends take time, the best by the surrogate
     fates       the fastest that fit the limit with as many micro-batches in flight as a rule has,
-                and also with fewer
+                and with other numbers of them (`ORDER.in_flight`)
     orders      from rules, from rules with W as late as bytes allow, from list scheduling
                 (`order_list.py`) and in rounds (`order_rounds.py`)
     refining    bounds and orders of the best candidates change by small moves (`order_refine.py`)
     simulating  the best are simulated, and the simulator's seconds decide; swaps, which only the
                 simulator can time, are tried for the best orders
 
-The plans of 1F1B, called rivals, are simulated too, so the answer is never worse than any of them.
-Under a limit there are also rivals with fewer micro-batches in flight, down to one. No
-order holds less than the one with a single micro-batch in flight. So the search has an
-answer if any plan fits in that order. `effort.py` sets how much is tried.
+The plans of 1F1B, called rivals, are simulated too. So the answer is never slower than any of them,
+unless devices share workers (`_chosen`). Under a limit there are also rivals with fewer
+micro-batches in flight, down to one. No order holds less than the one with a single micro-batch in
+flight. So the search has an answer if any plan fits in that order. `effort.py` sets how much is
+tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -188,7 +189,7 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 
     Halves gain time only because W fills gaps. On D devices with M micro-batches, gaps take
     (D - 1) / M of a step's work. So nothing is gained if the two halves take longer than the whole
-    backward by more than that fraction.
+    backward by more than this fraction of the backward.
     """
     gaps = (problem.devices - 1) / problem.microbatches
     layers = list(problem.costs.layers)
@@ -205,8 +206,8 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[RuledPlan]:
     """Makes plans with orders, for all placements, cuts, rules and ways to make room.
 
-    If a placement has few choices of cuts, all are tried but those whose lower bound
-    reaches the seconds of the best plan so far.
+    If a placement has few choices of cuts, all are tried except choices whose lower bound is not
+    below the seconds of the best plan so far.
     """
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()
@@ -390,7 +391,7 @@ def _all_late(
 ) -> TaskLists:
     """Makes the order in which W is equally late on all devices; cached for `_late`.
 
-    `_late` takes one device's tasks from it. They depend only on how late W is on that device.
+    `_late` reads the tasks of one device, which depend only on how late W is on that device.
     """
     lists = InterleavedLists(chunks, split=True, late=(late,) * devices)
     return lists(devices, microbatches)

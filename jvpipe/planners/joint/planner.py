@@ -5,8 +5,8 @@ The surrogate is a closed form that estimates the seconds of a step from those o
 planner has two steps:
 
     1. Find the best plans by the surrogate, among all cuts and fates (`surrogate.py`).
-    2. Simulate these plans, plans with the cuts of simpler planners, and the neighbors of both
-       (`climb.py`). The fastest simulated plan is the answer.
+    2. Simulate these plans, plans with simpler cuts (such as even ones), and neighbors of the
+       fastest plans (`climb.py`). The fastest simulated plan is the answer.
 
 How much is tried is set by `PLAN` and `CUTS` in `effort.py`, which may be changed.
 """
@@ -81,7 +81,7 @@ def _kept_best(
     refine: bool,
     begin: Sequence[Decision],
 ) -> Decision | None:
-    """Finds the best plan as if there were no limit; it keeps everything.
+    """Finds the best plan without a limit, which keeps everything.
 
     If this plan keeps the limit it is the answer, because no other fates are faster. If not, its
     cuts are good cuts to begin from.

@@ -7,7 +7,7 @@ in two steps:
     estimate   seconds to fill and drain the pipeline, plus a period per further micro-batch. The
                period is the time between two micro-batches in the long run: the longest that any
                stage, round trip or network needs
-    simulate   the shapes with the best estimates; only some of their micro-batches if they are many
+    simulate   the shapes with the best estimates; of many micro-batches, only some are simulated
 
 `shape_search.py` ranks shapes by these numbers. They only decide which shapes are planned exactly,
 so the estimate may be changed.
@@ -145,7 +145,7 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 
     - the seconds of a stage, or of one direction of a link;
     - the seconds of a round trip through stages a to r and the links between them, divided by
-      r - a + 1. That many micro-batches pass during one round trip (see `trips.py`).
+      r - a + 1, the number of micro-batches that start during one round trip (see `trips.py`).
     """
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]
@@ -181,9 +181,9 @@ def _estimate_s(
 ) -> float:
     """Estimates a step: fill and drain, M - 1 periods, and all-reduces and updates that end late.
 
-    Stage s ends its last backward earlier than stage 0 does, because that micro-batch still has to
-    go back through the stages and links before s. So the all-reduce and the update of stage s count
-    only as far as they take longer than this way back.
+    Stage s ends its last backward earlier than stage 0 does, because the last micro-batch still has
+    to go back through the stages and links before s. So the all-reduce and the update of stage s
+    add only the seconds by which they take longer than this way back.
 
     Args:
         stages: in the order of the pipeline.

@@ -94,16 +94,16 @@ class StageTable:
         """Returns the seconds of cells in the form that `least_steps_s` (`forecast.py`) takes.
 
         All seconds beyond those of keeping everything count as recomputation that may run while a
-        backward waits for its cotangents. No kind of work delays a step less. So `least_steps_s`
-        still bounds a step from below, even if some of these seconds are swaps.
+        backward waits for its cotangents. Any other work delays a step at least as much. So
+        `least_steps_s` still bounds a step from below, even if some of these seconds are swaps.
 
         Args:
             rows: the row of each cell.
             columns: the column of each cell.
 
         Returns:
-            The seconds of each part of the work (`PARTS`), and those of the traffic; for an open
-            cell they come from its lower bound.
+            The seconds of each part of the work (`PARTS`), and the seconds of the traffic. For an
+            open cell, they follow from its lower bound.
         """
         block = self.block
         at = (rows, columns)
@@ -138,10 +138,10 @@ class StageTable:
 
 
 def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
-    """Counts the bytes of segments that keep everything; infinite if others may be faster.
+    """Counts the bytes of segments that keep everything; infinite if other choices may be faster.
 
-    Others may be faster if another choice of some layer takes fewer seconds, or if the choice
-    that keeps everything swaps something. Then a cell that could keep everything stays open.
+    They may be faster if some layer has a choice that takes fewer seconds, or if the choice that
+    keeps everything swaps something. Then a cell that could keep everything stays open.
     """
     choices = pricing.choices
     segments = pricing.segments
@@ -201,7 +201,7 @@ class Table:
         return stages
 
     def along(self, path: Path) -> list[StageTable]:
-        """Returns the stages with the cells of a path alone."""
+        """Returns the stages, each with only its cell of a path."""
         found = map(self.found, cells(path))
         return [stage.at(np.array([row]), np.array([column])) for stage, (row, column) in found]
 
@@ -211,7 +211,7 @@ class Table:
         return self.layers > self.effort.layers
 
     def narrow(self, places: Sequence[np.ndarray]) -> None:
-        """Drops all cuts of each bound but those at these indices."""
+        """Keeps for each bound only the cuts at these indices."""
         self.cuts = [cuts[kept] for cuts, kept in zip(self.cuts, places, strict=True)]
         ends = zip(self.stages, pairwise(places), strict=True)
         self.stages = [stage.at(*kept) for stage, kept in ends]
@@ -267,7 +267,8 @@ class Table:
             better = search.least_seconds(self.effort.thorough, fates.seconds)
             within_s = min(fates.seconds, better.bound_s)
             fates = better if better.choices else replace(fates, bound_s=within_s)
-        # Nothing was found, but states were dropped that may have led to choices that fit.
+        # If nothing was found, the states that were dropped may have led to choices that fit. Then
+        # the choices that hold few bytes are tried.
         if not fates.choices and np.isfinite(fates.bound_s):
             fates = search.emptiest()
         self.fates[cell] = fates.choices

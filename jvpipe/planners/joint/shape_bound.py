@@ -28,8 +28,8 @@ def least_step_s(shapes: Shapes) -> float:
 
     For each size, the bound is the larger of two numbers: the seconds of one micro-batch on all
     stages, and of all micro-batches on the slowest stage. A stage's seconds include its all-reduce,
-    less what its last backward can hide. If devices differ, each layer counts as on the device that
-    is the fastest for it.
+    less the seconds of one micro-batch if backwards can hide all-reduces. If devices differ, each
+    layer counts as on the device that is the fastest for it.
 
     Args:
         shapes: the possible shapes.
@@ -90,7 +90,7 @@ def _least_cap_s(
     devices: int,
     high_s: float,
 ) -> float:
-    """Finds nearly the least cap under which there are enough devices, from below.
+    """Returns a lower bound, near the least cap under which there are enough devices.
 
     Args:
         stages_s: t(i, j, r) of the module, indexed by number of replicas, start and end.

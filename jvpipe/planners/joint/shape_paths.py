@@ -16,7 +16,7 @@ are seconds:
     t, c       of the first stage, and of the link after it in both directions, per micro-batch
     A          of the first stage's all-reduce, less what the shortest possible backwards of the
                layers before cut i hide
-    floor      what some stage before cut i may take anyway: a faster stage is worth nothing
+    floor      what a stage before cut i is expected to take: no gain if all later stages take less
 
     sum of H_e(i, m)     = t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
     slowest of H_e(i, m) = max(t, c, slowest of H_(e-1)(j, m - r))
@@ -103,8 +103,8 @@ class Ground:
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
         """The link after a stage: its latency in both directions, and its seconds per byte.
 
-        Both have three indices: m, then where `counts` has the stage's number of replicas, then
-        where it has the next stage's.
+        Both arrays have three indices: m, the index of the stage's number of replicas in `counts`,
+        and the index of the next stage's number.
         """
         way = self.segments.shapes.cluster.way
         kinds = len(self.counts)
@@ -187,7 +187,8 @@ def _longer(
         units = r // ground.unit
         if units >= ground.places or (replicas and r != replicas[-e]):
             continue
-        # The column m of a way of e stages goes with the column m - units of the way behind it.
+        # A way of e stages on m units begins with a stage on `units` of them. On the others it
+        # continues with a way of e - 1 stages.
         m = slice(units, None)
         behind = slice(ground.places - units)
         readers = after.kth[:, behind]

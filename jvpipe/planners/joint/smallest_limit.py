@@ -134,13 +134,13 @@ class Peaks:
         b: int,
         below: float,
     ) -> float:
-        """Returns a segment's peak bytes, exactly if they are less than `below`.
+        """Returns a segment's peak bytes, which are settled first if they may be less than `below`.
 
         Args:
             s: the stage.
             a: the index of the segment's start among the cuts of bound s.
             b: the index of the segment's end among the cuts of bound s + 1.
-            below: if the peak is not less than this, any lower bound that is not less will do.
+            below: if the peak is at least this, any number from `below` to the peak is returned.
         """
         peaks = self.bytes[s]
         if (s, a, b) in self.choices or peaks[a, b] >= below:
@@ -156,8 +156,8 @@ class Peaks:
             below=below - fixed,
         )
         self.choices[s, a, b] = choices
-        # Longer segments around this one need nearly as many bytes. Their bounds are raised now, so
-        # that many of them never have to be settled.
+        # A longer segment that contains this one needs at least nearly as many bytes. The bounds of
+        # longer segments are raised now, so that many of them never have to be settled.
         longer = peaks[: a + 1, b:]
         least_bytes = longer_bytes(self.pricing, block, a, b, held_bytes)
         np.maximum(longer, least_bytes, out=longer)
@@ -250,8 +250,8 @@ def longer_bytes(
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1]
     begun = on_device_bytes(in_flight, inputs[-1] - least[starts - starts[0]])
-    # The second: what a run needs in addition if it ends with the known segment. That is 0
-    # for longer segments that end there too.
+    # The second: what a run needs in addition if it ends with the known segment. This is 0 if the
+    # longer segment ends there, too.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
     ended = np.full(len(block.ends) - b, max(0.0, more_at_end))
     ended[0] = 0.0

@@ -8,10 +8,10 @@ choice of the layer. Then three kinds of states are dropped:
     - states whose lower bound of seconds (`dual_bounds.py`) is not below the best that is known;
     - states that another state dominates, because it is at least as good in every number.
 
-Dropping them loses nothing: what they lead to does not fit, or is no better than what is known or
-what another state leads to. So the result is the best, with one exception: if more than twice
-`width` states are left, only the most promising stay. The answer's `bound_s` then tells how much
-faster the best may be.
+Dropping them loses nothing. The first kind never fits. The second never gets faster than the best
+choices that are known. The third never gets better than the state that dominates it. So the result
+is the best, with one exception: if more than twice `width` states are left after a layer, only the
+most promising stay. The answer's `bound_s` then tells how fast the best may be.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,10 @@ from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 
 BELOW_FACTOR = 1 - 1e-12
-"""The best known seconds are lowered by this factor, more than rounding may raise a bound."""
+"""Only states whose bound is below the best known seconds times this factor are followed.
+
+Without it, rounding could put the bound of an equally fast state just below these seconds.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ class StageChoices:
 class FateSearch:
     """A search that answers a query; lower bounds come from prices (`dual_bounds.py` defines them).
 
-    If no `prices` are given, those that prove the highest bound are used. A lot may have several
-    moments, and choices must fit at all of them. The price of bytes is put on the moment that holds
-    the most if everything is kept.
+    If no `prices` are given, the prices that prove the highest bound are used. Choices must fit at
+    every moment of the lot. Prices apply only to the bytes of one moment: the one at which the
+    device would hold the most if everything was kept.
     """
 
     def __init__(
@@ -114,8 +117,8 @@ class FateSearch:
         # Lower bounds of what the layers to come cost at these prices.
         priced = offers.cost(*prices)
         paid = priced.min(1)
-        # A backward goes from the last layer to the first. So while an earlier layer works, the
-        # layers to come have already freed what they left of the same micro-batch.
+        # Backwards run from the last layer to the first. So while the backward of an earlier layer
+        # runs, the layers to come hold nothing of this micro-batch: their backwards have freed it.
         left = table.left_bytes[at]
         others = offers._replace(held_bytes=held_bytes - left).cost(*prices)
         spared = others.min(1) - self.mu * growth.given
@@ -129,8 +132,9 @@ class FateSearch:
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
         """Estimates what the layers to come take: means over choices, mostly over the cheap ones.
 
-        For all layers together, the best choices use up whatever has a price above 0, seconds or
-        bytes (complementary slackness). So the estimates are scaled until they do that too.
+        Compute, link and bytes each have a price. If a price is above 0, the best choices of all
+        layers together use up what is available (complementary slackness). So the estimates for
+        compute, link or bytes are then scaled until they add up to what is available.
 
         Args:
             cost: of each choice at these prices.
@@ -140,8 +144,8 @@ class FateSearch:
         query = self.query
         without_fates_s = self.alpha * query.compute_s + (1 - self.alpha) * query.traffic_s
         bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
-        # The farther a choice is from its layer's best, the less it counts. Distances are measured
-        # as fractions of what a layer takes on average.
+        # The more a choice costs above its layer's cheapest, the less it counts. The unit of this
+        # difference is a share (`FATE.near_best`) of the mean seconds of a layer.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
         least_s = max(1e-12 * most_s, 1e-300)
         near_s = max(FATE.near_best * bound_s / len(cost), least_s)
@@ -164,8 +168,8 @@ class FateSearch:
         Ties go to the choices that swap least, then to those that hold least.
 
         Args:
-            width: after a layer with more than twice as many states, about twice as many
-                stay (`_fittest`).
+            width: if more than twice `width` states are left after a layer, about twice `width`
+                of them stay (`_fittest`).
             below_s: seconds; slower choices are not of interest.
         """
         last = follow(
@@ -235,9 +239,9 @@ class FateSearch:
         _alive: np.ndarray,
         done: int,
     ) -> np.ndarray:
-        """Picks the states that stay: the best `width` by bound, and as many by expected seconds.
+        """Picks the states that stay: `width` with the least bounds, and `width` expected to be fast.
 
-        Expected seconds are those of a state, plus the estimates of `_expected` for the layers to
+        The expected seconds are those of a state, plus the estimates of `_expected` for the layers to
         come, plus a price for each byte that would then be over the limit.
         """
         extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
@@ -259,7 +263,7 @@ class FateSearch:
         return np.concatenate([near, low, [taken.argmin()]])
 
     def _held_bytes(self, states: States) -> Float[np.ndarray, "M"]:
-        """Returns the bytes that states hold at the moment that prices are put on."""
+        """Returns the bytes that states hold at the moment to which prices apply."""
         return states[self.growth.fixed_rows + self.moment]
 
     def _loads_s(self, states: States) -> tuple[Float[np.ndarray, "M"], Float[np.ndarray, "M"]]:

@@ -1,9 +1,9 @@
 """Finds the best cuts and fates by the surrogate, a closed form of the seconds of a step.
 
 `cap_search.py` defines the surrogate and searches a table of segments (`segment_table.py`) for it.
-This file chooses the cuts of that table. If there are few, all are taken. If there are many, each
-bound gets a window: the cuts that it can have if no stage takes longer than a cap
-(`cut_windows.py`). The widest windows that the effort allows are taken.
+This file chooses the cuts of that table. If a model has few cuts, all are in the table. If it has
+many, each bound of the stages gets a window: the cuts at which the bound can lie if no stage takes
+longer than a cap (`cut_windows.py`). The widest windows that the effort allows are taken.
 
 A model of few layers is searched until the best is proven. A larger model is searched until the
 best is near enough to its bound, or until the effort is used up. The numbers of `effort` below, and
@@ -79,8 +79,8 @@ def solve(
         return area(reach.windows(least_s * (1 + slack))) <= CUTS.window_cells
 
     widest = next(filter(is_small, CUTS.cap_slacks), 0.0)
-    # The widest windows within the effort come first. If no plan in them fits, wider windows are
-    # tried, but thinned out (`bounded`).
+    # The widest windows within the effort come first. If no plan in them fits, two fixed slacks are
+    # tried. If their windows have too many cuts, some are left out (`bounded`).
     for slack in (widest, 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))

@@ -8,8 +8,9 @@ micro-batch forward from stage a to stage r and back:
     ...           F . . B
     stage r         F B
 
-Stage a has only r - a more micro-batches in flight than stage r. So r - a + 1 micro-batches pass
-during one round trip, which may therefore take at most r - a + 1 times the cap:
+Stage a has only r - a more micro-batches in flight than stage r. So at most r - a + 1 micro-batches
+can start during one round trip. If one starts every T seconds, the round trip takes no longer than
+r - a + 1 times T:
 
     t_a + c_(a+1) + t_(a+1) + ... + c_r + t_r  <=  (r - a + 1) T      for all a <= r
 
