@@ -27,10 +27,13 @@ def ends_s(spans: Sequence[Span]) -> dict[str, float]:
 def test_a_task_does_not_begin_before_the_step_before_has_ended_on_its_device() -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, PLAN)
-    pipe.session.monitor()
+    pipe.session.monitor(kept=3)
     for _ in range(5):  # nothing waits: steps are dispatched while earlier ones run
         state, _ = pipe.step(state, batch_of(m, MICRO))
     earlier, later = pipe.session.measured(before=True), pipe.session.measured()
+    monitor = pipe.session.controller.monitor
+    assert monitor is not None
+    assert monitor.read(monitor.last(2)[0]) == earlier, "however many steps are kept"
     for device, end_s in ends_s(earlier.spans).items():
         assert min(span.start_s for span in later.spans if span.device == device) >= end_s
 

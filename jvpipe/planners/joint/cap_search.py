@@ -49,6 +49,8 @@ from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import CutBlock
 
 Caps = tuple[float, ...]
+Box = tuple[Caps, Caps]
+"""The low and the high caps."""
 
 
 Stages = Sequence[tuple[CutBlock, Matrix]]
@@ -132,6 +134,15 @@ class Objective:
         """For each phase, a lower bound on the maximum over the segments of a path."""
         return tuple(map(least_max, self.phases))
 
+    def under(self, caps: Caps) -> list[Matrix]:
+        """Returns the sums, with infinity for each segment that is over the cap of some phase."""
+        capped = self.sums
+        for phase, cap in zip(self.phases, caps, strict=True):
+            if np.isfinite(cap):
+                both = zip(phase, capped, strict=True)
+                capped = [np.where(waits <= cap, total, np.inf) for waits, total in both]
+        return capped
+
     @property
     def step_s(self) -> float:
         """A lower bound on the seconds of a step."""
@@ -186,7 +197,7 @@ class _Boxes:
     Attributes:
         problem: what is asked.
         table: the segments.
-        heap: the boxes as (bound, tick, low caps, high caps), the least bound first.
+        heap: the boxes as (bound, tick, box), the least bound first.
         ticks: numbers the boxes in the order in which they were added.
         paths: the paths met, with the seconds of a step.
         best_s: the seconds of the best path met.
@@ -194,7 +205,7 @@ class _Boxes:
 
     problem: Problem
     table: Table
-    heap: list[tuple[float, int, Caps, Caps]] = field(default_factory=list)
+    heap: list[tuple[float, int, Box]] = field(default_factory=list)
     ticks: Iterator[int] = field(default_factory=count)
     paths: dict[Path, float] = field(default_factory=dict)
     best_s: float = np.inf
@@ -208,9 +219,10 @@ class _Boxes:
         """Opens boxes, least bound first, until none can hold a better path or effort runs out."""
         table = self.table
         bound_s = 0.0
-        self._push(0.0, self.low, (np.inf,) * len(self.low))
+        self._push(0.0, (self.low, (np.inf,) * len(self.low)))
         while self._may_be_better():
-            expected_s, _, low, high = heappop(self.heap)
+            expected_s, _, box = heappop(self.heap)
+            low, high = box
             if table.proven:
                 bound_s = max(bound_s, expected_s)
             total_s, path = self._shortest(high)
@@ -223,22 +235,23 @@ class _Boxes:
             if opened:
                 table.refine(opened)
                 box_s = total_s + self.waits * sum(low)
-                self._push(max(box_s, expected_s), low, high)
+                self._push(max(box_s, expected_s), box)
                 if not table.open_cells(path):
                     self._meet(path)
                 continue
             # The path has the least sum of its box, so a better path of the box has a smaller
             # maximum in some phase.
-            for below, above in _rest(low, high, self._meet(path)):
-                self._push(total_s + self.waits * sum(below), below, above)
+            for smaller in _rest(low, high, self._meet(path)):
+                below, _ = smaller
+                self._push(total_s + self.waits * sum(below), smaller)
         if table.proven:
             bound_s = self.heap[0][0] if self.heap else self.best_s
         paths = tuple(sorted(self.paths, key=lambda path: self.paths[path]))
         return Solution(paths, self.best_s, min(bound_s, self.best_s), table)
 
-    def _push(self, bound_s: float, low: Caps, high: Caps) -> None:
+    def _push(self, bound_s: float, box: Box) -> None:
         """Adds a box; of boxes with equal bounds, the one that was added first is opened first."""
-        heappush(self.heap, (bound_s, next(self.ticks), low, high))
+        heappush(self.heap, (bound_s, next(self.ticks), box))
 
     def _may_be_better(self) -> bool:
         """Tells whether a box that may have a better path is left, and effort to open the box."""
@@ -250,7 +263,7 @@ class _Boxes:
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
         """Finds the path with the least sum under the caps; None if no path keeps them."""
         objective = Objective(self.problem, self.table.stages)
-        total_s, places = least_sum(_under(objective, caps))
+        total_s, places = least_sum(objective.under(caps))
         return float(objective.summed(total_s)), self.table.path(places) if places else None
 
     def _meet(self, path: Path) -> Caps:
@@ -281,26 +294,16 @@ class _Boxes:
         rest_s = (self.best_s - least_s) / self.waits * (1 + 1e-12) if self.waits else np.inf
         caps = tuple(rest_s - sum(low) + low_s for low_s in low)
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
-        kept = [np.flatnonzero(x <= enough_s) for x in sums_through(_under(objective, caps))]
+        kept = [np.flatnonzero(x <= enough_s) for x in sums_through(objective.under(caps))]
         if all(len(places) for places in kept):
             self.table.narrow(kept)
-
-
-def _under(objective: Objective, caps: Caps) -> list[Matrix]:
-    """Returns the sums of segments, with infinity for each that is over the cap of some phase."""
-    capped = objective.sums
-    for phase, cap in zip(objective.phases, caps, strict=True):
-        if np.isfinite(cap):
-            both = zip(phase, capped, strict=True)
-            capped = [np.where(waits <= cap, total, np.inf) for waits, total in both]
-    return capped
 
 
 def _rest(
     low: Caps,
     high: Caps,
     maxima: Caps,
-) -> list[tuple[Caps, Caps]]:
+) -> list[Box]:
     """Divides what remains of a box into smaller boxes, given the maxima of its shortest path.
 
     A better path has a smaller maximum in some phase. For each phase, the caps below the given

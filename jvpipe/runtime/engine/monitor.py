@@ -261,14 +261,14 @@ class Monitor:
         return list(self._records)[-count:]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Waits for the last step, or for an earlier one, and returns what was measured.
+        """Waits for the last step, and returns what was measured.
 
         Args:
-            before: whether to read the oldest step that is kept. If two steps are kept, it is the
-                step before the last one.
+            before: whether to read the step before the last one, if there is one.
         """
         self.close()
-        return self.read(self._records[0 if before else -1])
+        *earlier, last = self._records
+        return self.read(earlier[-1] if before and earlier else last)
 
     def read(self, record: Record) -> Measured:
         """Waits for the rows of a closed record; returns their times. Any thread may call this."""
