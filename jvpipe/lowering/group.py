@@ -81,8 +81,8 @@ class _Group:
     def takes(self, row: Row, key: _Key) -> bool:
         """Tells whether a row can be the group's next part.
 
-        The row would run before the copies that wait. So it must not write a buffer that one of
-        them reads or writes.
+        The row would run before the group's copies. So the row must not write a buffer that one
+        of the copies reads or writes.
         """
         copied: set[int] = set()
         for copy in self.copies:

@@ -142,8 +142,8 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 
     A set of crossings is an integer with one bit per crossing. A buffer that a row writes depends
     on all crossings of the buffers that the row reads: its set is the `or` of their sets.
-    Whenever a row reads a new witness, a scan over all crossings finds those that the witness
-    answers. They leave the waiting set, so there are at most as many scans as crossings.
+    Whenever a row reads a buffer that is the witness of waiting crossings, a scan over all
+    crossings finds these. They then no longer wait, so there are at most as many scans as crossings.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness

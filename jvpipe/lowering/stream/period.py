@@ -46,7 +46,7 @@ class Unrolled:
     Attributes:
         rows: the rows of all steps.
         buffers: the table of buffers.
-        bounds: the rows at which steps begin, and last the end. Step n has the rows from
+        bounds: the rows at which steps begin, then the number of all rows. Step n has the rows from
             `bounds[n]` up to, but without, `bounds[n + 1]`.
         spots: for each bound, the names that buffers have there.
         uses: for each step, the versions that its layers read or made.

@@ -175,11 +175,11 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # One of three stages stands in for this stage: number `near` from the end. Number 1 stands
-        # in for the last stage. Number 2, where values arrive early, stands in for stages with
-        # fewer micro-batches in flight than the stage before them has. Number 3, where no value
-        # arrives early, stands in for stages that have all micro-batches in flight, as the stages
-        # before them have. This stage has `more` micro-batches in flight than its stand-in.
+        # Bytes are counted for pipelines of three stages. Stage number `near` from the end stands in
+        # for this stage. If the stage before this one has more micro-batches in flight, values
+        # arrive early here. Then number 1 or 2 stands in, where values also arrive early. If not,
+        # number 3 stands in, where no value arrives early, or the stage itself if it is nearer to
+        # the end. This stage has `more` micro-batches in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes

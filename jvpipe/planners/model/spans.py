@@ -9,8 +9,8 @@ a < i <= b < j:
     segment          [i-------)j         i = 2, j = 5: counts
 
 The sum over all pairs with a < i and b < j is a prefix sum in two dimensions. It also has the pairs
-with b < i, which lie before the segment, and these are subtracted. The sum has all of these pairs,
-because a < b.
+with b < i, which lie before the segment. The sum over these pairs is subtracted. It needs no
+condition on a, because a < b.
 """
 
 from collections.abc import Iterable, Sequence
