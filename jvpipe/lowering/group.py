@@ -176,8 +176,8 @@ def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row
 def _kinds(rows: Sequence[Row]) -> list[Kind]:
     """Returns, for each row, the kind of the group that it would be part of.
 
-    A forward that runs again (R) goes with the next part at its place, and so has the kind of that
-    part. Any other row has its own kind.
+    A forward that runs again (R) joins the group of the next part at its place, and gets the kind
+    of that part. Any other row has its own kind.
     """
     kinds: list[Kind] = []
     following: dict[int, Kind] = {}  # by place: the kind of the next part of a group

@@ -120,7 +120,7 @@ class MicrobatchLayout:
                             m,
                         )
                     )
-        # Stages on the same devices share an edge's buffer. It stays if another of them uses it.
+        # Stages on the same devices share an edge's buffer. It stays if two of these stages use it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:

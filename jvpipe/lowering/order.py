@@ -18,8 +18,8 @@ Several tasks may be able to start at the same time. Backwards are then dispatch
 Backwards send to earlier stages, so the order among them is from the last list to the first.
 Forwards send to later devices, so the order among them is from the first device to the last (on one
 device, from its last list to its first). In both orders, a device that sends comes before the
-device that receives. This saves time, because a copy needs a new buffer on the receiving GPU, and
-has to wait for all work that was in the queue of that GPU before the buffer was made.
+device that receives. This saves time: a copy needs a new buffer on the receiving GPU, and waits for
+all work that the GPU got before the buffer was made. The receiver's own task comes after it.
 """
 
 from collections import defaultdict, deque
@@ -35,7 +35,7 @@ from jvpipe.lowering.layout import stages_of
 
 
 class _Ready(NamedTuple):
-    """When the inputs of a task have come, its device, and its rank among equal times."""
+    """A task's device, the time at which its inputs have arrived, and its rank at equal times."""
 
     may_start_s: float
     device: int

@@ -281,7 +281,7 @@ class Placer(BufferTable):
     # Operations
 
     def perform(self, op: Operation, *, keeps: bool = False, place: int | None = None) -> None:
-        """Writes an operation's row, between the copies that it needs and those that it delivers.
+        """Writes an operation's row, between the copies of what it reads and of what it delivers.
 
         Args:
             op: the operation.

@@ -11,7 +11,7 @@ one of two signs that the copy has arrived:
 
 With a mark for parameter p, where time runs to the right:
 
-    process 0   U SEND(p) ............................ RECEIPT(mark)  B(p) overwrites p
+    process 0   U SEND(p) ............................ RECEIPT(mark)  U overwrites p
     process 1             ARRIVE(p) SEND(mark)
 
 Crossings without other rows between them, such as those of a layer that moves, share a mark. If no
@@ -143,7 +143,8 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
     A set of crossings is an integer with one bit per crossing. A buffer that a row writes depends
     on all crossings of the buffers that the row reads: its set is the `or` of their sets.
     Whenever a row reads a buffer that is the witness of waiting crossings, a scan over all
-    crossings finds these. They then no longer wait, so there are at most as many scans as crossings.
+    crossings finds these. Crossings that are found wait no longer, so there are at most as many
+    scans as crossings.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness

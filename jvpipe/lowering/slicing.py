@@ -208,7 +208,7 @@ class Slicing(ReplicaParts):
         """Yields the operation that joins the replicas' parts of the model state.
 
         The result is the state for the next micro-batch. All replicas that read the state get it,
-        and also those of this layer: their backward reads it if the loss depends on it.
+        and also those of this layer: if the loss depends on the state, their backward may read it.
 
         Args:
             op: the forward of all replicas.

@@ -225,8 +225,8 @@ class _Unrolling:
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # The plan changes in this step. The step before it was lowered without this change, so
-            # layers have only the buffers that it leaves. The placer forgets their other buffers.
+            # The plan changes in this step. The step before was lowered without the change. Of the
+            # values that belong to layers, only what it left exists, and the placer forgets others.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []

@@ -87,8 +87,8 @@ def parts(
     """Cuts a stream's lists into the lists of its first steps, followed by those of its drain.
 
     Args:
-        lists: a function from the number of a step to the lists of the whole stream. They know only
-            the changes of plan up to that step, and contain at least the tasks of the step after it.
+        lists: a function from the number of a step to the lists of the whole stream. The lists
+            know only the changes of plan up to that step, and contain at least the step after it.
         microbatches: how many a step has.
         steps: how many steps are cut.
         ended: the lists of a stream of exactly that many steps. The drain is taken from them.

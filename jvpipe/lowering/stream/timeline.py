@@ -8,7 +8,7 @@ micro-batch 6:
 
 From the start of a span on, layers lie where the span's plan has them. A layer then reads the
 version that the schedule's rule gives to its new stage. If that version no longer exists, the layer
-reads the oldest version that its old stage still has when the step of the change begins.
+reads the oldest version that its old stage has at the start of the step in which the span begins.
 """
 
 import math

@@ -69,8 +69,8 @@ class KeptBytes:
 
         Args:
             in_flight: how many micro-batches are in flight on the stage.
-            fixed_bytes: the result of `Segments.fixed_bytes`. Its shared values of all micro-batches
-                in flight are subtracted, because `kept` counts them as well.
+            fixed_bytes: the result of `Segments.fixed_bytes`. It includes the shared values of all
+                micro-batches in flight. They are subtracted, because `kept` includes them, too.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
         return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak

@@ -152,10 +152,10 @@ class Segments:
     def share_s(self) -> float:
         """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
-        The work of a layer is its seconds in the costs. A stage takes some multiple of these seconds
-        for each layer. Let r be its smallest multiple. Then the stage does at most 1 / r of work per
-        second. At best all stages end together. The seconds are then all work, divided by the sum of
-        the rates 1 / r.
+        The work of a layer is its seconds in the costs. A stage takes some multiple of these
+        seconds for each layer. Let r be its smallest multiple. Then the stage does at most 1 / r of
+        work per second. At best all stages end together. The bound is thus the work of all layers,
+        divided by the sum of the rates 1 / r.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
@@ -270,7 +270,7 @@ class Segments:
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Returns, for each layer, the bytes of shared values that it reads first of all from i on."""
+        """Returns, for each layer, the shared bytes that a segment from i on first reads there."""
         return self._tensors.at(i, self.n)
 
     def at_work(
@@ -510,7 +510,7 @@ def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
 def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
     """Counts the seconds of all-reduces that no backward hides.
 
-    What shows is the latency or, if larger, the time by which the all-reduce outlasts the backwards.
+    What shows is the latency or, if larger, the excess of the all-reduce over the backwards.
 
     Args:
         whole_s: the seconds of each segment's all-reduce.

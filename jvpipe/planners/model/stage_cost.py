@@ -222,7 +222,7 @@ def _reduce_s(
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts the seconds of an update: those of the longest layer, but at least an even share of all.
+    """Counts the seconds of an update: of the longest layer, but at least an even share of all.
 
     Replicas share out whole layers: each layer is updated by one replica for all replicas.
     """
