@@ -19,7 +19,7 @@ Backwards send to earlier stages, so the order among them is from the last list 
 Forwards send to later devices, so the order among them is from the first device to the last (on one
 device, from its last list to its first). In both orders, a device that sends comes before the
 device that receives. This saves time: a copy needs a new buffer on the receiving GPU, and waits for
-all work that the GPU got before the buffer was made. The receiver's own task comes after it.
+all work that this GPU got before the buffer was made. The receiver's own task is not yet among it.
 """
 
 from collections import defaultdict, deque

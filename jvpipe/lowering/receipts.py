@@ -176,8 +176,9 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     """Finds the row that spoils the offered buffer of each crossing; keys are the crossings' rows.
 
     This row overwrites or deletes the buffer. If the row of the offer itself deletes the buffer,
-    the result is the end of the step. Only arrays from before the step are ever deleted. For any
-    other buffer the process just drops its reference, which is safe at any time.
+    the deletion is put off to the end of the step, so the end is the result. Only arrays from
+    before the step are ever deleted. To any other buffer the process only drops its reference,
+    which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it
     for x in crossing:

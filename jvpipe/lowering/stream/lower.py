@@ -226,7 +226,7 @@ class _Unrolling:
         number = 0
         for n, tasks in enumerate(self.ordered):
             # The plan changes in this step. The step before was lowered without the change. Of the
-            # values that belong to layers, only what it left exists, and the placer forgets others.
+            # buffers of layers, only those that it left exist, and the placer forgets the rest.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []

@@ -173,7 +173,7 @@ def dropping(drain: Step, last: Step) -> Step:
     """Returns a drain that begins with all buffers that the last step leaves.
 
     The last step was lowered as if the stream went on, so it also leaves versions that only later
-    steps would have read. The drain was lowered without them. It now drops them first:
+    steps would have read. The drain was lowered without these versions. It now drops them first:
 
         last step leaves    w-1   w0   t0               buffers 0, 1 and 2
         drain               DROP w-1   then its rows    buffers 1 and 2; those that it makes: 3 ...
