@@ -154,7 +154,7 @@ def _perform_last(
 
     A layer's REDUCE comes after the backward of an earlier layer, so that the replicas send their
     gradients while that backward runs. It also waits until this task's backwards have freed as many
-    bytes as it needs. So the peak is no higher than if all gradients were added up at the end.
+    bytes as it needs. So adding up all gradients at the end would give no lower peak.
 
     Args:
         placer: makes rows of the operations.

@@ -225,8 +225,8 @@ class _Unrolling:
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # The plan changes in this step. The step before was lowered without the change. Of the
-            # buffers of layers, only those that it left exist, and the placer forgets the rest.
+            # The plan changes in this step. The step before ran as if the plan would not change. Of
+            # the layers' buffers, only those that it left exist, and the placer forgets the rest.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []
