@@ -5,7 +5,7 @@ value, a place, and which of the value's copies there. Names change in two ways.
 turns version 3 of a parameter into version 4. A value that moves leaves its old buffer behind; that
 buffer is then named stale, so that no program reads it. Three mappings tie numbers to names:
 
-    ids         name -> number              for the buffers that may be asked for again
+    ids         name -> number              for the buffers that can be found by name
     spots       number -> name              for every buffer
     current     (value, place) -> number    for the copy that a program at the place reads
 """

@@ -302,8 +302,8 @@ class Expander:
     ) -> Iterator[Operation]:
         """Yields the operations that a backward needs first.
 
-        They recompute dropped values, make accumulators of gradients, and compute shifted weights
-        if the schedule shifts them.
+        They recompute dropped values, make accumulators of gradients, and correct the weights if
+        the schedule does so (PipeMare).
         """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:

@@ -81,8 +81,8 @@ class _Group:
     def takes(self, row: Row, key: _Key) -> bool:
         """Tells whether a row can be the group's next part.
 
-        The row would run before the copies that wait. So it must not write a buffer that one of
-        them reads or writes.
+        The row would run before the group's copies. So the row must not write a buffer that one
+        of the copies reads or writes.
         """
         copied: set[int] = set()
         for copy in self.copies:
@@ -176,8 +176,8 @@ def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row
 def _kinds(rows: Sequence[Row]) -> list[Kind]:
     """Returns, for each row, the kind of the group that it would be part of.
 
-    A forward that runs again (R) goes with the next part at its place, and so has the kind of that
-    part. Any other row has its own kind.
+    A forward that runs again (R) joins the group of the next part at its place, and gets the kind
+    of that part. Any other row has its own kind.
     """
     kinds: list[Kind] = []
     following: dict[int, Kind] = {}  # by place: the kind of the next part of a group

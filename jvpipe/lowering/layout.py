@@ -29,8 +29,8 @@ class MicrobatchLayout:
     """The plan, fates and programs of a micro-batch.
 
     `number` tells the layouts of a step apart. `signatures` say what each layer's programs take and
-    yield; `halves` say it for backwards that are split in two, and `sliced` for the programs that
-    replicas run on their slices.
+    yield. `halves` has the signatures of backwards that are split in two. `sliced` has those of the
+    programs that replicas run on their slices.
     """
 
     number: int
@@ -96,8 +96,8 @@ class MicrobatchLayout:
         """Lists the residuals and edges that go to the host after a stage's forward.
 
         A residual is a value that a forward leaves for its own backward. An edge is a tensor
-        between layers. An edge whose fate is to be swapped goes only if a backward of the stage
-        reads it. It stays if another stage on the same devices makes or reads it.
+        between layers. An edge with the fate `swap` goes only if a backward of the stage reads it,
+        and if no other stage on the same devices makes or reads it.
 
         Args:
             stage: the stage whose forward has run.
@@ -120,7 +120,7 @@ class MicrobatchLayout:
                             m,
                         )
                     )
-        # Stages on the same devices share an edge's buffer. It stays if another of them uses it.
+        # Stages on the same devices share an edge's buffer. It stays if two of these stages use it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:

@@ -94,9 +94,9 @@ def summed(
         REDUCE   sums  = first + second
         REDUCE   sums += third
 
-    The first REDUCE takes the gradients of two replicas, and each later one those of one more. So
-    copies of at most two replicas' gradients exist at a time. The order of summation never depends
-    on which replica is faster.
+    The first REDUCE adds the gradients of two replicas. Each later REDUCE adds the gradients of one
+    more replica. So copies of at most two replicas' gradients exist at a time. The order of
+    summation never depends on which replica is faster.
 
     Args:
         graph: the layers.

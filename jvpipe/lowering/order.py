@@ -14,11 +14,12 @@ is ready when the ends of all tasks that it waits for are known. It can start at
 ends, or when its device is free if that is later. Each turn of the loop starts the ready task that
 can start first. The loop ends, because each turn starts another task.
 
-If several tasks could start at the same time, a task that sends goes before the task that receives.
-So backwards go first, from the last list to the first. Forwards follow, from the first device to
-the last, and on one device from its last list to its first. The reason is that a GPU can use a
-buffer only after all work that was enqueued on the GPU before the buffer was made. If the sender is
-dispatched first, the copy arrives at a device that has little work enqueued.
+Several tasks may be able to start at the same time. Backwards are then dispatched before forwards.
+Backwards send to earlier stages, so the order among them is from the last list to the first.
+Forwards send to later devices, so the order among them is from the first device to the last (on one
+device, from its last list to its first). In both orders, a device that sends comes before the
+device that receives. This saves time: a copy needs a new buffer on the receiving GPU, and waits for
+all work that this GPU got before the buffer was made. The receiver's own task is not yet among it.
 """
 
 from collections import defaultdict, deque
@@ -34,7 +35,7 @@ from jvpipe.lowering.layout import stages_of
 
 
 class _Ready(NamedTuple):
-    """When the inputs of a task have come, its device, and its rank among equal times."""
+    """A task's device, the time at which its inputs have arrived, and its rank at equal times."""
 
     may_start_s: float
     device: int
@@ -211,8 +212,8 @@ def order(
         waits: finds the tasks that make the values that a task reads.
         lists: the tasks of each stage or device.
         done: tasks that ran before.
-        waits_too: finds further tasks that a task waits for: those that make a weight version, or
-            that add to a sum of gradients first.
+        waits_too: finds further tasks that a task waits for: those that make a weight version that
+            the task reads, or that must add to the same sum of gradients before the task.
     """
 
     def waits_for(task: Task) -> Iterator[Task]:
@@ -231,8 +232,9 @@ def order(
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
     """Yields the tasks of other stages that must add to a task's sums of gradients before it.
 
-    Gradients are added in the order of micro-batches. If the plan has just changed, other stages
-    may have had the task's layers for the micro-batch before.
+    Gradients are added in the order of micro-batches. If the plan changes at the task's
+    micro-batch, other stages may have run the task's layers for the micro-batch before it. These
+    stages must add their gradients first.
 
     Args:
         plans: the plan of each micro-batch.

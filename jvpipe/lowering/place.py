@@ -10,9 +10,9 @@ A place is the number of a device, or of a mesh of devices. A row is one program
 In the first line layers 4 and 9 run at one other place, so one SEND serves both.
 
 A value that a layer makes for other layers is sent to their places at once. A value that belongs to
-a layer, such as a weight, is moved if the layer changes places. An operation brings whatever its
-place lacks (`bring`), so moving a value earlier is a free choice. Operations name values and no
-places, so where a layer runs cannot change what it computes.
+a layer, such as a weight, is moved if the layer changes places. Before an operation runs, its place
+gets all values that it lacks (`bring`). Values may also be moved earlier, to save time. Operations
+name values and no places, so where a layer runs cannot change what it computes.
 
 A step moves most values early, in this order (step.py): `relocate` before a new plan begins,
 `bring_state` after the last task, then `commit`, which ends the old buffers. A stream calls `keep`
@@ -47,8 +47,8 @@ class Placer(BufferTable):
     """A writer of rows: it places operations one after another, under the plan entered last.
 
     `blocks` hold the rows. `moved` has pairs: an old buffer, and the copy that must arrive before
-    the old buffer ends. With `by_host`, everything that moves goes to the host first. It goes on to
-    its new places only after all of it has left the old ones.
+    the old buffer ends. With `by_host`, every value that moves goes to the host first. Values go on
+    to their new places only after all of them have left their old places.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -281,7 +281,7 @@ class Placer(BufferTable):
     # Operations
 
     def perform(self, op: Operation, *, keeps: bool = False, place: int | None = None) -> None:
-        """Writes an operation's row, between the copies that it needs and those that it delivers.
+        """Writes an operation's row, between the copies of what it reads and of what it delivers.
 
         Args:
             op: the operation.

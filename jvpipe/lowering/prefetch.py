@@ -14,8 +14,8 @@ B7 is the last backward of the place. Rows run from left to right:
 
 The placer writes each update between its own copies. This pass moves the copies, so that both
 directions of the link work at the same time. A place holds at most `UPDATES_HELD` (two) times the
-state of its largest update. Fetches that fit run before the place's last forward or backward. Each
-later fetch waits until enough state has left.
+state of its largest update. Fetches for which this leaves room start before the place's last
+forward or backward. Each later fetch waits until enough state has left the place.
 
 A fetch must stay after the row that puts the state on the host, and before its update. Within these
 bounds its position affects only time and memory.
@@ -42,8 +42,8 @@ A group is a list of rows that belong together. Positions compare in the order i
 class _Copy(NamedTuple):
     """A row that copies or frees state.
 
-    The row stands after update number `after` of its round; if `after` is -1, before all updates.
-    It copies or frees the state of update number `update`.
+    The row copies or frees the state of update number `update` of a `_Round`. It stands after
+    update number `after` of the round; if `after` is -1, before all updates.
     """
 
     after: int
@@ -107,11 +107,12 @@ class _Round:
         until older state has left:
 
             state of the next update    must come, so it waits for any state that leaves
-            state of a later update     waits only for state that began to leave before the last
-                                        update; a longer wait would stop the place
+            state of a later update     waits only for state that began to leave before the update
+                                        that has just run; a wait for newer state would stop the
+                                        place
 
         The next update's state always fits in the end. State comes in the order of updates, so once
-        all leaving state has left, the place holds only parts of that same state.
+        all leaving state has left, the place holds only parts of the next update's state.
 
         Args:
             buffers: the table of buffers.

@@ -11,7 +11,7 @@ one of two signs that the copy has arrived:
 
 With a mark for parameter p, where time runs to the right:
 
-    process 0   U SEND(p) ............................ RECEIPT(mark)  B(p) overwrites p
+    process 0   U SEND(p) ............................ RECEIPT(mark)  U overwrites p
     process 1             ARRIVE(p) SEND(mark)
 
 Crossings without other rows between them, such as those of a layer that moves, share a mark. If no
@@ -142,8 +142,9 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
 
     A set of crossings is an integer with one bit per crossing. A buffer that a row writes depends
     on all crossings of the buffers that the row reads: its set is the `or` of their sets.
-    Whenever a row reads a new witness, a scan over all crossings finds those that the witness
-    answers. They leave the waiting set, so there are at most as many scans as crossings.
+    Whenever a row reads a buffer that is the witness of waiting crossings, a scan over all
+    crossings finds these. Crossings that are found wait no longer, so there are at most as many
+    scans as crossings.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness
@@ -175,8 +176,9 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     """Finds the row that spoils the offered buffer of each crossing; keys are the crossings' rows.
 
     This row overwrites or deletes the buffer. If the row of the offer itself deletes the buffer,
-    the result is the end of the step. Only arrays from before the step are ever deleted. For any
-    other buffer the process just drops its reference, which is safe at any time.
+    the deletion is put off to the end of the step, so the end is the result. Only arrays from
+    before the step are ever deleted. To any other buffer the process only drops its reference,
+    which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it
     for x in crossing:

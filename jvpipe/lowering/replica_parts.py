@@ -127,7 +127,7 @@ class ReplicaParts:
         return self.whole(examples).size / self.graph.examples
 
     def source(self, value: Value, layer: int) -> int:
-        """Returns the layer that sends a layer an edge, or the sum of its cotangents so far.
+        """Returns the layer that sends a layer an edge, or the sum so far of an edge's cotangents.
 
         Args:
             value: the edge, or its cotangent.

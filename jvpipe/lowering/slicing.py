@@ -129,8 +129,8 @@ class Slicing(ReplicaParts):
         """Counts the bytes that adding up a layer's gradients takes beside one replica's gradients.
 
         It is twice the bytes of the layer's gradients: once for another replica's gradients, once
-        for the sums. This counts too little for a replica after the first two: in its first sum it
-        holds the gradients of both of these.
+        for the sums. If the adding replica is neither the first nor the second, this counts too
+        little: the first REDUCE needs the gradients of both beside its own.
         """
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
@@ -208,7 +208,7 @@ class Slicing(ReplicaParts):
         """Yields the operation that joins the replicas' parts of the model state.
 
         The result is the state for the next micro-batch. All replicas that read the state get it,
-        and also those of this layer, because the loss may read the state.
+        and also those of this layer: if the loss depends on the state, their backward may read it.
 
         Args:
             op: the forward of all replicas.
@@ -314,8 +314,8 @@ class Slicing(ReplicaParts):
             run = JoinRun(ref, self._weights(value, examples, others))
             yield joined(Kind.REDUCE, reads=theirs, run=run)
         elif value.kind is ValueKind.COTANGENT:
-            # All replicas of this stage made the same edge. The gradients of replicas are added up,
-            # so only the first replica takes the cotangent, and the others take zeros.
+            # All replicas of this stage made the same edge, and their gradients will be added up.
+            # To count the cotangent once, the first replica takes it, and the others take zeros.
             if examples == slices[0]:
                 yield joined(Kind.REDUCE, reads=theirs, run=JoinRun(ref))
             else:

@@ -10,8 +10,9 @@ line is the list of one stage. 1F2 is the forward of micro-batch 2 on stage 1:
                      1F1 1B1 1F2 1B2
 
 A stage's list is built forward by forward. The tasks that precede a forward in the list of its own
-plan come first, unless they have come before. Then comes the forward. So the pipeline fills or
-drains gradually if the number of stages changes, and splicing two equal lists returns that list.
+plan come first, unless they are in the spliced list already. Then comes the forward. So the
+pipeline fills or drains gradually if the number of stages changes. Splicing a list with itself
+returns the same list.
 """
 
 from collections.abc import Sequence

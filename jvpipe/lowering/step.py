@@ -153,8 +153,8 @@ def _perform_last(
         B(layer 4)  B(layer 3)  REDUCE(layer 4)  B(layer 2)  REDUCE(layer 3)  REDUCE(layer 2)
 
     A layer's REDUCE comes after the backward of an earlier layer, so that the replicas send their
-    gradients while that backward runs. It also comes only after backwards have freed the bytes that
-    it takes. So the step holds no more than if all gradients were added up after the last backward.
+    gradients while that backward runs. It also waits until this task's backwards have freed as many
+    bytes as it needs. So adding up all gradients at the end would give no lower peak.
 
     Args:
         placer: makes rows of the operations.
@@ -297,7 +297,7 @@ def _perform(
 
     Args:
         placer: makes rows of the operations.
-        operations: the operations. An iterator makes each one after the ones before it are placed.
+        operations: the operations; an iterator may make each one when all before it are placed.
         slicing: divides operations among replicas; None if no stage has replicas.
     """
     for operation in operations:

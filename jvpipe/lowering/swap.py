@@ -9,12 +9,12 @@ F<m> and B<m> are a stage's forward and backward of micro-batch m. F<m> leaves v
 Rows run from left to right:
 
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
-    GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
+    GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3 ... F7 o7 f7 i1 B0 i2 B1 ...
 
-A device holds the swapped values of at most two micro-batches at a time: one set is in use, and one
-is on its way out or in. Two rules keep this bound. Before a forward that will leave a set, older
-sets are freed until one is left. A fetch starts only one task ahead, after all leaving sets have
-left.
+The values that a forward leaves to swap are a set. A device holds at most two sets at a time: one
+is in use, and one is on its way out or in. Two rules keep this bound. Before a forward that will
+leave a set, older sets are freed until at most one is on the device. A set is fetched at most one
+task before it is read, and only after all sets on their way out have been freed.
 
 A micro-batch whose backward directly follows its forward is not swapped. Values that come back for
 a split backward stay on the device until its second half has run. Copies do not change values, so
@@ -75,8 +75,8 @@ def _forward(task: Task) -> Task:
 class _Swaps:
     """The swapped values of all stages, while the rows are written.
 
-    Devices are numbered like their task lists. The values that a forward leaves are a set, and the
-    forward is the key of its set. This is the way of a set, row by row:
+    Devices are numbered like their task lists. The forward that leaves a set (see the top of the
+    file) is its key. This is the way of a set, row by row:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """

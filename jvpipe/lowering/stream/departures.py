@@ -7,12 +7,12 @@ example there are two stages, and task 7 moves weights to the place where it rea
     rows         MOVE                    FREE old, DROP new
 
 The old buffer must not end before the copy has arrived. So FREE waits for the copy, and then ends
-the old buffer. It is written only after `_WINDOW` (two) more tasks of each stage, here before task
-12, because by then the copy has normally arrived. If the copy is late, FREE only costs time.
+the old buffer. It is written only after `_WINDOW` (two) more tasks per stage, here before task 12,
+because by then the copy has normally arrived. If the copy is late, FREE only costs time.
 
-A buffer ends at the last row that touches it. FREE also touches the new buffer, but it is a row of
-the old place. So a DROP row of the new place follows, at which the new buffer ends if no later row
-reads it.
+A buffer ends at the last row that touches it. FREE, a row of the old place, also touches the new
+buffer. But that buffer must not end there, because another process may hold it. So a DROP row of
+the new place follows, at which the new buffer ends if no later row reads it.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
 _WINDOW = 2
-"""The number of further tasks of each stage after which the buffers at an old place are freed.
+"""The number of further tasks per stage after which the buffers at an old place are freed.
 
 A smaller number could let a task wait for the copy; a larger one holds the old buffers longer.
 Results are the same for every number.

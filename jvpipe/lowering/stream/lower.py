@@ -85,11 +85,11 @@ class StreamLowering:
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
         # Steps are equal if their rows, and the names of all buffers before and after them, are
-        # equal in each step's own numbers. If a step equals the step before it, it ends as it
-        # began. A full pipeline has the same tasks in every step, so all later steps are then
-        # equal, too. This happens after at most `fill` steps: by then the micro-batches that were
-        # in flight at the switch have left. More steps are lowered than compared. The last lowered
-        # steps look different, because nothing reads what they leave.
+        # equal in each step's own numbers. If a step equals the step before it, the next step
+        # begins with the same buffers as this step. A full pipeline has the same tasks in every
+        # step, so all later steps are then equal, too. This happens after at most `fill` steps: by
+        # then the micro-batches that were in flight at the switch have left. More steps are lowered
+        # than compared: the last of them look different, because no row reads what they leave.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
@@ -134,7 +134,7 @@ class _Unrolling:
 
     `_place_steps` takes notes, by which the rows are cut into steps later:
 
-        blocks    the numbers of the blocks at which steps begin, and last the end
+        blocks    the numbers of the blocks at which steps begin, then the number of all blocks
         spots     for each of these blocks, the names of all buffers before it
         uses      the versions that each step's layers read or made
         left      for each forward, the first layer of its stage, which names the rows of swaps, and
@@ -225,8 +225,8 @@ class _Unrolling:
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # The plan has changed before this step. The placer forgets the buffers that the
-            # migration has not copied, because they are gone.
+            # The plan changes in this step. The step before ran as if the plan would not change. Of
+            # the layers' buffers, only those that it left exist, and the placer forgets the rest.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []

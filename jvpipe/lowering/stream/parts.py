@@ -2,7 +2,7 @@
 
 A stream is a run of steps without a flush between them. A stage's part of a step ends just before
 the stage's first forward for the next step. On stage s of S, S - 1 - s micro-batches are then in
-flight, and the next step begins with them. With two stages and two micro-batches per step:
+flight; their backwards belong to later steps. With two stages and two micro-batches per step:
 
                step 0                  step 1                  drain
     stage 0    F0 F1 B0 U0             F2 B1 U1 F3 B2 U2       B3 U3
@@ -52,7 +52,7 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
         case "first stage":
             forward = [newest[0]] * len(lists)
         case "one behind":
-            # The micro-batches of update k read version k - 1. The update itself takes version k.
+            # Update k changes version k. The forwards of its micro-batches read version k - 1.
             every = schedule.period(microbatches)
             behind = tuple(max(0, m // every - 1) for m in range(len(newest[0])))
             forward = [behind] * len(lists)
@@ -87,8 +87,8 @@ def parts(
     """Cuts a stream's lists into the lists of its first steps, followed by those of its drain.
 
     Args:
-        lists: a function from the number of a step to the lists of the whole stream, as they are
-            known in that step. They reach at least one step further.
+        lists: a function from the number of a step to the lists of the whole stream. The lists
+            know only the changes of plan up to that step, and contain at least the step after it.
         microbatches: how many a step has.
         steps: how many steps are cut.
         ended: the lists of a stream of exactly that many steps. The drain is taken from them.

@@ -46,7 +46,7 @@ class Unrolled:
     Attributes:
         rows: the rows of all steps.
         buffers: the table of buffers.
-        bounds: the rows at which steps begin, and last the end. Step n has the rows from
+        bounds: the rows at which steps begin, then the number of all rows. Step n has the rows from
             `bounds[n]` up to, but without, `bounds[n + 1]`.
         spots: for each bound, the names that buffers have there.
         uses: for each step, the versions that its layers read or made.
@@ -173,7 +173,7 @@ def dropping(drain: Step, last: Step) -> Step:
     """Returns a drain that begins with all buffers that the last step leaves.
 
     The last step was lowered as if the stream went on, so it also leaves versions that only later
-    steps would have read. The drain was lowered without them. It now drops them first:
+    steps would have read. The drain was lowered without these versions. It now drops them first:
 
         last step leaves    w-1   w0   t0               buffers 0, 1 and 2
         drain               DROP w-1   then its rows    buffers 1 and 2; those that it makes: 3 ...

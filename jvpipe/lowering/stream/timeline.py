@@ -7,8 +7,8 @@ micro-batch 6:
     plan          A           | B
 
 From the start of a span on, layers lie where the span's plan has them. A layer then reads the
-version that the schedule's rule gives to its new stage. It never reads a version older than the one
-that its old stage would have read next, because older versions no longer exist.
+version that the schedule's rule gives to its new stage. If that version no longer exists, the layer
+reads the oldest version that its old stage has at the start of the step in which the span begins.
 """
 
 import math
@@ -45,7 +45,7 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
     layouts = []
     for m in range(math.lcm(*plan.replicas)):
         turn = plan.turn(m)
-        # If no devices take turns, the layout itself is used, because it has cached properties.
+        # If no devices take turns, the layout itself is used, to keep its cached properties.
         layouts.append(layout if turn is plan else replace(layout, plan=turn))
     return layouts
 

@@ -11,7 +11,7 @@ weights before the task that reads them. SETTLE records what an update (U) has c
 The symbols are:
 
     w      the newest version of a parameter
-    tau    S - 1 - s on stage s of S: the updates between a forward and its own update
+    tau    S - 1 - s on stage s of S: the updates between a forward and the update from its gradient
     d      PipeMare: the running mean of the parameter's updates
     u      XPipe: the parameter's last update
     k      the updates between a forward and its backward
@@ -92,7 +92,7 @@ class StreamWeights(Weights):
         return self.timeline.version(owner, m, back=reads_stale)
 
     def tau(self, layer: int, m: int) -> int:
-        """Counts the updates between a layer's forward of a micro-batch and the update from it.
+        """Counts the updates between a layer's forward and the update from the forward's gradient.
 
         Args:
             layer: the layer.
@@ -304,7 +304,7 @@ class StreamUpdates:
         for reader in dict.fromkeys(readers):
             parameters = [p for p in owned if reader in graph.parameters[p].readers]
             sums = [Value(ValueKind.GRADIENT, p, reader, version=update) for p in parameters]
-            # The last `turns` micro-batches ran on different devices, so they name all the sums.
+            # The last `turns` micro-batches ran on different devices, each with a sum of its own.
             turns = self.timeline.replicas(reader, m)
             last_ones = range(m + 1 - turns, m + 1)
             parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
@@ -375,7 +375,7 @@ class StreamUpdates:
                 ZeroRun(kind),
             )
         reads = [*old, *(write.value for write in (*new, *remembered))]
-        # PipeMare also scales updates down while it anneals, so it writes the parameters as well.
+        # PipeMare also scales down the first `anneal_updates` updates, so it writes the parameters.
         writes = [*new, *remembered] if corrects else memory
         yield self.expander.operation(
             Kind.SETTLE,

@@ -97,8 +97,8 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
 
     The least time is found by halving an interval. To try a time, the stages are filled up to it
     from the last stage to the first; the time suffices if all layers are placed. Filling finds such
-    bounds whenever there are any: a layer that a stage could take, but leaves, only makes an
-    earlier stage longer.
+    bounds whenever there are any: if a stage took fewer layers than it can, an earlier stage would
+    only become longer.
 
     Args:
         totals: for each stage, the seconds of all layers before each cut on the stage's device.

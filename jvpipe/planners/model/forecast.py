@@ -190,9 +190,9 @@ def _lists(
 def trips_counted(stages: int, microbatches: int) -> float:
     """Returns the least share of the timed micro-batches that lies in whole cycles.
 
-    Stages wait for each other in cycles (see `stream_window`), whose length is any number of
-    micro-batches from 1 to `stages`. The cycle in which the timing ends may be counted in part. The
-    result is the least share over all lengths.
+    Stages wait for each other in cycles (see `stream_window`). A cycle has 1 to `stages`
+    micro-batches. If the timing ends within a cycle, the micro-batches of that cycle are outside of
+    the share. The result is the smallest share that any length of cycles gives.
     """
     _, timed = stream_window(stages, microbatches)
     return min(timed // length * length for length in range(1, stages + 1)) / timed

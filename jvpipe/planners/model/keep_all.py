@@ -31,7 +31,7 @@ from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, optio
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """The bytes that segments hold of one micro-batch if all is kept, whichever stage they are.
+    """The bytes that segments hold of one micro-batch if all is kept; the same for every stage.
 
     Attributes:
         shared: the bytes of values that several layers read.
@@ -70,7 +70,7 @@ class KeptBytes:
         Args:
             in_flight: how many micro-batches are in flight on the stage.
             fixed_bytes: the result of `Segments.fixed_bytes`. It includes the shared values of all
-                micro-batches in flight, which `kept` has as well.
+                micro-batches in flight. They are subtracted, because `kept` includes them, too.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
         return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak

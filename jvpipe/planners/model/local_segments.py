@@ -42,8 +42,8 @@ class LocalSegments:
 
     Args:
         shapes: gives the costs, the devices and what the user has fixed.
-        most: about how many of all allowed cuts (`cuts`) are used (`coarse`). With more cuts,
-            shapes are compared more exactly, and more slowly.
+        most: about how many of the allowed cuts (`cuts`) become coarse cuts (`coarse`). With more
+            of them, shapes are compared more exactly, and more slowly.
     """
 
     def __init__(self, shapes: Shapes, most: int = 32) -> None:
@@ -175,11 +175,11 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # One of three stages stands in for this stage: number `near` from the end. Number 1 stands
-        # in for the last stage. Number 2, where values arrive early, stands in for stages with
-        # fewer micro-batches in flight than the stage before them has. Number 3, where no value
-        # arrives early, stands in for stages that have all micro-batches in flight, as the stages
-        # before them have. This stage has `more` micro-batches in flight than its stand-in.
+        # Bytes are counted for a pipeline of three stages, of which number `near` from the end
+        # stands in for this stage. If the stage before this one has more micro-batches in flight,
+        # values arrive early. Then number 1 or 2 stands in, where values arrive early, too. If not,
+        # number 3 stands in, where no value arrives early, or the stage's own number if smaller.
+        # This stage has `more` micro-batches in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes

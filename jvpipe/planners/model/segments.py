@@ -152,10 +152,10 @@ class Segments:
     def share_s(self) -> float:
         """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
-        Measure work by the costs' seconds. A stage takes some multiple of these for each layer. Let
-        r be its smallest multiple. Then the stage does at most 1 / r of work per second. The
-        slowest stage is fastest if all stages end together: then the whole work is done at the sum
-        of their rates 1 / r.
+        The work of a layer is its seconds in the costs. A stage takes some multiple of these
+        seconds for each layer. Let r be its smallest multiple. Then the stage does at most 1 / r of
+        work per second. At best all stages end together. The bound is thus the work of all layers,
+        divided by the sum of the rates 1 / r.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
@@ -195,9 +195,9 @@ class Segments:
     def _late(self, count: int) -> Spans:
         """Makes the spans of waiting cotangents, in the mirrored model.
 
-        A cotangent counts once for each stage that its sender is away. The sender is the stage with
-        the value's next reader after the segment. Each layer from the segment's end to this reader,
-        itself included, may be a stage of its own.
+        A cotangent counts d times if its sender is d stages away. The sender is the stage with the
+        value's next reader after the segment. Each layer from the segment's end up to and including
+        this reader may be a stage of its own.
 
         Args:
             count: the most stages that a sender may be away: the number of stages after this one,
@@ -270,7 +270,7 @@ class Segments:
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Returns each layer's bytes of shared values of which it is the first reader from i on."""
+        """Returns, for each layer, the shared bytes that a segment from i on first reads there."""
         return self._tensors.at(i, self.n)
 
     def at_work(
@@ -354,7 +354,7 @@ class Segments:
     ) -> Grid:
         """Returns lower bounds of the seconds that each segment's all-reduce adds to a step.
 
-        If it overlaps with the backwards, the bound assumes that both begin together.
+        If the all-reduce overlaps with the backwards, the bound assumes that both begin together.
         """
         whole_s = link_seconds(link, between(sums(self._reduced_bytes), starts, ends))
         if not self.problem.overlaps:
@@ -423,7 +423,7 @@ def surely_spared_bytes(
     holds least (`shared_state.py`). Let x be the last size packed onto the replica that ends up
     fullest. Just before, this replica held least: at most an even share of the sizes packed so far,
     which are all at least x. So it ends up with at most that share plus x. The bound does not know
-    x, so it takes the largest such sum over all sizes. It is rarely far off.
+    x, so it takes the largest such sum over all sizes.
 
     Args:
         layers: the layers of the whole model.
@@ -510,7 +510,7 @@ def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
 def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
     """Counts the seconds of all-reduces that no backward hides.
 
-    The backwards hide an all-reduce except for its latency or, if longer, for its excess over them.
+    What shows is the latency or, if larger, the excess of the all-reduce over the backwards.
 
     Args:
         whole_s: the seconds of each segment's all-reduce.

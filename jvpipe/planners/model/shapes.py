@@ -116,7 +116,7 @@ class Shapes:
         return len(self.model.costs.layers)
 
     def under(self, limit_bytes: int) -> "Shapes":
-        """Returns the same shapes with another limit for the device with the most memory."""
+        """Returns the same shapes under another `Problem.memory_limit_bytes`."""
         return replace(self, model=replace(self.model, memory_limit_bytes=limit_bytes))
 
     def told_apart(
@@ -139,15 +139,15 @@ class Shapes:
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """The orders of devices along which places are laid out: DAPPLE's placements.
 
-        Append first takes the devices machine by machine. Scatter first takes one device of each
-        machine in turn, either over all machines or within one block of machines after another.
-        Here two machines (|) have two devices each:
+        "Append first" lists the devices machine by machine. "Scatter first" lists one device of
+        each machine in turn. It treats all machines as one block, or lists one block of machines
+        after another. Here two machines (|) have two devices each:
 
             0 1 | 2 3       append first   0 1 2 3
                             scatter first  0 2 1 3
 
-        DAPPLE's fresh first, which begins each stage on an unused machine, needs no order of its
-        own: it is append first with some devices left out (`starts` of `Shape.along`).
+        DAPPLE's "fresh first", which begins each stage on an unused machine, needs no order of its
+        own: it is "append first" with some devices left out (`starts` of `Shape.along`).
         """
         devices = np.arange(self.devices)
         per_machine = self.cluster.devices_per_machine

@@ -9,8 +9,8 @@ a < i <= b < j:
     segment          [i-------)j         i = 2, j = 5: counts
 
 The sum over all pairs with a < i and b < j is a prefix sum in two dimensions. It also has the pairs
-with b < i, which lie before the segment, and these are subtracted. The sum has all of these pairs,
-because a < b.
+with b < i, which lie before the segment. The sum over the pairs with b < i is subtracted: the first
+sum has all of them, because a < b < i < j.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """The seconds and bytes of a stage: the one definition that every planner is judged by.
 
 Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. F, B and `extra` are seconds
-per micro-batch: of the layers' forwards, of their backwards, and of recomputing. `link` are the
-seconds per micro-batch for which the stage's link to its host is busy. The link carries what is
+per micro-batch: of the layers' forwards, of their backwards, and of recomputing. `link` is the
+time per micro-batch for which the stage's link to its host is busy. The link carries what is
 swapped, out and back. If the problem has `peer_uses_host`, the link also carries the values and
 cotangents that cross the stage's bounds.
 
@@ -222,9 +222,9 @@ def _reduce_s(
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts the seconds of an update: an even share of all layers, or the longest layer if longer.
+    """Counts the seconds of an update: of the longest layer, but at least an even share of all.
 
-    Replicas share out whole layers: one replica updates a layer for all of them.
+    Replicas share out whole layers: each layer is updated by one replica for all replicas.
     """
     layer_s = [layer.update_s for layer in layers]
     if replicas == 1:
@@ -301,9 +301,9 @@ def stage_bytes(
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
-        # `between` is the most that a stage's I needs beyond the bytes held before it. After I the
-        # stage holds `handed - later` bytes more. The schedule's vectors count both moments, before
-        # and after, so only what I needs beyond the larger of the two is added.
+        # `between` is the most that a stage's I needs beyond the bytes held before I. After I the
+        # stage holds `handed - later` bytes more than before. The schedule's vectors count both
+        # moments, so only what I needs beyond the larger of the two is added.
         beyond=max(beyond, between - max(0, handed - later)),
         handed=handed,
         reducing=reducing,
