@@ -86,7 +86,7 @@ def timeline_figure(
 
 
 def _from_zero(picture: Picture) -> Picture:
-    """Returns a picture with times counted from its first start; measured times have any origin."""
+    """Returns a picture with times counted from its first start, whatever the clock's origin."""
     start_s = min((span.start_s for span in picture.spans), default=0.0)
     spans = (
         replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)

@@ -132,7 +132,7 @@ class Question(Training):
             # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
-        # Empty reports say the same, whichever mapping holds them.
+        # Two mappings without reports are equal, although their ids differ.
         key = "costs", id(traced), id(said) if said else None, id(device), split
         costs, _ = self._once(key, make)
         return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
@@ -433,7 +433,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
-    # No device of any plan holds more than one that has all layers and keeps every value.
+    # No device of any plan holds more than a device that has all layers and keeps every value.
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(
