@@ -261,7 +261,7 @@ class _Judge:
                 complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
                 for step in sorted(complete):
                     self._judge(self.plans[step], all_of(self._parts[step]), compiled)
-                    # Steps before this one can no longer change the decision.
+                    # This step and those before it are not looked at again.
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
                     self.plans = {s: plan for s, plan in self.plans.items() if s > step}
         except Exception:

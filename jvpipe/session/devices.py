@@ -292,7 +292,7 @@ def inner_axes(
         raise ValueError(
             f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(common)}"
         )
-    # Made anew, meshes have axes of JAX's default type, over which the compiler lays out values.
+    # Meshes made here have axes of JAX's default type, over which the compiler lays out values.
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
     if sharding is None and batch_axis is None:

@@ -184,7 +184,7 @@ class Engine:
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
         """Returns the arrays of a state without those that belong to micro-batches in flight.
 
-        Of an array that a state in flight has in several versions, the newest is returned.
+        If a state in flight has several versions of an array, only the newest one is returned.
 
         Raises:
             ValueError: the state is not whole, or belongs to another model.

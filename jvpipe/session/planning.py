@@ -147,8 +147,8 @@ def ask(
         planner: the name of the planner.
         problem: the problem to solve; the problem in the answer has the order that was chosen.
         places: the device of each stage; if the order of tasks is open, the device of each place.
-            Unless given, 0, 1, 2 and so on. Not used for unlike devices, whose numbers the problem
-            has.
+            Unless given, 0, 1, 2 and so on. Not used for unlike devices: the problem has their
+            numbers.
         fixed: keep unlike devices in the order that they have.
 
     Raises:
@@ -358,8 +358,8 @@ class _Asker:
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        # For the plan with the fewest bytes, the planner may estimate more than its rows hold, and
-        # so refuse a limit that the plan keeps.
+        # The planner may estimate more bytes for `least` than the rows of `least` hold, and so refuse
+        # a limit that `least` keeps.
         counted = (
             evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
         )
@@ -389,12 +389,12 @@ class _Asker:
             MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
         """
         if problem.schedule == AUTO:
-            # If the order of tasks is open, running one micro-batch after another holds the least,
-            # because no stage then has two micro-batches in flight.
+            # If the order of tasks is open, a step that runs one micro-batch after another holds
+            # the fewest bytes, because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
             problem = replace(problem, schedule=given_lists(lines_of(lists)))
-        # Orders that put the same limits in the same places hold the same bytes, however fast the
-        # devices are, so only one of them is tried.
+        # What plans hold does not depend on the speed of devices. So of the orders of devices that
+        # have the same limits in the same places, only one is tried.
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
@@ -509,7 +509,7 @@ def planned_again(
     if planner.as_paper or planned.ordered is not None or problem.replicated:
         return None
     each = range(problem.devices)
-    # If several stages share a device, the first of them gives its number.
+    # The number of a device is read from the first of its stages.
     first = list(map(problem.places.index, each))
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]

@@ -241,7 +241,7 @@ class Question(Training):
             if 1 in costs:
                 break
             # A replica may have so few examples only if the loss then has the same layers and
-            # operations.
+            # operations as with a whole micro-batch.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
@@ -251,7 +251,7 @@ class Question(Training):
         # With several machines, copies between devices are taken not to use the links to hosts.
         model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
-        # With a single example the loss may be another program, without a batch axis.
+        # With a single example the loss may be another program. A slice then has two or more.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
         shapes = Shapes(model, local, cluster, devices, batch, pins)
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)

@@ -74,7 +74,7 @@ class Migrations:
         Args:
             state: the newest state.
             plan: the plan to migrate to.
-            at: (step, micro-batch) from which the plan holds; None: the next step.
+            at: (step, micro-batch) from which the plan is used; None: the next step.
             why: the reason, which `history` keeps.
         """
         if (hosts := self._compiled_plans.settings.hosts) is not None:

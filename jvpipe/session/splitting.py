@@ -51,7 +51,7 @@ class SplitEffort:
         worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and backward,
             is not cut, because a dispatch takes some 0.05 ms.
         gain: the share of a step's seconds that finer layers must save.
-        rounds: how many times layers may be cut, and cut again.
+        rounds: how many rounds of cutting there are at most; a later one may cut halves again.
         layers_per_stage: with more layers than this per stage, layers are not halved to keep a
             limit, because a stage of such small layers would hold hardly fewer bytes.
         places: how many places of a layer are tried.
@@ -343,7 +343,7 @@ def _cuts(
     ends = [(edge.producer, max(edge.readers, default=0), edge.bytes) for edge in costs.edges]
 
     def sent_bytes(made_before: int, read_from: int) -> int:
-        """Counts the bytes made before layer `made_before` and read by layer `read_from` or later."""
+        """Counts the bytes made before layer `made_before`, and read by `read_from` or later."""
         return sum(size for maker, last, size in ends if maker < made_before and last >= read_from)
 
     joined = bounds_inside(planned.problem.together)
