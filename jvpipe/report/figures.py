@@ -160,7 +160,10 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
 
 
 def _draw_boxes(axes: Axes, color: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
-    """Draws boxes with their widths in points; thin ones lie above the white edges of neighbors."""
+    """Draws boxes, given as corners and the width in points.
+
+    Narrow boxes are drawn above the white edges of their neighbors, which would hide them.
+    """
     wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
     axes.add_collection(PolyCollection(wide, facecolors=color, edgecolors="white", linewidths=0.5))
     thin = [(corners, width_pt) for corners, width_pt in boxes if width_pt <= _THIN_PT]
