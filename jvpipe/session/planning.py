@@ -358,8 +358,8 @@ class _Asker:
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        # The planner may estimate more bytes for `least` than the rows of `least` hold. It would then
-        # refuse a limit that `least` keeps.
+        # The planner may estimate more bytes for `least` than the rows of `least` hold. The planner
+        # would then refuse a limit that `least` keeps.
         counted = (
             evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
         )
