@@ -2,11 +2,11 @@
 
 vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts inside
 layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
-inside layers and between them are considered together. Of all cuts whose slowest stage is nearly as
-fast as possible, those with the fewest cut layers are preferred. Of these, the cuts that send the
-fewest bytes are chosen. Measured seconds may decide which layers are cut, but they do not change
-what a run computes: a layer is cut only if its halves give bitwise identical results
-(`programs.bit_equality`).
+inside layers and between them are considered together. Cuts are accepted if their slowest stage is
+nearly as fast as possible. Among accepted cuts, those with the fewest cut layers are preferred; if
+several have equally few, those that send the fewest bytes. Measured seconds may decide which layers
+are cut, but they do not change what a run computes: a layer is cut only if its halves give
+bitwise identical results (`programs.bit_equality`).
 
 A stage of finer layers may hold fewer bytes. But measured seconds, which vary, must not decide
 whether a limit can be kept. So only two models are tried to keep a limit: the one with whole
