@@ -340,9 +340,9 @@ class _Judge:
 
         Returns:
             `home`, if its cuts are asked for. Otherwise the planner's plan for devices as slow as
-            they are now; None if that plan is hardly faster than the plan in use. `home` with the
-            cuts that are asked for, if the planner gives no plan, or the user chose `home` or its
-            fates.
+            they are now; None if that plan saves less than `Rule.gain` over the plan in use. If the
+            planner gives no plan, or the user chose `home` or its fates: `home` with the cuts that
+            are asked for.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
