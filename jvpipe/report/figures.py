@@ -86,7 +86,7 @@ def timeline_figure(
 
 
 def _from_zero(picture: Picture) -> Picture:
-    """Returns a picture with times counted from its first start; measured times have any origin."""
+    """Returns a picture with times counted from its first start, whatever the clock's origin."""
     start_s = min((span.start_s for span in picture.spans), default=0.0)
     spans = (
         replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
@@ -160,7 +160,10 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
 
 
 def _draw_boxes(axes: Axes, color: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
-    """Draws boxes with their widths in points; thin ones lie above the white edges of neighbors."""
+    """Draws boxes, given as corners and the width in points.
+
+    Narrow boxes are drawn above the white edges of their neighbors, which would hide them.
+    """
     wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
     axes.add_collection(PolyCollection(wide, facecolors=color, edgecolors="white", linewidths=0.5))
     thin = [(corners, width_pt) for corners, width_pt in boxes if width_pt <= _THIN_PT]

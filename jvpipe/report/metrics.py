@@ -25,8 +25,8 @@ class StepMetrics:
         peak_bytes         the most bytes on each device
         staleness          in updates, for each layer
         swapped_bytes      copied to the host
-        copy_exposed_s     seconds for which devices waited for copies to the host and back
-        copy_hidden_s      seconds of these copies while devices worked
+        copy_exposed_s     seconds of copies to the host and back for which devices waited
+        copy_hidden_s      the other seconds of these copies
         recomputed_s       seconds of recomputing values that were not kept
         busy_fraction      the share of the step in which each device worked
         elapsed_s          seconds of training so far, with evaluations and checkpoints, over all

@@ -101,7 +101,7 @@ def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
 
 
 class Busy(NamedTuple):
-    """The seconds of work, summed over devices, and the seconds from its first start to its end."""
+    """The seconds of work, summed over devices, and those from its first start to its last end."""
 
     seconds: float
     elapsed_s: float

@@ -1,9 +1,9 @@
 """Watches how long steps take, and moves to another plan during training when the move pays.
 
-The training thread only hands over the marks of a step: arrays that are ready once its tasks have
-run. A second thread reads the marks, asks the trigger (trigger.py) whether another plan would pay,
-and compiles the migration: the move of layers to the devices of the other plan. The training thread
-makes the migration between two steps.
+The training thread only hands over the marks of a step: arrays that become ready when the step's
+tasks have run. A second thread reads the marks, asks the trigger (trigger.py) whether another plan
+would pay, and compiles the migration: the move of layers to the devices of the other plan. The
+training thread makes the migration between two steps.
 
 If there are several processes, each reports the seconds of its layers, the first one decides, and
 all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps` steps.
@@ -53,7 +53,8 @@ class AdaptEffort:
     """How much of a run's time may go into watching it.
 
     Attributes:
-        waiting_steps: how many steps may wait for the second thread; further steps are not read.
+        waiting_steps: how many steps may wait to be read by the second thread. While that many
+            wait, new steps are skipped.
         round_steps: steps from one exchange of news to the next, the same in all processes.
     """
 
@@ -71,7 +72,7 @@ class Adapter:
     Args:
         compiled_plans: the compiled plans of the model.
         queue: the pipeline's migrations that are still to be made.
-        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
+        limits: the limits of memory in bytes; they also hold while the layers of a migration move.
         hosts: the processes of the run, if there are several.
     """
 
@@ -220,7 +221,7 @@ class _Judge:
     Args:
         rule: how much evidence is enough for another plan.
         compiled_plans: the compiled plans of the model.
-        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
+        limits: the limits of memory in bytes; they also hold while the layers of a migration move.
     """
 
     def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
@@ -233,7 +234,7 @@ class _Judge:
         self.ready: Migration | str | None = None  # the migration of `preparing`, or an error
         self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # the plan to leave: its further steps do not count
+        self._replaced: Plan | None = None  # a proposal replaces this plan; its steps do not count
         self._answer: Planned | None = None  # the last plan that the planner gave
         self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
 
@@ -260,7 +261,7 @@ class _Judge:
                 complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
                 for step in sorted(complete):
                     self._judge(self.plans[step], all_of(self._parts[step]), compiled)
-                    # Steps before this one can no longer change the decision.
+                    # This step and those before it are not looked at again.
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
                     self.plans = {s: plan for s, plan in self.plans.items() if s > step}
         except Exception:
@@ -339,8 +340,9 @@ class _Judge:
 
         Returns:
             `home`, if its cuts are asked for. Otherwise the planner's plan for devices as slow as
-            they now are, or None if this plan gains too little. If the user chose `home` or its
-            fates, or if its planner gives no other plan: `home` with the cuts that are asked for.
+            they are now; None if that plan saves less than `Rule.gain` over the plan in use. If the
+            planner gives no plan, or the user chose `home` or its fates: `home` with the cuts that
+            are asked for.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
@@ -385,8 +387,9 @@ def _alike(one: Plan, other: Plan) -> bool:
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     """Returns a measured step's seconds per micro-batch, by layer and by stage.
 
-    In an asynchronous schedule, the n devices of a stage take turns: each has every n-th
-    micro-batch, and n times as long for it. So the seconds of the stage's layers are divided by n.
+    In an asynchronous schedule, the n devices of a stage take turns: each runs every n-th
+    micro-batch, so the stage finishes n micro-batches in the time that a device takes for one. The
+    seconds of the stage's layers are therefore divided by n.
 
     Args:
         measured: what the monitor has measured.
@@ -407,10 +410,11 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
 
 # A group is several consecutive layers of a stage that run as one program. A run begins with layers
 # apart, each with its own programs. After a migration, layers are apart again. Groups are compiled
-# beside the training, which takes over their programs once they are ready. How long a run will last
-# is not known. So, unless the user asks for groups, they are compiled once the steps under a plan
-# have taken as long as its programs took to compile (c seconds). Groups that nobody asks for are
-# compiled only on CPUs, where groups were measured and found bitwise identical:
+# beside the training, which takes over their programs once they are ready. In a short run, groups
+# save less time than their compilation takes, and how long a run will last is not known. So, unless
+# the user asks for groups, they are compiled once the steps under a plan have taken as long as the
+# plan's programs took to compile (c seconds). Groups that the user does not ask for are compiled
+# only on CPUs, where results with groups were measured and found bitwise identical:
 #
 #     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
 #     |<------- c -------->|<---------- c ------------>|

@@ -30,8 +30,8 @@ from jvpipe.util.paths import path_name
 
 Tree = Any
 Limits = int | tuple[int, ...] | None
-"""The bytes that devices may hold: one limit for all devices, or one for each. None stands for the
-limits that devices report in a run, and for all their memory in a plan for absent hardware."""
+"""The bytes that devices may hold: one limit for all devices, or one for each. In a run,
+None stands for the limits that devices report; in a plan for absent hardware, for all memory."""
 PER_LAYER = "per_layer"
 """The optimizer sees parameters of stacked layers (those of a scan) as one array per layer."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
@@ -351,7 +351,7 @@ def shapes_of(tree: Tree) -> Any:
     """Returns the containers of a tree, and the shapes and types that its leaves have on a device.
 
     If two trees have the same containers, shapes and types, a loss is traced to the same program
-    for both. So what this returns is the key under which the program is kept.
+    for both. So the result serves as the key under which the traced program is kept.
     """
     leaves, containers = jax.tree.flatten(tree)
     return containers, tuple(

@@ -54,7 +54,8 @@ def shown(batch: Tree) -> str:
 class CompiledPlans:
     """The compiled plans of one model. The loss is traced and compiled once for each batch shape.
 
-    The plan is made for the first shape. Later shapes keep it, because it also places the state.
+    The plan is made for the first shape. Later shapes keep this plan, because it also says on which
+    devices the state lies.
 
     Args:
         settings: what the user asked for.
@@ -71,7 +72,7 @@ class CompiledPlans:
         self.runs: Runs = {} if present is None else present.runs
         first = settings.places[0] if settings.places else 0  # layers are timed on this device
         self._room_bytes = settings.limits[first] if settings.limits else None
-        # The present model goes on with its training and needs its peak again.
+        # The present model trains meanwhile, so the bytes of its peak are not free for timing.
         if present is not None and self._room_bytes is not None:
             self._room_bytes -= present.current.peaks[first].bytes
         self._by_shapes: dict[Any, CompiledPlan] = {}
@@ -194,7 +195,7 @@ class CompiledPlans:
             model_state: the model state, if the loss has one (`has_state`).
             leaves_of: makes the parameters or puts them on devices, given their split into layers;
                 this happens before layers are timed, so the plan leaves room for them.
-            before: the compiled plans of another run; its plan is kept if the layers are the same.
+            before: the compiled plans of the run before; their plan is kept if layers are equal.
         """
         settings = self.settings
         micro = micro_batch_shapes(batch, settings.microbatches)
@@ -240,7 +241,8 @@ class CompiledPlans:
             bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
             compiled, self.planned, self.shape = self._planned(planner, traced)
-        # If another model is in training, groups are compiled later, beside this one's training.
+        # If another model is still training, this model's groups are compiled later: when this
+        # model trains, beside its training.
         if settings.group and not self._follows:
             compiled = self.in_groups(compiled)
         self._by_shapes[shapes_of(batch)] = compiled
@@ -305,12 +307,14 @@ class CompiledPlans:
         return compile_plan(self.settings, self._store, traced, plan, *cuts)
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
-        """Compiles a stream (a run without flushes) whose plan has changed, as its checkpoint says.
+        """Compiles the successive plans of a stream (a run without flushes); returns the last one.
 
         Args:
-            spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last.
+            spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last, as
+                the checkpoint of the stream lists them.
         """
-        # Each plan except the first refers to the plan before it and its own first micro-batch.
+        # A compiled plan, unless it is the first, refers to the compiled plan before it and has the
+        # number of the micro-batch at which it replaced that plan.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = self.with_plan(Plan.from_json(plan)).after((earlier, start) if n else None)

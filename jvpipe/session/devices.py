@@ -177,7 +177,7 @@ def device_limits(
 
     Args:
         limits: one limit for all devices; or one for each device; or one for each device of the
-            plan (other devices get the smallest of these). None: the limits that devices report.
+            plan (other devices get the smallest of the given limits). None: what devices report.
         devices: all devices of the run.
         planned: how many devices the plan uses; they come first in `devices`.
         hosts: the processes of the run, if there are several.
@@ -185,8 +185,8 @@ def device_limits(
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    # With several processes, each takes part in the exchange of reports, even if a limit is
-    # given. A process without a given limit would otherwise wait for the reports.
+    # All processes must exchange reports, even those that were given a limit: a process that was
+    # given none waits for the reports of all.
     if limits is None or hosts is not None:
         reported = reported_limits(devices, hosts)
         if limits is None:
@@ -250,9 +250,10 @@ _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 def inner_axes(
     devices: Any, sharding: Any, batch_axis: Any, replicas: Any
 ) -> tuple[Any, Sharding | None]:
-    """Makes a device group of each mesh, and the rules by which parameters and batches lie over it.
+    """Makes each mesh a device group (which counts as one device), and checks the sharding rules.
 
-    Without meshes, returns the devices as they are, and None in place of rules.
+    The rules say how parameters and batches lie over a mesh. Without meshes, returns the devices as
+    they are, and None in place of rules.
 
     Args:
         devices: as the user gave them, like the other arguments.
@@ -291,7 +292,7 @@ def inner_axes(
         raise ValueError(
             f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(common)}"
         )
-    # New meshes have axes of JAX's default type: the compiler lays values out over them.
+    # Meshes made here have axes of JAX's default type, over which the compiler lays out values.
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
     if sharding is None and batch_axis is None:
@@ -387,7 +388,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         loss_fn: as the user gave it.
         optimizer: as the user gave it.
         devices: as the user gave them.
-        options: values by option name, each already checked by itself; some are taken out of the
+        options: values by option name, each already checked on its own; some are removed from the
             dict.
 
     Raises:

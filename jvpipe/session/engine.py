@@ -137,9 +137,9 @@ class Engine:
         return [picture(monitor, record, labels) for record in monitor.last(steps)]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Returns spans, seconds and swapped bytes of the last step, or of the one `before` it.
+        """Waits until the last step has ended; returns its spans, seconds and swapped bytes.
 
-        Waits until the step has ended.
+        If `before` is true, this is done for the step before the last one.
         """
         return self._watching().measured(before=before)
 
@@ -182,9 +182,9 @@ class Engine:
         }
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """Returns the newest version of each array that a state at rest has.
+        """Returns the arrays of a state without those that belong to micro-batches in flight.
 
-        Arrays of micro-batches in flight and older versions are left out.
+        If a state in flight has several versions of an array, only the newest one is returned.
 
         Raises:
             ValueError: the state is not whole, or belongs to another model.
@@ -216,7 +216,7 @@ class Engine:
 
         Args:
             state: the newest state.
-            wait: wait for losses that have not come yet.
+            wait: wait for losses that are not computed yet.
             last: check the losses of the last step as well.
 
         Raises:
@@ -340,7 +340,7 @@ class Engine:
     def compiled_at(self, batch: Tree, updates: int) -> CompiledPlan:
         """Returns the compiled plan for a batch after some number of updates.
 
-        An asynchronous schedule may begin with synchronous steps, which have plans of their own.
+        An asynchronous run may begin with synchronous steps. These have another compiled plan.
         """
         warms_up = updates < self.settings.schedule.warmup_updates
         return self.compiled_plans.for_batch(batch, warms_up=warms_up)
@@ -445,8 +445,8 @@ def agree_on_given(
     hosts.agree("what init is given", parts)
     mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
     all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
-    # A leaf's values are compared only if every process has them. A line that is equal to the
-    # leaf's shape shows that its process has only the shape.
+    # A leaf's values are compared only if every process has them. If a process has only the leaf's
+    # shape, it has sent the same line as in `shapes`.
     by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
     hosts.agree(
         "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]

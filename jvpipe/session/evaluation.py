@@ -9,7 +9,7 @@ For example, a model and a function of it may run on two devices like this:
     prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
 
 The batch of a prediction is one micro-batch, because the values that the function returns need not
-have an entry for each example and could not be joined.
+have an entry for each example. The values of several micro-batches could then not be joined.
 """
 
 from collections import defaultdict
@@ -104,8 +104,8 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     arrays, copied = _arrays(session, compiled, trained)
     live = session.ledger.live[: len(compiled.devices)]
     counted = _bytes(compiled.persistent, len(live))
-    # The peak of a forward includes the arrays that it reads. They are part of `live` or of
-    # `copied` as well, so they are subtracted here.
+    # The peak of a forward includes the arrays that the forward reads. `live` or `copied` count
+    # these arrays too, so their bytes are subtracted once.
     beside = [
         x + more - counted_bytes
         for x, more, counted_bytes in zip(live, copied, counted, strict=True)
@@ -176,7 +176,7 @@ def _forward(
         session: has the controller that runs the forwards.
         compiled: the plan.
         state: has the number of the step.
-        arrays: the arrays on the devices that the forwards read.
+        arrays: the arrays that the forwards read, each on its device.
         batch: the batch, of which each micro-batch is a slice.
         words: the words of the random key; None if the forwards draw no random numbers.
     """
@@ -246,7 +246,7 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     }
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
-        # A layer may read values of all layers before it, so it is on no earlier stage than they.
+        # A stage has consecutive layers, so no layer goes back to a stage before the present one.
         at = max([at, *(stage_of[graph.parameters[p].array.name] for p in graph.owned(layer))])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)

@@ -43,7 +43,7 @@ class Forecast:
     `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also decided
     which devices each stage has (the shape), `shapes` holds the shapes that it could choose from.
     `state_s` counts the seconds per step in which the optimizer's state is copied from the host and
-    back; no other work is assumed to hide these seconds.
+    back; the copies are assumed not to overlap with any other work.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -103,9 +103,9 @@ class Forecast:
 
         The programs are compiled for the device at hand, so the bytes equal those of a run's ledger
         on such devices. Programs take other bytes on other hardware: `plan_for(..., compile=True)`
-        asks the compiler of that hardware, which gives each stage's `compiled_bytes`. Without that,
-        the planner counts temporaries by rules that compilers for GPUs and TPUs were seen to
-        follow. Its bytes of a stage are then some percent too high or too low.
+        asks the compiler of that hardware, which gives each stage's `compiled_bytes`. Without
+        `compile`, the planner counts temporaries by rules that compilers for GPUs and TPUs were
+        seen to follow. The planner's bytes of a stage may then be some percent too high or too low.
 
         Raises:
             ValueError: the problem was made from a profile, not from a model.

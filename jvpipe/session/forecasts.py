@@ -1,10 +1,10 @@
 """Plans from shapes only, for hardware that is not here; its compiler can check the plans.
 
 A compiled plan may hold more bytes than the planner counted. The planner is then asked again until
-a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time the planner
-knows more, because the bytes that the compiler has reported so far replace estimates. If the same
-plan comes again although the planner knows these bytes, its excess has another cause. The limits
-that the planner sees are then lowered by the excess.
+a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time, the bytes
+that the compiler has reported so far replace estimates of the planner. The planner may still give
+the same plan again: the bytes over the limit then have a cause that the reports do not show. In
+this case, the limits that the planner sees are lowered by these bytes.
 """
 
 import logging
@@ -122,9 +122,9 @@ def plan_for(
         stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
         state_fates: where the optimizer's state lies between updates, by patterns of parameters.
-            Unless given, a single planner that chooses fates decides it. State then lies on the
-            host if no other plan fits, or if copying it takes less time than recomputing values to
-            make room for it.
+            Unless given, a single planner that chooses fates decides it. This planner puts state on
+            the host if no other plan fits, or if copying the state takes less time than recomputing
+            values to make room for it.
         compile: True for the compiler of the hardware, or the name of a compile target, such as
             "v5e:4x4".
         title: the title of the figure.
@@ -170,7 +170,7 @@ def _planned(
         count, pinned = given_pins(question, cluster, count, **pins)
     asking = _Asking(question, cluster, names, count, pinned, title)
     found = asking({}, limit) if target is False else asking.signed(limit, target)
-    # Traces hold arrays, such as the constants of the loss. The answer does not keep them alive.
+    # The answer keeps the question, but not the traces: they hold arrays, such as constants.
     question.remembered.clear()
     return found
 
@@ -211,7 +211,7 @@ class _Asking:
         return away if not kept.fits or (away.fits and away.step_s < kept.step_s) else kept
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
-        """Returns the answers with layers cut at `splits`, or, if empty, where a cut saves time."""
+        """Returns the answers with layers cut at `splits`; if empty, wherever a cut saves time."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes = question.shapes(cluster, self.devices, self.pins, limits)
@@ -227,7 +227,8 @@ class _Asking:
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
         """Returns the answer with the optimizer's state on the host, except the part that fits.
 
-        Layers are cut at `splits`, which were found with all state on the devices.
+        Layers are cut at `splits`, which were found with all state on the devices. If `splits` is
+        empty, cuts are sought again.
         """
         sizes, cluster = self._state_bytes(), self.cluster
         if cluster.host_memory_bytes is not None:
@@ -243,10 +244,11 @@ class _Asking:
         assert best.evaluation is not None
         problem = away.problem
         held = [best.evaluation.device_bytes[place] for place in problem.places]
-        # A plan may leave devices out, so limits are found by number.
+        # A plan may leave devices out, so limits are found by the devices' numbers.
         each = zip(problem.places, best.plan.stages, strict=True)
         limit_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
-        # Room is what the limit leaves while all state is away, so state that fits may return.
+        # With all state on the host, a device holds `held` bytes. State that fits into the rest of
+        # its limit comes back.
         room = room_left(best.plan, held, limit_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return self._with_seconds(replace(away, answers=(nearer, *away.answers[1:])))

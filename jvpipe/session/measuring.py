@@ -135,7 +135,7 @@ class Bench:
 
     Args:
         store: compiles programs.
-        runs: the programs that this process has measured; new measurements are added to it.
+        runs: the measurements of programs in this process; new ones are added.
         room_bytes: the memory that a timed program may take; a program that needs more is not run.
         archive: the measurements of earlier processes, kept on disk with the new ones.
         between_hosts: the link from the devices of one process to those of another, if there are
@@ -368,10 +368,10 @@ class Measurement:
 
 
 def per_machine(processes: Sequence[int]) -> int:
-    """Counts the devices per machine if each process counts as a machine; 1 if they are not alike.
+    """Counts the devices per machine, where each process is a machine; 1 if machines are not alike.
 
-    Machines are alike if the devices of each process are consecutive and equally many. The last
-    process may have fewer.
+    Machines are alike if the devices of each process are consecutive, and each process has equally
+    many. Only the last process may have fewer.
 
     Args:
         processes: the process of each device.
@@ -389,8 +389,8 @@ def per_machine(processes: Sequence[int]) -> int:
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     """Chooses the sizes of slices to measure.
 
-    They are the smallest slice that a replica can get, and half a micro-batch if that is more than
-    twice as large.
+    One size is that of the smallest slice that a replica can get. The other is half a micro-batch,
+    if this is more than twice as large.
 
     Args:
         examples: how many a micro-batch has.

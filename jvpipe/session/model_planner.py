@@ -41,7 +41,7 @@ ALL_AWAY = {"*": Fate.SWAP.value}
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
-    """Counts the bytes of each parameter's optimizer state, by path; leaves out those without any.
+    """Counts the bytes of optimizer state of each parameter that has any, by the parameter's path.
 
     Args:
         graph: the model's layers.
@@ -240,7 +240,8 @@ class ModelPlanner:
         traced = splitter.finest(traced, stages) if chooses else traced
         # The number of layers is checked only now, because `finest` may have cut some in two.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        # Fates that the user gives name whole layers, so these layers are not cut to keep a limit.
+        # Fates that the user gives name values of whole layers. With such fates, layers are not
+        # halved to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
         # Schedule "auto" needs no finer layers: its order of tasks makes up for uneven stages.
         finer = chooses and finer and settings.schedule != AUTO
@@ -284,10 +285,10 @@ class ModelPlanner:
         return self.cutter.cut(traced.graph, self.settings.schedule)
 
     def _question(self, traced: Traced) -> tuple[str, ...]:
-        """Returns texts of all, except seconds, that the choice of layers to cut in two depends on.
+        """Returns, as texts, everything except seconds that decides which layers are cut in two.
 
-        The texts are the key of the choice in the archive. Measured seconds vary from process to
-        process. Without them, the same model and options find the same choice in each process.
+        The texts are the key under which the archive keeps the chosen cuts. Measured seconds vary
+        from process to process, so with them the same model would get another key each time.
         """
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
@@ -381,7 +382,7 @@ class ModelPlanner:
 
 
 def _step_s(chosen: Chosen) -> float:
-    """Returns a step's seconds, on the assumption that no work hides copies of state."""
+    """Returns a step's seconds; copies of state are assumed not to overlap with other work."""
     compiled, planned = chosen.compiled, chosen.planned
     assert planned is not None
     sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
@@ -439,9 +440,9 @@ def _check_carried(compiled: CompiledPlan) -> None:
     Model state is carried from one micro-batch to the next: the first layer that reads a
     leaf waits until the last layer that writes it has run on the previous micro-batch. A
     device with several stages runs one stage for several micro-batches before it runs its
-    next stage. Suppose that the reader is in the former stage, and the writer in a later
-    one. The reader's second micro-batch then waits for the writer, which may wait for the
-    device's next stage, which waits for the reader.
+    next stage. Suppose that the reader is in the device's first stage, and the writer in a
+    later stage of the pipeline. The reader's second micro-batch then waits for the writer.
+    The writer may wait for the device's next stage, which runs only after that micro-batch.
     """
     plan = compiled.plan
     for first, *_, last in carried(compiled.traced.graph):

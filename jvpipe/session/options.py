@@ -59,7 +59,8 @@ EVERY = CALLS | COMMANDS
 Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
 """What an option is about, in the order of the help and of the page of options."""
 Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
-"""What a resumed run does with an option's value in the run's folder, and with another value.
+"""What a resumed run does with the value of an option in the run's folder (the old value), and with
+another value that the user gives now.
 
     "open"         keeps the old value, unless another is given
     "fixed"        keeps the old value, and refuses another
@@ -140,7 +141,7 @@ def option(
 
 @cache
 def options_of(holder: type[Any]) -> Mapping[str, Option]:
-    """Returns, by name, the options of a dataclass that its `taker` takes."""
+    """Returns, by name, the options of a dataclass that any call or command in its `taker` has."""
     every_option = {
         one.name: replace(one.metadata["option"], name=one.name, type=one.type, default=one.default)
         for one in fields(holder)
@@ -154,7 +155,7 @@ def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
 
 
 def checked_target(name: str, value: Any) -> Target | bool:
-    """Checks the option that asks a compiler: yes or no, or the name of a compile target."""
+    """Checks the option `compile`: a bool, or the name of a target (hardware to compile for)."""
     if isinstance(value, str):
         return find_target(value)
     if not isinstance(value, bool):

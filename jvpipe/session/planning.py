@@ -52,8 +52,8 @@ class AskingEffort:
     """How long the search goes on for a plan whose run keeps a memory limit.
 
     Attributes:
-        attempts: how often a planner is asked at most. Each time the limit that it sees is lowered
-            by the excess of its last plan's run over the true limit.
+        attempts: how often a planner is asked at most. The limit that it sees is lowered each time
+            by the bytes that a run of its last plan holds above the true limit.
         signings: how often a planner is asked at most until a plan, as compiled by the hardware's
             compiler, keeps the limit.
         counted_times: the largest expected ratio of a planner's estimate to the bytes of a run. If
@@ -147,8 +147,8 @@ def ask(
         planner: the name of the planner.
         problem: the problem to solve; the problem in the answer has the order that was chosen.
         places: the device of each stage; if the order of tasks is open, the device of each place.
-            Unless given, 0, 1, 2 and so on. Not used for unlike devices, whose numbers the problem
-            has.
+            Unless given, 0, 1, 2 and so on. Not used for unlike devices: the problem has their
+            numbers.
         fixed: keep unlike devices in the order that they have.
 
     Raises:
@@ -217,7 +217,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
         plans = rough_plans(shapes)
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # Shapes may have equal counts on different devices: only the best is planned exactly.
+            # Several shapes may differ only in which devices a stage has: the first one is kept.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
@@ -225,11 +225,12 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
 
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
-    """Returns the rough plans, given the fastest first, whose shapes are worth an exact plan.
+    """Returns the rough plans, given the best first, whose shapes are worth an exact plan.
 
-    If the fastest plan recomputes layers, much slower shapes are worth an exact plan too,
-    because exact fates may save much time. Otherwise only better cuts can save time, so
-    much slower shapes are left out. At most `SHAPE.planned` plans are returned.
+    A rough plan keeps or recomputes all values of a stage. If the first one recomputes,
+    much slower shapes are returned too, because the fates of single values may save much
+    time. Otherwise an exact plan can only have better cuts, which save little, so much
+    slower shapes are left out. At most `SHAPE.planned` plans are returned.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s
@@ -294,9 +295,9 @@ class _Least(NamedTuple):
 class _Asker:
     """A planner that is asked until a run of its answer keeps a limit.
 
-    One number stands for the limits of all devices: that of the device with the most memory. If
-    another device may hold x bytes less, x is added to the bytes that it holds. The sum is then
-    within that number if and only if the device keeps its own limit.
+    All devices are compared with one limit, that of the device with the most memory. If another
+    device may hold x bytes less, x is added to the bytes that this device holds. The sum is then
+    within the one limit if and only if the device keeps its own.
 
     Args:
         planner: the name of the planner.
@@ -315,7 +316,7 @@ class _Asker:
         return ask(self.planner, problem, self.places, fixed=self.fixed)
 
     def needed(self, problem: Problem, plan: Plan) -> list[int]:
-        """Returns the limit that each stage of a plan needs, as a limit of the largest device.
+        """Returns how large the largest device's limit must be to fit each stage of a plan.
 
         Args:
             problem: says by how many bytes the limits of the other devices are smaller.
@@ -332,9 +333,9 @@ class _Asker:
         Returns:
             The plan; None if it exceeds the limit, or if the planner does not choose fates.
         """
-        # The lowered rows decide whether the plan keeps the limit. The planner's estimate is hardly
-        # below their bytes but may be well above. So the plan is lowered even if the estimate
-        # exceeds the limit, by a factor of at most `counted_times`.
+        # The lowered rows decide whether the plan keeps the limit. The planner's estimate may be
+        # well above the bytes of the rows, but hardly below. So the plan is lowered unless its
+        # estimate is more than `counted_times` the limit.
         limit = problem.memory_limit_bytes
         assert limit is not None
         counted_limit = ASKING.counted_times * limit
@@ -357,8 +358,8 @@ class _Asker:
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        # For the plan with the fewest bytes, the planner may estimate more than its rows hold, and
-        # so refuse a limit that the plan keeps.
+        # The planner may estimate more bytes for `least` than the rows of `least` hold. The planner
+        # would then refuse a limit that `least` keeps.
         counted = (
             evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
         )
@@ -368,7 +369,7 @@ class _Asker:
                 planned = self.ask(replace(problem, memory_limit_bytes=asked))
             except Infeasible:
                 return None
-            # A planner that gives the same plan under a smaller limit would go on doing so.
+            # If a smaller limit has not changed the plan, even smaller ones are not tried.
             if planned.plan == before:
                 return None
             over = max(self.needed(problem, planned.plan)) - limit
@@ -388,12 +389,12 @@ class _Asker:
             MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
         """
         if problem.schedule == AUTO:
-            # If the order of tasks is open, running one micro-batch after another holds the least,
-            # because no stage then has two micro-batches in flight.
+            # If the order of tasks is open, a step that runs one micro-batch after another holds
+            # the fewest bytes, because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
             problem = replace(problem, schedule=given_lists(lines_of(lists)))
-        # Orders that put the same limits in the same places hold the same bytes, however fast the
-        # devices are, so only one of them is tried.
+        # What plans hold does not depend on the speed of devices. So of the orders of devices that
+        # have the same limits in the same places, only one is tried.
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
@@ -470,7 +471,7 @@ def decide(
     asker = _Asker(planner, places, fixed, held_bytes_of)
     if limit is None or not chosen.asks_seconds:
         return asker.ask(problem)
-    # `least_kept_bytes` counts for 1F1B, and an open order of tasks may hold less.
+    # If the order of tasks is open, `least_kept_bytes` counts 1F1B; another order may hold less.
     is_open = problem.schedule == AUTO
     is_roomy = is_open or ASKING.counted_times * least_kept_bytes(problem) <= limit
     # The plan with the fewest bytes takes long to find. It is not needed if the limit is wide.
@@ -508,7 +509,7 @@ def planned_again(
     if planner.as_paper or planned.ordered is not None or problem.replicated:
         return None
     each = range(problem.devices)
-    # If several stages share a device, the first of them gives its number.
+    # The number of a device is read from the first of its stages.
     first = list(map(problem.places.index, each))
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]

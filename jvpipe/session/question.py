@@ -132,7 +132,7 @@ class Question(Training):
             # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
-        # Empty reports say the same, whichever mapping holds them.
+        # Two mappings without reports are equal, although their ids differ.
         key = "costs", id(traced), id(said) if said else None, id(device), split
         costs, _ = self._once(key, make)
         return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
@@ -241,7 +241,7 @@ class Question(Training):
             if 1 in costs:
                 break
             # A replica may have so few examples only if the loss then has the same layers and
-            # operations.
+            # operations as with a whole micro-batch.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
@@ -251,7 +251,7 @@ class Question(Training):
         # With several machines, copies between devices are taken not to use the links to hosts.
         model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
-        # With a single example the loss may be another program, without a batch axis.
+        # With a single example the loss may be another program. A slice then has two or more.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
         shapes = Shapes(model, local, cluster, devices, batch, pins)
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
@@ -433,7 +433,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
-    # No device of any plan holds more than one that has all layers and keeps every value.
+    # No device of any plan holds more than a device that has all layers and keeps every value.
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(

@@ -49,7 +49,7 @@ class Migrations:
     Args:
         compiled_plans: the compiled plans of the model; each migration changes their plan.
         controller: runs the copies of a migration.
-        limits: the limits of memory in bytes; a migration keeps them while layers move as well.
+        limits: the limits of memory in bytes; they also hold while the layers of a migration move.
         warmup_updates: how many of the first updates of an asynchronous run are made in synchronous
             steps.
     """
@@ -74,7 +74,7 @@ class Migrations:
         Args:
             state: the newest state.
             plan: the plan to migrate to.
-            at: (step, micro-batch) from which the plan holds; None: the next step.
+            at: (step, micro-batch) from which the plan is used; None: the next step.
             why: the reason, which `history` keeps.
         """
         if (hosts := self._compiled_plans.settings.hosts) is not None:
@@ -120,9 +120,10 @@ class Migrations:
         Args:
             state: the newest state.
             drain: finishes the micro-batches in flight.
-            compiled: the compiled plan of the next step; None stands for the present one. If it is
-                the present one, a migration due inside the step stays queued and is made by the
-                step. Otherwise the migration is made now.
+            compiled: the compiled plan of the next step; None stands for the present one. A
+                migration due inside that step stays queued, and the step makes it, if the plan is
+                the present one and the synchronous first steps are over. Otherwise the migration is
+                made now.
 
         Raises:
             StageError: a copy failed; the error's `state` is whole under the old plan.
@@ -252,11 +253,12 @@ class Session(Engine):
 
         Errors of earlier steps are raised first, while the given state is still whole. Then earlier
         losses are checked to be finite. In a stream (a run without flushes) the step waits for the
-        losses of all earlier steps except the last one. Otherwise it checks only losses that have
-        come. A step that calls code on the host, which can fail, waits for the step before it.
+        losses of all earlier steps except the last one. Otherwise it checks only losses that are
+        computed by now. A step that calls code on the host, which can fail, waits for the step
+        before it.
 
-        Only micro-batches with the shapes of the run's first batch can be in flight. They are
-        finished before a batch of other shapes runs. Such a batch is finished within its own step.
+        Micro-batches can stay in flight only if they have the shapes of the run's first batch. They
+        are finished before a batch of other shapes runs, which is finished within its own step.
         """
         start_s = time.perf_counter()
         self.check_state(state)
@@ -406,7 +408,8 @@ def switch_model(
     }
     switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")
-    # Messages about losses read the ledger of versions, so losses are checked while it is there.
+    # Messages about losses read the ledger of versions, so losses are checked before this ledger is
+    # replaced.
     session.check_losses(state, wait=bool(state.stream_steps))
     state = session.drain(state)
     state.check(len(session.compiled.persistent))

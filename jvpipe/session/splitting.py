@@ -2,15 +2,15 @@
 
 vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts inside
 layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
-inside layers and between them are considered together. Among all cuts whose slowest stage is nearly
-as fast as possible, those that cut the fewest layers are preferred, and among these the cuts that
-send the fewest bytes. Measured seconds may decide which layers are cut, but they do not change what
-a run computes: a layer is cut only if its halves give bitwise identical results
-(`programs.bit_equality`).
+inside layers and between them are considered together. Cuts are accepted if their slowest stage is
+nearly as fast as possible. Among accepted cuts, those with the fewest cut layers are preferred; if
+several have equally few, those that send the fewest bytes. Measured seconds may decide which layers
+are cut, but they do not change what a run computes: a layer is cut only if its halves give
+bitwise identical results (`programs.bit_equality`).
 
-A stage of finer layers may hold fewer bytes. But whether a limit can be kept must not depend on
-measured seconds. So only two models decide it: the one with whole layers, and the one with all
-layers halved. `SPLITTING` has the thresholds, which may be changed.
+A stage of finer layers may hold fewer bytes. But measured seconds, which vary, must not decide
+whether a limit can be kept. So only two models are tried to keep a limit: the one with whole
+layers, and the one with all layers halved. `SPLITTING` has the thresholds, which may be changed.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -51,9 +51,9 @@ class SplitEffort:
         worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and backward,
             is not cut, because a dispatch takes some 0.05 ms.
         gain: the share of a step's seconds that finer layers must save.
-        rounds: how many times layers may be cut, and cut again.
+        rounds: how many rounds of cutting there are at most; a later one may cut halves again.
         layers_per_stage: with more layers than this per stage, layers are not halved to keep a
-            limit, because a stage would then hold hardly fewer bytes.
+            limit, because a stage of such small layers would hold hardly fewer bytes.
         places: how many places of a layer are tried.
     """
 
@@ -213,8 +213,8 @@ class Splitter:
         """Returns a place at which results would not be bitwise identical, if there is one."""
         cut = traced
         # The last place is cut first, so that the numbers of earlier layers stay the same. If a
-        # layer is cut twice, the place is counted from the end of the first half, so the equations
-        # of the second half (`after`) are subtracted.
+        # layer is cut at two places, the earlier place then lies in the first half. It is counted
+        # from the end of that half, so the equations of the second half (`after`) are subtracted.
         after: dict[int, int] = {}
         for layer, before_end in reversed(where):
             finer = split_layers(cut, {layer: before_end - after.get(layer, 0)})
@@ -283,10 +283,10 @@ def even_places(
 
     Two dynamic programs run over all places, like those for whole layers
     (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage. The
-    second looks at all cuts that come near to these seconds, and finds those with the fewest cut
-    layers, and then the fewest sent bytes. If a stage recomputes or its device is slow, the stage
-    takes more seconds than the sum of its layers. The ratio of the two is taken to stay as it is
-    now.
+    second allows stages that take slightly longer (`SPLITTING.near_times`), and finds the cuts with
+    the fewest cut layers and, among those, the fewest sent bytes. A stage that recomputes, or has a
+    slow device, takes more seconds than the sum of its layers. The ratio of its seconds to this sum
+    is assumed to stay as it is.
 
     Args:
         planned: the plan so far.
@@ -309,9 +309,9 @@ def even_places(
     link_s[0] = 0.0  # nothing comes in before the first layer
 
     def matrices() -> Iterator[Matrix]:
-        """Yields, for each stage, its seconds if it begins at any place and ends at any other.
+        """Yields each stage's seconds, by the place where it begins (row) and ends (column).
 
-        The seconds include the time to receive what crosses the first place.
+        The seconds include the time to receive what crosses the place where the stage begins.
         """
         for stage, time in enumerate(times):
             starts = slice(None) if stage else slice(1)
@@ -343,7 +343,7 @@ def _cuts(
     ends = [(edge.producer, max(edge.readers, default=0), edge.bytes) for edge in costs.edges]
 
     def sent_bytes(made_before: int, read_from: int) -> int:
-        """Counts the bytes of tensors that layers before one number make and later ones read."""
+        """Counts the bytes made before layer `made_before`, and read by `read_from` or later."""
         return sum(size for maker, last, size in ends if maker < made_before and last >= read_from)
 
     joined = bounds_inside(planned.problem.together)
@@ -351,7 +351,7 @@ def _cuts(
     for layer, seconds in enumerate(layer_s):
         for place in inside.get(layer, ()):
             at_s = before_s + place.share * seconds
-            # Some tensors pass the layer. `place.sent_bytes` pass from its first half to its second.
+            # Besides the tensors between the halves, those that pass the whole layer are sent.
             over = sent_bytes(layer, layer + 1)
             cuts.append(_Cut(at_s, over + place.sent_bytes, layer, place.before_end))
         before_s += seconds

@@ -7,15 +7,17 @@ are taken to be the product
 
     y[l] = w[l] r[l] f[d]
 
-where w[l] are the seconds on which the plan was based; f[d] is the factor by which the device is
-slower than it was then (the median of y / w over its layers, each weighted by its w); and r[l] is
-the remaining factor, which belongs to the layer itself and is set to 1 unless it is far from 1.
+    w[l]    the seconds of the layer on which the plan was based
+    f[d]    how many times longer the device takes than it did then: the median of y / w over its
+            layers, each weighted by its w
+    r[l]    the remaining factor, which belongs to the layer; set to 1 unless it is far from 1
+
 Cuts for a slow device give it fewer layers. The layers return once the device's f is 1 again.
 
 Noise in the measurements must not move layers, so the gain of other cuts must exceed a threshold in
 several steps in a row, each judged by itself. The home plan is the one that was planned or that the
-user gave. Its cuts replace the best cuts if these gain too little over the home plan. A return to
-the home plan needs a smaller gain than other cuts. The thresholds are in `Rule` and may be changed.
+user gave. If the best cuts gain too little over the home plan, the home plan's cuts are chosen. For
+a return to the home plan, a smaller gain is enough. `Rule` has the thresholds.
 """
 
 import json
@@ -107,7 +109,7 @@ def all_of(parts: Sequence[Seen]) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """The cuts of a better plan, and the seconds per step that they save, as far as measured.
+    """The cuts of a better plan, and the seconds per step that they save by the measurements.
 
     `slowness` has, for each stage, how many times longer than planned its device takes for each
     layer of the model.
@@ -138,8 +140,8 @@ class Trigger:
             so does any later plan that does not have the cuts `asked`.
         asked: the cuts that the next plan should have. `observe` sets `asked` to the cuts that it
             returns. A caller that moves to other cuts instead must set `asked` to those.
-        refused: cuts that are impossible or do not pay, which `observe` returns no more. When the
-            plan changes, they are forgotten.
+        refused: cuts that are impossible or do not pay; `observe` does not return them until the
+            plan changes.
 
     >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
     >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
