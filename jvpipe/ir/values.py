@@ -83,7 +83,6 @@ class Owner(StrEnum):
     OPTIMIZER = "optimizer"
     STATE = "state"
     CONSTANT = "constant"
-    HANDED = "handed"  # not in use: handed values count as RESIDUAL
     GRADIENT = "gradient"
     RESIDUAL = "residual"
     EDGE = "edge"
