@@ -215,8 +215,8 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
     The function has no derivative. On CPUs, the compiler is kept from merging it into its caller.
-    Elsewhere it is merged, and kernels would depend on the layouts that readers of its results
-    prefer. So on one such device, the results get the layout that arrays have between programs.
+    Other compilers merge it, and choose layouts that suit the readers of its results, so that
+    kernels differ. So there its results get the layout that arrays have between programs.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -311,7 +311,7 @@ def is_ready(array: jax.Array) -> bool:
 _EXACT: Mapping[str, dict[str, str | bool]] = {
     # XLA then passes only products to libraries, without the operations that feed a product.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
-    # No program merges products that read the same array, because others have only one of them.
+    # Products that read the same array are never merged: another program may have only one of them.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 

@@ -214,9 +214,11 @@ _KINDS = {
     "H200": H200,
     "H100": H100,
     "A100-SXM4-80GB": A100_80GB,
+    "A100 80GB": A100_80GB,
     "A100": A100_40GB,
     "V100": V100,
     "P40": P40,
+    "RTX 2080 Ti": RTX_2080TI,
     "RTX 4090": RTX_4090,
     "TPU v4": TPU_V4,
     "TPU v5 lite": TPU_V5E,
@@ -243,6 +245,8 @@ def accelerator_like(kind: str, platform: str) -> Accelerator:
 
     >>> accelerator_like("NVIDIA H200", "gpu").name
     'H200 141 GB'
+    >>> accelerator_like("NVIDIA A100 80GB PCIe", "gpu").name
+    'A100 80 GB'
     """
     return known_accelerator(kind) or (CORE if platform == "cpu" else A100_40GB)
 

@@ -25,7 +25,7 @@ class TpuLayouts:
         images: the values with the layout of convolutions, which takes more bytes.
         halves: the float32 values that are bfloat16.
         relaid: the inputs that are copied for the kernels that read them.
-        apart: the values that need a buffer even if they are results.
+        apart: the values that need a temporary buffer in addition to the buffer of a result.
     """
 
     def __init__(self, program: Program) -> None:
@@ -58,7 +58,7 @@ class TpuLayouts:
 
 
 def _images(program: Program) -> Iterator[Var]:
-    """Yields the images: what convolutions read and make except filters, and values of that shape.
+    """Yields the images: all values with the shape of a convolution's image operand or result.
 
     A value that takes no more bytes as an image is left out.
     """
@@ -101,10 +101,10 @@ def _halves(program: Program, images: set[Var]) -> set[Var]:
 def _relaid(program: Program) -> Iterator[Var]:
     """Yields the inputs that are copied for the kernels that loop over them.
 
-    An input is copied in two cases. It has the shape of a batched product's result, whose layout it
-    gets. Or it consists of rows longer than a tile, and between programs another dimension lies
-    along the columns of tiles, because that takes fewer bytes. An input that a heavy equation
-    (such as a product) reads is not copied.
+    An input is copied in two cases. In the first, it has the shape of a batched product's result,
+    whose layout it gets. In the second, its rows are longer than a tile, but do not lie along the
+    columns of tiles between programs: another layout takes fewer bytes there. An input that a heavy
+    equation (such as a product) reads is never copied.
     """
     batched = {shape_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
     loops = {loop_of(eqn) for eqn in program.eqns}
@@ -123,7 +123,8 @@ def _laid_twice(program: Program) -> Iterator[Var]:
     for eqn in program.named("dot_general"):
         product = eqn.outvars[0]
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
-        # The other layout has rows along the 128 columns of tiles; fewer rows would not fill them.
+        # In the other layout, the index of rows runs along the 128 columns of tiles. A product with
+        # fewer rows would not fill them.
         has_rows = shape_of(product)[-2:][:1] >= (COLUMNS,)
         if program.readers[product] and has_table and has_rows and not is_batched(eqn):
             yield product

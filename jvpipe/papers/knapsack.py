@@ -124,8 +124,8 @@ class Knapsack:
         """Yields i and table[j, q], for i from the last layer down to 0; the table is reused.
 
         Args:
-            ends: for each i the last j that is needed; later rows are not brought up to date. This
-                last j must not rise as i falls.
+            ends: for each i the last j that is needed; rows of a larger j are not brought up to
+                date. This last j must not rise as i falls: a stale row would be read.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
@@ -279,8 +279,8 @@ class Recomputation:
         """Returns for each i the last j for which [i, j) may fit with its smallest items."""
         segments = self.segments
         limit = self.segments.problem.memory_limit_bytes or 0
-        # These are the least bytes of any of the stages, because the fewest versions are counted. A
-        # segment that takes more than the limit by this count fits on no stage.
+        # Of all these stages, the one with the fewest versions takes the fewest bytes. A segment
+        # that takes more than the limit on that stage fits on none.
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)

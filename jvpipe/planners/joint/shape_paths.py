@@ -14,9 +14,9 @@ are seconds:
 
     M          the number of micro-batches
     t, c       of the first stage, and of the link after it in both directions, per micro-batch
-    A          of the first stage's all-reduce, less what the shortest possible backwards of the
-               layers before cut i hide
-    floor      what a stage before cut i is expected to take: no gain if all later stages take less
+    A          of the first stage's all-reduce, as far as the shortest possible backwards of the
+               layers before cut i do not hide it
+    floor      the expected seconds of the stages before cut i: later stages need not be faster
 
     sum of H_e(i, m)     = t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
     slowest of H_e(i, m) = max(t, c, slowest of H_(e-1)(j, m - r))
@@ -103,8 +103,8 @@ class Ground:
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
         """The link after a stage: its latency in both directions, and its seconds per byte.
 
-        Both arrays have three indices: m, the index of the stage's number of replicas in `counts`,
-        and the index of the next stage's number.
+        Both arrays have three indices: first m, then the position in `counts` of the stage's number
+        of replicas, then the position of the next stage's number.
         """
         way = self.segments.shapes.cluster.way
         kinds = len(self.counts)
