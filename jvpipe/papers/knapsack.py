@@ -279,7 +279,7 @@ class Recomputation:
         """Returns for each i the last j for which [i, j) may fit with its smallest items."""
         segments = self.segments
         limit = self.segments.problem.memory_limit_bytes or 0
-        # Of all these stages, the one with the fewest versions takes the fewest bytes. A segment
+        # A segment takes the fewest bytes on the stage with the fewest versions. A segment
         # that takes more than the limit on that stage fits on none.
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
