@@ -1,5 +1,6 @@
 """What is listed by hand agrees with the registries and tables: pages, docstrings, and fields that somebody reads."""
 
+import ast
 import inspect
 import re
 import typing
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from jvpipe.ir.fates import Fates
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import FATES, Fate, FateInfo
 from jvpipe.papers.registry import PAPERS, PLANNERS
 from jvpipe.planners.model.problem import Decision, Problem
@@ -80,6 +82,26 @@ def test_every_column_about_fates_is_read_by_somebody(table: type[Any], home: st
     others = "\n".join(text for file, text in texts().items() if file != home)
     unread = [f.name for f in fields(table) if not re.search(rf"\.{f.name}\b(?! =)", others)]
     assert unread == []
+
+
+def test_every_match_that_says_never_names_every_kind() -> None:
+    count = 0
+    for file, text in texts().items():
+        for node in ast.walk(ast.parse(text)) if "assert_never(row.kind" in text else ():
+            if not isinstance(node, ast.Match) or "assert_never" not in ast.dump(node.cases[-1]):
+                continue
+            named = {
+                part.attr
+                for case in node.cases
+                for part in ast.walk(case.pattern)
+                if isinstance(part, ast.Attribute)
+                and isinstance(part.value, ast.Name)
+                and part.value.id == "Kind"
+            }
+            if named:
+                count += 1
+                assert named == {kind.name for kind in Kind}, f"{file}:{node.lineno}"
+    assert count >= 2
 
 
 def test_nobody_asks_for_the_name_of_a_schedule_or_a_planner() -> None:

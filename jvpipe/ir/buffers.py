@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -36,12 +36,24 @@ class Copy(StrEnum):
     @property
     def is_read(self) -> bool:
         """Whether programs that read the value read this copy, unless a pass redirects them."""
-        return self in (Copy.OWN, Copy.RECOMPUTED, Copy.AWAY)
+        match self:
+            case Copy.OWN | Copy.RECOMPUTED | Copy.AWAY:
+                return True
+            case Copy.UNUSED | Copy.HOST | Copy.FETCHED | Copy.STALE:
+                return False
+            case _:
+                assert_never(self)
 
     @property
     def is_swap(self) -> bool:
         """Whether a swap made this copy."""
-        return self in (Copy.HOST, Copy.FETCHED)
+        match self:
+            case Copy.HOST | Copy.FETCHED:
+                return True
+            case Copy.OWN | Copy.UNUSED | Copy.RECOMPUTED | Copy.STALE | Copy.AWAY:
+                return False
+            case _:
+                assert_never(self)
 
     @property
     def on_host(self) -> bool:

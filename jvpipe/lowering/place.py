@@ -440,8 +440,13 @@ class Placer(BufferTable):
         before = self.where.plan
         self.enter(plan)
         for buffer in self.where.lasting:
-            if buffer.value.kind is not ValueKind.STATE:
-                self.bring(buffer.value, buffer.place, buffer.value.layer)
+            match buffer.value.kind:
+                case ValueKind.OPTIMIZER | ValueKind.PARAMETER | ValueKind.CONSTANT:
+                    self.bring(buffer.value, buffer.place, buffer.value.layer)
+                case ValueKind.STATE:
+                    pass
+                case _:
+                    raise AssertionError(f"{buffer.value} does not lie on the devices at rest")
         self.enter(before)
 
     def commit(self) -> None:

@@ -63,11 +63,25 @@ class ReplicaParts:
 
         Values of other kinds are never cut or joined by examples. For them the result is MIXED.
         """
-        if value.kind in (ValueKind.TENSOR, ValueKind.COTANGENT):
-            return self.batching.tensors[value.index]
-        if value.kind is ValueKind.AUX:
-            return self.batching.aux[value.index]
-        return Spread(Over.MIXED)
+        match value.kind:
+            case ValueKind.TENSOR | ValueKind.COTANGENT:
+                return self.batching.tensors[value.index]
+            case ValueKind.AUX:
+                return self.batching.aux[value.index]
+            case (
+                ValueKind.BATCH
+                | ValueKind.RESIDUAL
+                | ValueKind.HANDED
+                | ValueKind.GRADIENT
+                | ValueKind.LOSS
+                | ValueKind.PARAMETER
+                | ValueKind.CONSTANT
+                | ValueKind.SEED
+                | ValueKind.STATE
+            ):
+                return Spread(Over.MIXED)
+            case _:
+                raise AssertionError(f"nobody says how {value} lies over examples")
 
     def part_bytes(self, value: Value, size: int, examples: Slice) -> int:
         """Returns the bytes of the part of a value that belongs to some examples.

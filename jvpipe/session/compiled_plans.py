@@ -452,13 +452,17 @@ class KnownModels:
         return id(loss_fn), *map(shapes_of, (params, present.trees.batch, model_state))
 
 
+class _MissingError(KeyError):
+    """A parameter that a loss reads is missing; a loss may handle it as any missing key."""
+
+
 class _Watched(dict[Any, Any]):
     """A dict of the parameters' tree that raises an error with the path of a missing key."""
 
     path: tuple[Any, ...] = ()
 
     def __missing__(self, key: Any) -> Any:
-        raise KeyError("/".join(map(str, (*self.path, key))))
+        raise _MissingError("/".join(map(str, (*self.path, key))))
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
@@ -473,7 +477,7 @@ def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
 
     try:
         jax.eval_shape(lambda params, *rest: loss_fn(watched(params, ()), *rest), params, *rest)
-    except KeyError as missing:
+    except _MissingError as missing:
         return missing.args[0]
     except Exception:
         return None

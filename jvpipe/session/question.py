@@ -84,6 +84,7 @@ class Question(Training):
             present: the model as traced with another number of examples. Its cuts into layers are
                 used; None: the cuts are found again.
         """
+        # `present` is a trace of this question. So it is kept, and no other object gets its id.
         key = "trace", self.microbatches, examples, id(present)
         return self._once(key, partial(self._trace, examples, present))
 

@@ -340,23 +340,23 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    ends = [(edge.producer, max(edge.readers, default=0), edge.bytes) for edge in costs.edges]
-
-    def sent_bytes(made_before: int, read_from: int) -> int:
-        """Counts the bytes made before layer `made_before`, and read by `read_from` or later."""
-        return sum(size for maker, last, size in ends if maker < made_before and last >= read_from)
-
+    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go beyond it.
+    crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
+    for edge in costs.edges:
+        last = max(edge.readers, default=edge.producer)
+        for k in range(edge.producer + 1, last + 1):
+            crossing[k] += edge.bytes
+            over[k] += edge.bytes if k < last else 0
     joined = bounds_inside(planned.problem.together)
     before_s, cuts = 0.0, [_Cut(0.0, 0)]
     for layer, seconds in enumerate(layer_s):
         for place in inside.get(layer, ()):
             at_s = before_s + place.share * seconds
             # Besides the tensors between the halves, those that pass the whole layer are sent.
-            over = sent_bytes(layer, layer + 1)
-            cuts.append(_Cut(at_s, over + place.sent_bytes, layer, place.before_end))
+            cuts.append(_Cut(at_s, over[layer] + place.sent_bytes, layer, place.before_end))
         before_s += seconds
         if layer + 1 not in joined:
-            cuts.append(_Cut(before_s, sent_bytes(layer + 1, layer + 1)))
+            cuts.append(_Cut(before_s, crossing[layer + 1]))
     return cuts
 
 

@@ -137,7 +137,6 @@ class _Line:
     ) -> Sequence[_Value]:
         """Appends an equation, or what replaces it, and returns the results of the equation."""
         name = eqn.primitive.name
-        source = _jax.joined_source(call, eqn)
         stack = self._stack(eqn, values, call)
         if stack is not None:
             return [stack]
@@ -145,10 +144,11 @@ class _Line:
             body = eqn.params[self.calls[name]]
             is_closed = isinstance(body, ClosedJaxpr)
             inner, consts = (body.jaxpr, body.consts) if is_closed else (body, ())
-            return self.run(inner, consts, values, source)
+            return self.run(inner, consts, values, _jax.joined_source(call, eqn))
         if name == "scan":
             constants, carry, xs = _jax.scan_operands(eqn, values)
             if any(isinstance(x, _Stack) and x.layers for x in xs):
+                source = _jax.joined_source(call, eqn)
                 return self._unrolled(eqn, constants, carry, xs, source)
         return self._applied(eqn, list(map(_made, values)), call)
 

@@ -114,11 +114,18 @@ def settle(placer: Placer, plan: Plan) -> None:
     """
     placer.enter(plan)
     for buffer in placer.where.lasting:
-        value = buffer.value
-        # Model state that a layer writes is named by a micro-batch.
-        belongs_to_layer = value.layer != NONE or value.microbatch != NEVER
-        if value.kind is not ValueKind.PARAMETER and not belongs_to_layer:
-            placer.bring(value, buffer.place, NONE)
+        value, place = buffer.value, buffer.place
+        match value.kind:
+            case ValueKind.OPTIMIZER if value.layer == NONE:
+                placer.bring(value, place, NONE)
+            case ValueKind.CONSTANT:
+                placer.bring(value, place, NONE)
+            case ValueKind.STATE if value.microbatch == NEVER:
+                placer.bring(value, place, NONE)
+            case ValueKind.PARAMETER | ValueKind.OPTIMIZER | ValueKind.STATE:
+                pass  # the tasks of its layer move it
+            case _:
+                raise AssertionError(f"{value} does not lie on the devices between steps")
 
 
 def refresh(placer: Placer, newest: Sequence[int]) -> None:

@@ -266,9 +266,7 @@ class Monitor:
         Args:
             before: whether to read the step before the last one, if there is one.
         """
-        self.close()
-        *earlier, last = self._records
-        return self.read(earlier[-1] if before and earlier else last)
+        return self.read(self.last(2 if before else 1)[0])
 
     def read(self, record: Record) -> Measured:
         """Waits for the rows of a closed record; returns their times. Any thread may call this."""

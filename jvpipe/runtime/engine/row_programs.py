@@ -9,14 +9,14 @@ value then says how the value is cut over them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import jax
 
 from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
-from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.rows import AddRun, GroupRun, LayerRun, PieceRun, Row, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.values import Value, ValueKind
@@ -110,7 +110,6 @@ class RowPrograms:
         """
         if isinstance(row.run, GroupRun):
             return group_program([self.laid(lowered, part) for part in row.parts], row.wires)
-        assert KINDS[row.kind].computes, f"{row} runs no program"
         read = [lowered.buffers[b].value for b in row.reads]
         written = [lowered.buffers[b].value for b in row.writes]
         match row.kind:
@@ -148,8 +147,20 @@ class RowPrograms:
                 return piece_program(self.optimizer.update[run.piece], keeps=run.keeps)
             case Kind.ARRIVE:
                 return arrival(self._shapes(read))
+            case (
+                Kind.FEED
+                | Kind.SEND
+                | Kind.RETURN
+                | Kind.MOVE
+                | Kind.OUT
+                | Kind.FREE
+                | Kind.IN
+                | Kind.DROP
+                | Kind.RECEIPT
+            ):
+                raise AssertionError(f"{row} runs no program")
             case _:
-                raise AssertionError(f"nobody says which program {row} runs")
+                assert_never(row.kind)
 
     def _layer(self, row: Row) -> LayerPrograms:
         """Returns the programs of a row's layer, on the slice of examples that the row is for."""
