@@ -35,6 +35,7 @@ from jvpipe.planners.joint.dominance import (
 from jvpipe.planners.joint.dual_bounds import DualBounds, Offers, Prices, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.min_bytes import fewest_bytes
+from jvpipe.util.sizes import ROUNDING
 
 BELOW_FACTOR = 1 - 1e-12
 """Only states whose bound is below the best known seconds times this factor are followed.
@@ -156,9 +157,11 @@ class FateSearch:
         binding = (self.alpha > 0, self.alpha < 1, self.mu > 0)
         wholes = (bound_s - query.compute_s, bound_s - query.traffic_s, room)
         scales = []
-        for x, whole, binds in zip(sums_to_come, wholes, binding, strict=False):
-            is_scaled = binds and x[0] > 0
-            scales.append(max(whole, 0.0) / x[0] if is_scaled else 1.0)
+        for x, available, binds in zip(sums_to_come, wholes, binding, strict=False):
+            # An estimate that is nearly 0 stays: its scale might be infinite.
+            rest = max(available, 0.0)
+            is_scaled = binds and x[0] > ROUNDING * rest
+            scales.append(rest / x[0] if is_scaled else 1.0)
         scales.append(scales[-1])
         return [x * scale for x, scale in zip(sums_to_come, scales, strict=True)]
 

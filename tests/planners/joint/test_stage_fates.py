@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
+from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.segment_table import Table
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
+from jvpipe.planners.model.problem import Problem
+from jvpipe.schedules import find_schedule
 from tests.planners.joint.enumeration import EFFORT, every_cost, settle, tiny
 
 
@@ -23,6 +26,18 @@ def test_no_choices_that_fit_are_faster(seed: int, share: float) -> None:
         found_s = FateSearch(pricing, query, (1.0, 0.0)).least_seconds(4000).seconds
         fits = [cost.seconds for cost in every_cost(problem, s, i, j) if cost.peak_bytes <= limit]
         assert found_s == pytest.approx(min(fits, default=np.inf))
+
+
+@pytest.mark.parametrize("compute_s", [0.54, 0.545, 0.55])
+def test_estimates_that_round_to_nothing_are_not_scaled(compute_s: float) -> None:
+    # A choice of 1 s counts exp(-1 / (0.01 compute_s / 4)) in estimates, about 1e-320.
+    keep, again = Option(8), Option(0, extra_s=1.0, extra_bytes=8)
+    costs = Costs((LayerCost("block", 1.0, 2.0, (keep, again)),) * 4)
+    problem = Problem(costs, 1, find_schedule("1f1b"), microbatches=1, memory_limit_bytes=24)
+    lot = Lot.of_stage(problem.in_flight[0], (0, 0, 4))
+    query = FateQuery(lot, compute_s, 0.0, 24.0)
+    search = FateSearch(pricing_of(problem), query, (1.0, 1e-6))
+    assert all(np.isfinite(estimate).all() for estimate in search.expected)
 
 
 def test_what_a_stage_may_swap_is_kept() -> None:
