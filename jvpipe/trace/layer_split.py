@@ -22,9 +22,11 @@ from itertools import pairwise
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.body import Body
 from jvpipe.trace.cuts import LAYERS
-from jvpipe.trace.graph import Body, Sorted, Traced, build_graph
+from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.primitives import flops
+from jvpipe.trace.sorted_equations import Sorted
 from jvpipe.trace.sums import parameters_behind
 
 Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
