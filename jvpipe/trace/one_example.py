@@ -20,6 +20,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe.trace.factors import factor_power
 from jvpipe.trace.flatten import RULES
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.structure import comparable
@@ -173,13 +174,12 @@ class _Smaller:
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):
             return a.dtype.type(self._value(int(a), int(b)))
-        tolerance = 1e-2 if a.itemsize < 4 else 1e-6
-        for power in (1, -1):
-            if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
-                # On one example both n and 1/n are 1, so the factor is taken out.
-                on_one = float(a) / float(self.examples) ** power
-                return a.dtype.type(on_one)
-        raise UnlikeError("a number does not go with the number of examples")
+        power = factor_power(b, a, 2.0)
+        if power is None:
+            raise UnlikeError("a number does not go with the number of examples")
+        # On one example both n and 1/n are 1, so the factor is taken out.
+        on_one = float(a) / float(self.examples) ** power
+        return a.dtype.type(on_one)
 
 
 def _shapes(atoms: Iterable[Atom]) -> list[object]:

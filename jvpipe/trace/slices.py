@@ -19,6 +19,7 @@ from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.layers import Layer, LayerGraph, Ref
 from jvpipe.ir.values import ValueKind
+from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.normalized import first_of_same
@@ -26,7 +27,7 @@ from jvpipe.trace.one_example import UnlikeError, on_one
 from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.slice_equations import SliceCut
-from jvpipe.trace.spread import CoupledError, Spreading, reaching
+from jvpipe.trace.spread import Spreading, reaching
 from jvpipe.trace.structure import comparable
 from jvpipe.util.paths import path_name
 
