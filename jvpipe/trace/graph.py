@@ -131,10 +131,11 @@ class _Assembly:
     def traced(self) -> Traced:
         """Returns the layers with their equations."""
         sinks = self._sinks()
-        needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
+        needs = list(map(self._needed, self.runs, sinks))
         readers = self._readers(needs, sinks)
         # Tensors are numbered in the order of the layers that make them.
-        crossing = sorted((v for v in readers if v in self.maker), key=self.maker.__getitem__)
+        between = [v for v in readers if v in self.maker]
+        crossing = sorted(between, key=self.maker.__getitem__)
         bodies = self._bodies(
             needs,
             sinks,
@@ -251,7 +252,8 @@ class _Assembly:
 
     def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:
         """Returns a layer's main equations after the floating equations that the layer needs."""
-        read = [*jaxprs.free_variables(run), *jaxprs.variables(a for a, _ in sink)]
+        yielded = jaxprs.variables(atom for atom, _ in sink)
+        read = [*jaxprs.free_variables(run), *yielded]
         return [*jaxprs.prune(self.floating, read), *run]
 
     def _graph(

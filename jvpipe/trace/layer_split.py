@@ -129,11 +129,13 @@ def _places(
         behind: for each value of floating equations, the parameters that it is made of.
         eqns_s: the seconds of all equations of the layer; the main equations come last.
     """
-    total_s, places = sum(eqns_s), []
+    total_s = sum(eqns_s)
+    places = []
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     for p in products[1:]:
         before_end = len(run) - p
-        first, second = (set(jaxprs.free_variables(half)) for half in (run[:p], run[p:]))
+        first = set(jaxprs.free_variables(run[:p]))
+        second = set(jaxprs.free_variables(run[p:]))
         shared = _behind(first, behind) & _behind(second, behind)
         if shared:
             continue

@@ -351,9 +351,12 @@ def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
 
 def _trainable(traced: LossJaxpr, frozen: Collection[int]) -> set[Var]:
     """Returns the parameters that are not frozen and whose type can have a gradient."""
-    inputs = traced.inputs.items()
-    parameters = [(v, ref.index) for v, ref in inputs if ref.kind == ValueKind.PARAMETER]
-    return {v for v, p in parameters if p not in frozen and has_gradient(_jax.aval(v).dtype)}
+    trainable = set()
+    for v in traced.inputs_of(ValueKind.PARAMETER):
+        is_frozen = traced.inputs[v].index in frozen
+        if not is_frozen and has_gradient(_jax.aval(v).dtype):
+            trainable.add(v)
+    return trainable
 
 
 def _moving(traced: LossJaxpr, parameters: Collection[Var]) -> set[Var]:

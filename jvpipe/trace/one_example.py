@@ -53,11 +53,12 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     results = [atom for atom, _ in whole.outputs]
     double_results = [atom for atom, _ in double.outputs]
     atoms = smaller.atoms(results, double_results)
+    refs = [ref for _, ref in whole.outputs]
     return replace(
         whole,
         eqns=tuple(eqns),
         inputs=dict(zip(inputs, whole.inputs.values(), strict=True)),
-        outputs=tuple(zip(atoms, (ref for _, ref in whole.outputs), strict=True)),
+        outputs=tuple(zip(atoms, refs, strict=True)),
     )
 
 
@@ -123,10 +124,13 @@ class _Smaller:
         outs = self.variables(whole.outvars, double.outvars)
         if whole.primitive.name in RULES:
             rule = next(self.rules, None)
-            if rule is None or _shapes([*rule.invars, *rule.outvars]) != _shapes([*ins, *outs]):
+            expected = _shapes([*ins, *outs])
+            if rule is None or _shapes([*rule.invars, *rule.outvars]) != expected:
                 raise UnlikeError("it has other derivative rules on one example")
             return rule.replace(invars=ins, outvars=outs)
-        params = {k: self._value(v, double.params[k]) for k, v in whole.params.items()}
+        params = {}
+        for name, value in whole.params.items():
+            params[name] = self._value(value, double.params[name])
         return whole.replace(invars=ins, outvars=outs, params=params)
 
     def _value(self, whole: Any, double: Any) -> Any:
@@ -150,10 +154,10 @@ class _Smaller:
             case int(), int() if whole != double:
                 # A size is a + b n for n examples: on 2 n examples it is larger by b n, on one
                 # example it is smaller by b (n - 1).
-                less = (double - whole) * (self.examples - 1)
-                if less % self.examples:
+                less, rest = divmod((double - whole) * (self.examples - 1), self.examples)
+                if rest:
                     raise UnlikeError("a size does not go with the number of examples")
-                return whole - less // self.examples
+                return whole - less
             case (tuple(), tuple()) | (list(), list()) if type(whole) in (tuple, list):
                 if len(whole) != len(double):
                     raise UnlikeError("shapes have other ranks")

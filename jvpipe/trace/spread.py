@@ -173,9 +173,11 @@ class Spreading:
             return list(ins)
         if name in LOOPS:
             return LOOPS[name](self, eqn, small, ins)
-        grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
+        results = zip(eqn.outvars, small.outvars, strict=True)
+        grown = [self._grown(eqn, a, b) for a, b in results]
         is_zero = _makes_zero(eqn, ins, in_rule=self._rule)
-        outs = [self._normalized(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
+        plain = self._plainly(eqn, ins, grown)
+        outs = [self._normalized(eqn, ins, lies) for lies in plain]
         return [replace(lies, is_zero=is_zero) for lies in outs]
 
     def _plainly(
@@ -301,7 +303,8 @@ class Spreading:
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
         """Raises CoupledError if single examples read a reduction that no model state keeps."""
         for lies in reduced:
-            if not lies.roots or not all(root in self.remembered for root in lies.roots):
+            are_kept = all(root in self.remembered for root in lies.roots)
+            if not lies.roots or not are_kept:
                 raise self.refused(eqn, _GIVES)
 
     def refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
@@ -337,7 +340,8 @@ class Spreading:
             _outer=self._outer or eqn,
         )
         inner.run(body.eqns, small.eqns)
-        return [inner.lies(a, b) for a, b in zip(body.outvars, small.outvars, strict=True)]
+        results = zip(body.outvars, small.outvars, strict=True)
+        return [inner.lies(a, b) for a, b in results]
 
     def _call(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         body = _jax.inner_jaxprs(eqn)[0]
