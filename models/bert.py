@@ -27,10 +27,6 @@ from jvpipe.models import bert_published
 from jvpipe.models.blocks import (
     Block,
     Key,
-    Logits,
-    LossFunction,
-    Part,
-    Parts,
     TransformerConfig,
     Vectors,
     distance_bias,
@@ -39,8 +35,9 @@ from jvpipe.models.blocks import (
     layer_norm,
     linear,
     normed,
-    predicting,
 )
+from jvpipe.models.kinds import Part, Parts
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.workload import Data, Workload, sized
 
 

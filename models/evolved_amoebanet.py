@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.amoebanet import POOLINGS, convolutions, unpooled
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
-from jvpipe.models.blocks import Key, LossFunction, prediction_loss
+from jvpipe.models.blocks import Key
+from jvpipe.models.losses import LossFunction, prediction_loss
 from jvpipe.models.vision import (
     ClassConfig,
     Convolution,

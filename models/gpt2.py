@@ -19,9 +19,6 @@ from jaxtyping import Array, Float, Int
 from jvpipe.models.blocks import (
     Block,
     Key,
-    Logits,
-    LossFunction,
-    Parts,
     TextConfig,
     TransformerConfig,
     Vectors,
@@ -31,9 +28,10 @@ from jvpipe.models.blocks import (
     linear,
     looking_back,
     normed,
-    predicting,
 )
 from jvpipe.models.folder_settings import Settings
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source, norm, table
 from jvpipe.models.weights import linear as linear_of

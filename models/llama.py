@@ -30,19 +30,10 @@ from jaxtyping import Array, Bool, Float
 
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models import llama_published
-from jvpipe.models.blocks import (
-    Key,
-    Kind,
-    Logits,
-    TextConfig,
-    Vectors,
-    adapted_kind,
-    embedding,
-    linear,
-    prediction_loss,
-    residual_scale,
-)
+from jvpipe.models.blocks import Key, TextConfig, Vectors, embedding, linear, residual_scale
 from jvpipe.models.gpt2 import abstract_batch, open_data
+from jvpipe.models.kinds import Kind, adapted_kind
+from jvpipe.models.losses import Logits, prediction_loss
 from jvpipe.models.rotary import Rotation, turned
 from jvpipe.models.workload import Workload, sized
 from jvpipe.util.names import did_you_mean

@@ -29,9 +29,6 @@ from jvpipe.models.blocks import (
     Block,
     CrossAttention,
     Key,
-    Logits,
-    LossFunction,
-    Parts,
     TransformerConfig,
     Vectors,
     distance_bias,
@@ -42,8 +39,9 @@ from jvpipe.models.blocks import (
     linear,
     looking_back,
     normed,
-    predicting,
 )
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.workload import Data, Workload, sized
 
 

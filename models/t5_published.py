@@ -18,8 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from jvpipe.models.blocks import (
     Key,
-    Logits,
-    Parts,
     TransformerConfig,
     Vectors,
     dropped,
@@ -28,6 +26,8 @@ from jvpipe.models.blocks import (
     mixture,
 )
 from jvpipe.models.folder_settings import Settings
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits
 from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source
 from jvpipe.models.weights import linear as linear_of

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jvpipe.models.blocks import Logits, LossFunction, TextConfig, predicting
+from jvpipe.models.blocks import TextConfig
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.workload import Data
 
 

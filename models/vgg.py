@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.blocks import Key, Logits
+from jvpipe.models.blocks import Key
+from jvpipe.models.losses import Logits
 from jvpipe.models.vision import (
     ClassConfig,
     Image,

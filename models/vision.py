@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.blocks import Key, prediction_loss
+from jvpipe.models.blocks import Key
+from jvpipe.models.losses import prediction_loss
 from jvpipe.models.workload import Data
 from jvpipe.util.names import did_you_mean
 
