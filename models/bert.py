@@ -64,8 +64,10 @@ class MaskedConfig(TransformerConfig):
 class BertConfig(MaskedConfig):
     """The shape of a BERT.
 
-    `published`: as in the paper. Only then may the output projection not be `tied` to the
-    embedding.
+    Attributes:
+        published: whether the model is as in the paper.
+        tied: whether the output projection is the transposed token embedding. It may be False only
+            if the model is `published`.
     """
 
     vocabulary: int = 30522

@@ -43,7 +43,14 @@ RIGHT = ("none", "max_pool_3x3", "avg_pool_3x3", "conv_1x1", "conv_3x3", "conv_1
 
 @dataclass(frozen=True, kw_only=True)
 class EvolvedAmoebaNetConfig(ClassConfig):
-    """The shape of the model: `slots` in `groups`. The first group has `filters` channels."""
+    """The shape of the model.
+
+    Attributes:
+        slots: the number of slots, of which all groups have equally many.
+        filters: the channels of the first group.
+        side: the side of an image.
+        groups: the number of groups.
+    """
 
     slots: int
     filters: int

@@ -40,7 +40,11 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True)
 class Gpt2Config(TransformerConfig):
-    """The shape of a GPT-2. `tied`: the output projection is the transposed token embedding."""
+    """The shape of a GPT-2.
+
+    Attributes:
+        tied: whether the output projection is the transposed token embedding.
+    """
 
     vocabulary: int = 50257
     tokens: int = 1024
@@ -136,7 +140,7 @@ def open_data(
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `Gpt2Config` from config.json. What our model lacks is refused."""
+    """Reads the fields of a `Gpt2Config` from config.json, and refuses what our model lacks."""
     dropout = settings.get("resid_pdrop", 0.1)
     settings.only("activation_function", "gelu_new")
     # Our model has a single rate of dropout, so three different ones are refused.

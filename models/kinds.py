@@ -56,8 +56,8 @@ def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, na
 
     Args:
         build: makes the module without adapters.
-        config: has the rank of adapters and the pattern of the paths that they adapt.
-        name: the name with which paths begin.
+        config: gives the rank of adapters, and the pattern of the paths that they adapt.
+        name: the name of the kind, with which paths begin.
     """
     return Kind(with_adapters(build, name, config.lora, config.lora_on, config.dtype))
 

@@ -55,8 +55,8 @@ class LlamaConfig(TextConfig):
         hidden: the units of the feed-forward network.
         theta: the base of the angles by which queries and keys turn.
         tied: whether the output projection is the transposed token embedding.
-        epsilon: of the norms.
-        dropout: 0.
+        epsilon: the number that norms add to a mean square.
+        dropout: always 0, because a Llama drops nothing.
         head_width: K; 0 for D / H.
         normed_heads: whether queries and keys are normed head by head.
         activation: "silu" or "gelu".

@@ -51,7 +51,7 @@ class T5Config(TransformerConfig):
 
     Attributes:
         blocks: the number of blocks of the encoder, and of the decoder.
-        published: as in the paper (`t5_published.py`).
+        published: whether the model is as in the paper (`t5_published.py`).
         head_width: the width of a head.
         buckets: how many kinds of distances have a bias.
         distance: all distances from this one on are of the last kind.

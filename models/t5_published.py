@@ -275,7 +275,7 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `T5Config` from a folder. What our model lacks is refused.
+    """Reads the fields of a `T5Config` from a folder, and refuses what our model lacks.
 
     A newer config.json calls every projection tied, so the tensors decide: the projection
     is tied unless the folder has a tensor for it that differs from the embedding. An older

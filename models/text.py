@@ -40,8 +40,8 @@ def open_text(
     Args:
         data_path: a file or folder, or a name on a hub, whose data is streamed.
         run_dir: the folder of the run.
-        seed: of the order of records.
-        batch_size: in records.
+        seed: determines the order of records.
+        batch_size: the number of records in a batch.
         vocabulary: the largest vocabulary that the tokenizer may have.
         tokens: the length of a record.
         first: the least id of a target, if we train the tokenizer.
@@ -125,7 +125,10 @@ def open_next_tokens(
     """Opens text as batches in which every token is predicted from those before it.
 
     If data has `messages` and no `text`, it holds conversations, and only the assistant is
-    predicted. Raises what `open_text` raises.
+    predicted.
+
+    Raises:
+        ValueError: what `open_text` raises, or conversations have no chat template.
     """
     form, transform = PACKED, next_tokens
     if are_conversations(data_path):
