@@ -14,7 +14,8 @@ import numpy as np
 
 
 def norm(x):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    mean_square = jnp.mean(x**2, -1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + 1e-6)
 
 
 def mixed(x, p):
@@ -68,7 +69,8 @@ class Experts:
         uneven, chosen = 0.0, []
         for p in params["blocks"]:
             # Each token reads only itself and the token before it, which is enough to learn a sum.
-            before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+            padded = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))
+            before = padded[:, :-1]
             both = jnp.concatenate([norm(x), norm(before)], -1)
             x = x + jnp.tanh(both @ p["mix"])
             # The second loss is summed over blocks. So a cut between two stages sends this number

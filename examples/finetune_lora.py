@@ -24,8 +24,9 @@ TOKENS, BATCH = 64, 16
 
 def records(lines, tokenizer):
     """Returns the ids of TOKENS + 1 tokens for each line, and which of them are of the answer."""
-    ids = np.zeros((len(lines), TOKENS + 1), np.int32)
-    learned = np.zeros((len(lines), TOKENS + 1), np.float32)
+    shape = (len(lines), TOKENS + 1)
+    ids = np.zeros(shape, np.int32)
+    learned = np.zeros(shape, np.float32)
     for i, line in enumerate(map(json.loads, lines)):
         prompt = tokenizer.encode(line["prompt"]).ids
         answer = tokenizer.encode(line["answer"], add_special_tokens=False).ids
@@ -40,19 +41,35 @@ def batches(ids, learned, seed):
     generator = np.random.default_rng(seed)
     while True:
         i = generator.integers(len(ids), size=BATCH)
-        tokens, targets = ids[i, :-1], ids[i, 1:]  # [BATCH, TOKENS] each
-        yield {"tokens": tokens, "targets": targets, "weights": learned[i, 1:]}
+        yield {  # each value is [BATCH, TOKENS]
+            "tokens": ids[i, :-1],
+            "targets": ids[i, 1:],
+            "weights": learned[i, 1:],
+        }
 
 
 def main(base, lines, tuned, steps=100, rate=1e-3):
     if jax.default_backend() == "cpu":
         jax.config.update("jax_num_cpu_devices", 2)
     tokenizer = Tokenizer.from_file(str(Path(base) / "tokenizer.json"))
-    workload, params = from_folder(base, jax.random.key(0), lora=8, tokens=TOKENS, dropout=0.0)
-    data = batches(*records(Path(lines).read_text().splitlines(), tokenizer), seed=0)
+    workload, params = from_folder(
+        base,
+        jax.random.key(0),
+        lora=8,
+        tokens=TOKENS,
+        dropout=0.0,
+    )
+    text = Path(lines).read_text()
+    ids, learned = records(text.splitlines(), tokenizer)
+    data = batches(ids, learned, seed=0)
     recipe = replace(workload.recipe, learning_rate=float(rate))
     optimizer = recipe.optimizer(int(steps))
-    pipe = jvpipe.Pipeline(workload.loss_fn, optimizer, stages=2, microbatches=4)
+    pipe = jvpipe.Pipeline(
+        workload.loss_fn,
+        optimizer,
+        stages=2,
+        microbatches=4,
+    )
     state = pipe.init(params, next(data), jax.random.key(1))
     print(pipe.explain())
     for step in range(1, int(steps) + 1):

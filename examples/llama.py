@@ -15,7 +15,8 @@ import numpy as np
 
 
 def norm(x, scale):
-    return scale * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    mean_square = jnp.mean(x**2, -1, keepdims=True)
+    return scale * x * jax.lax.rsqrt(mean_square + 1e-6)
 
 
 def rotated(x):
@@ -29,7 +30,9 @@ def rotated(x):
     angles = positions * rates  # [tokens, 1, pairs]
     a, b = jnp.split(x, 2, -1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+    first = a * cos - b * sin
+    second = a * sin + b * cos
+    return jnp.concatenate([first, second], -1)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Llama:
 
     def layer(self, x, p):
         y = norm(x, p["attention_norm"])  # [batch, tokens, width]
-        split = lambda y: y.reshape(*y.shape[:2], -1, self.width // self.heads)
+        head = self.width // self.heads
+        split = lambda y: y.reshape(*y.shape[:2], -1, head)
         q = rotated(split(y @ p["q"]))  # [batch, tokens, heads, width of a head]
         k = rotated(split(y @ p["k"]))  # [batch, tokens, groups, width of a head]
         v = split(y @ p["v"])
@@ -66,7 +70,8 @@ class Llama:
         x = x + mixed.reshape(x.shape) @ p["o"]
         y = norm(x, p["mlp_norm"])
         gate = jax.nn.silu(y @ p["gate"])
-        return x + (gate * (y @ p["up"])) @ p["down"], None
+        hidden = gate * (y @ p["up"])
+        return x + hidden @ p["down"], None
 
     def loss_fn(self, params, batch, rng):
         x = params["embed"][batch[:, :-1]]

@@ -31,12 +31,14 @@ class Lora:
         """Returns the parameters of the base, which a real program would read from a file."""
         D = self.width
         keys = jax.random.split(jax.random.key(1), self.blocks)
-        return [jax.random.normal(key, (D, D)) * D**-0.5 for key in keys]
+        drawn = [jax.random.normal(key, (D, D)) for key in keys]
+        return [w * D**-0.5 for w in drawn]
 
     def init(self, key):
         D, r = self.width, self.rank
         keys = jax.random.split(key, self.blocks)
-        down = [jax.random.normal(k, (D, r)) * 0.1 for k in keys]
+        drawn = [jax.random.normal(k, (D, r)) for k in keys]
+        down = [a * 0.1 for a in drawn]
         up = [jnp.zeros((r, D))] * self.blocks  # the product is 0, so training begins at the base
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
@@ -44,13 +46,20 @@ class Lora:
         # The updates of the base are set to zero. jvpipe sees this in the optimizer. It therefore
         # computes no gradients for the base, and keeps no moments.
         rate = optax.cosine_decay_schedule(1e-2, steps)
-        learning = {"base": optax.set_to_zero(), "lora": optax.adam(rate)}
-        return optax.multi_transform(learning, {"base": "base", "lora": "lora"})
+        learning = {
+            "base": optax.set_to_zero(),
+            "lora": optax.adam(rate),
+        }
+        labels = {"base": "base", "lora": "lora"}
+        return optax.multi_transform(learning, labels)
 
     def loss_fn(self, params, batch, rng):
-        base, lora = params["base"], params["lora"]
-        layers = [w + a @ b for w, a, b in zip(base, lora["down"], lora["up"])]
-        error = run(layers, batch["x"]) - batch["y"]
+        base = params["base"]
+        down = params["lora"]["down"]
+        up = params["lora"]["up"]
+        layers = [w + a @ b for w, a, b in zip(base, down, up)]
+        y = run(layers, batch["x"])
+        error = y - batch["y"]
         return jnp.mean(error**2)
 
     def task(self):
@@ -58,13 +67,22 @@ class Lora:
         keys = jax.random.split(jax.random.key(2), self.blocks)
         pairs = [jax.random.normal(key, (2, self.width)) for key in keys]
         changes = [0.1 * jnp.outer(*pair) for pair in pairs]
-        return jax.jit(lambda x: run([w + c for w, c in zip(self.base(), changes)], x))
+
+        @jax.jit
+        def target(x):
+            layers = [w + change for w, change in zip(self.base(), changes)]
+            return run(layers, x)
+
+        return target
 
     def batches(self, seed, batch_size):
-        generator, task = np.random.default_rng(seed), self.task()
+        generator = np.random.default_rng(seed)
+        task = self.task()
+        shape = (batch_size, self.width)
         while True:
-            x = generator.normal(size=(batch_size, self.width)).astype(np.float32)
-            yield {"x": x, "y": np.asarray(task(x))}
+            x = generator.normal(size=shape).astype(np.float32)
+            y = np.asarray(task(x))
+            yield {"x": x, "y": y}
 
 
 lora = Lora()

@@ -16,20 +16,27 @@ def points(generator, count):
     turn = generator.uniform(0.5, 3, count)
     angle = np.pi * (turn + label)
     circle = np.stack([np.cos(angle), np.sin(angle)])
-    x = turn * circle + 0.1 * generator.normal(size=(2, count))
-    return {"x": x.T.astype(np.float32), "label": label.astype(np.int32)}
+    noise = 0.1 * generator.normal(size=(2, count))
+    x = turn * circle + noise
+    return {
+        "x": x.T.astype(np.float32),
+        "label": label.astype(np.int32),
+    }
 
 
 class Spiral:
-    batch_size, steps = 64, 500
+    batch_size = 64
+    steps = 500
 
     def init(self, key):
         sizes = [2, 64, 64, 64, 64, 2]
         keys = jax.random.split(key, len(sizes))
         layers = []
         for k, inputs, outputs in zip(keys, sizes, sizes[1:], strict=False):
-            w = jax.random.normal(k, (inputs, outputs)) * (2 / inputs) ** 0.5
-            layers.append({"w": w, "b": jnp.zeros(outputs)})
+            scale = (2 / inputs) ** 0.5
+            w = jax.random.normal(k, (inputs, outputs)) * scale
+            b = jnp.zeros(outputs)
+            layers.append({"w": w, "b": b})
         return layers
 
     def loss_fn(self, params, batch, rng):
@@ -41,7 +48,8 @@ class Spiral:
             x = jax.nn.relu(y + p["b"])
         y = x @ last["w"]
         logits = jax.nn.log_softmax(y + last["b"])
-        chosen = jnp.take_along_axis(logits, batch["label"][:, None], 1)
+        label = batch["label"][:, None]
+        chosen = jnp.take_along_axis(logits, label, 1)
         return -jnp.mean(chosen)
 
     def batches(self, seed, batch_size):
@@ -50,4 +58,5 @@ class Spiral:
             yield points(generator, batch_size)
 
     def held_out(self):
-        return [points(np.random.default_rng(10**6), 256)]
+        generator = np.random.default_rng(10**6)
+        return [points(generator, 256)]

@@ -30,7 +30,8 @@ def block(x, p, time):
     pixels = (1, 2, 3)
     # Each picture is normalized by itself, so that results do not depend on the micro-batches.
     centered = y - y.mean(pixels, keepdims=True)
-    y = centered * jax.lax.rsqrt(y.var(pixels, keepdims=True) + 1e-5)
+    variance = y.var(pixels, keepdims=True)
+    y = centered * jax.lax.rsqrt(variance + 1e-5)
     return jax.nn.silu(conv(y, p["second"]))
 
 

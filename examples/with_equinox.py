@@ -23,7 +23,14 @@ class Mixer(eqx.Module):
         self.norm = eqx.nn.LayerNorm(WIDTH)
         self.dropout = eqx.nn.Dropout(0.1)
         hidden = 2 * WIDTH
-        self.mix = eqx.nn.MLP(WIDTH, WIDTH, hidden, depth=1, activation=jax.nn.silu, key=key)
+        self.mix = eqx.nn.MLP(
+            WIDTH,
+            WIDTH,
+            hidden,
+            depth=1,
+            activation=jax.nn.silu,
+            key=key,
+        )
 
     def __call__(self, x, key):
         y = self.mix(self.norm(x))
@@ -54,8 +61,12 @@ def waves(generator, count):
     swings = generator.uniform(1, 8, (count, 1))
     phase = generator.uniform(0, 2 * np.pi, (count, 1))
     angles = swings * np.linspace(0, 2 * np.pi, POINTS) + phase
-    x = np.sin(angles) + 0.2 * generator.normal(size=(count, POINTS))
-    return {"x": x.astype(np.float32), "swings": swings[:, 0].astype(np.float32)}
+    noise = 0.2 * generator.normal(size=(count, POINTS))
+    x = np.sin(angles) + noise
+    return {
+        "x": x.astype(np.float32),
+        "swings": swings[:, 0].astype(np.float32),
+    }
 
 
 class Waves:
@@ -75,7 +86,8 @@ class Waves:
         net = eqx.combine(params, self.static)
         # An Equinox module takes a single example. Under `vmap`, each example gets its own key.
         keys = None if rng is None else jax.random.split(rng, len(batch["x"]))
-        nets = jax.vmap(net, in_axes=(0, None if rng is None else 0))
+        key_axis = None if rng is None else 0
+        nets = jax.vmap(net, in_axes=(0, key_axis))
         error = nets(batch["x"], keys) - batch["swings"]
         return jnp.mean(error**2)
 

@@ -23,11 +23,16 @@ def brackets(generator, count):
     """
     length = generator.integers(4, TOKENS + 1, (count, 1))
     there = np.arange(TOKENS) < length  # [count, TOKENS]
-    tokens = np.where(there, generator.integers(1, 3, (count, TOKENS)), 0)
+    drawn = generator.integers(1, 3, (count, TOKENS))
+    tokens = np.where(there, drawn, 0)
     steps = np.where(tokens == 1, 1, -1) * there
     depth = np.cumsum(steps, 1)
-    batch = {"tokens": tokens.astype(np.int32), "depth": (depth > 0).astype(np.int32)}
-    return {**batch, "there": there.astype(np.float32)}
+    is_open = depth > 0
+    return {
+        "tokens": tokens.astype(np.int32),
+        "depth": is_open.astype(np.int32),
+        "there": there.astype(np.float32),
+    }
 
 
 @hk.transform
@@ -41,26 +46,39 @@ def net(tokens):
     scaled = hk.initializers.VarianceScaling(1.0)
     for _ in range(2):
         y = normed(x)
-        attention = hk.MultiHeadAttention(4, WIDTH // 4, w_init=scaled, model_size=WIDTH)
+        attention = hk.MultiHeadAttention(
+            4,
+            WIDTH // 4,
+            w_init=scaled,
+            model_size=WIDTH,
+        )
         x = x + attention(y, y, y, mask)
-        feed_forward = hk.nets.MLP([4 * WIDTH, WIDTH], activation=jax.nn.gelu)
+        widths = [4 * WIDTH, WIDTH]
+        feed_forward = hk.nets.MLP(widths, activation=jax.nn.gelu)
         x = x + feed_forward(normed(x))
-    return hk.Linear(2)(normed(x))
+    y = normed(x)
+    return hk.Linear(2)(y)
 
 
 class Brackets:
-    batch_size, steps = 64, 300
+    batch_size = 64
+    steps = 300
 
     def init(self, key):
-        return net.init(key, jnp.zeros((1, TOKENS), jnp.int32))
+        tokens = jnp.zeros((1, TOKENS), jnp.int32)
+        return net.init(key, tokens)
 
     def loss_fn(self, params, batch, rng):
-        logits = jax.nn.log_softmax(net.apply(params, rng, batch["tokens"]))
-        right = jnp.take_along_axis(logits, batch["depth"][..., None], -1)
+        outputs = net.apply(params, rng, batch["tokens"])
+        logits = jax.nn.log_softmax(outputs)
+        depth = batch["depth"][..., None]
+        right = jnp.take_along_axis(logits, depth, -1)
         losses = -right[..., 0]  # [batch, TOKENS]
         # Micro-batches differ in padding. A mean of their means would be wrong, so jvpipe adds up
         # sums and counts over the micro-batches before it divides.
-        return jvpipe.Weighted(jnp.sum(losses * batch["there"]), jnp.sum(batch["there"]))
+        there = batch["there"]
+        total = jnp.sum(losses * there)
+        return jvpipe.Weighted(total, jnp.sum(there))
 
     def batches(self, seed, batch_size):
         generator = np.random.default_rng(seed)
@@ -68,4 +86,5 @@ class Brackets:
             yield brackets(generator, batch_size)
 
     def held_out(self):
-        return [brackets(np.random.default_rng(10**6), 256)]
+        generator = np.random.default_rng(10**6)
+        return [brackets(generator, 256)]

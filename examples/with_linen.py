@@ -21,10 +21,14 @@ def pictures(generator, count):
     size = generator.integers(5, 9, count)
     full = rectangles(corner, size)
     hole = rectangles(corner + 1, size - 2)
-    image = full & ~(hole & (label == 1)[:, None, None])
+    is_outline = (label == 1)[:, None, None]
+    image = full & ~(hole & is_outline)
     noise = 0.3 * generator.normal(size=(count, SIDE, SIDE, 1))
     image = image[..., None] + noise
-    return {"image": image.astype(np.float32), "label": label.astype(np.int32)}
+    return {
+        "image": image.astype(np.float32),
+        "label": label.astype(np.int32),
+    }
 
 
 def rectangles(corner, size):
@@ -35,7 +39,8 @@ def rectangles(corner, size):
         size: the side of each square, [count].
     """
     at = np.arange(SIDE)[:, None]
-    rows, columns = [((at >= low) & (at < low + size)).T for low in corner]
+    inside = [(at >= low) & (at < low + size) for low in corner]
+    rows, columns = [pixels.T for pixels in inside]
     return rows[:, :, None] & columns[:, None]
 
 
@@ -50,11 +55,14 @@ class Net(nn.Module):
 
 
 class Shapes:
-    batch_size, steps, has_state = 32, 200, True
+    batch_size = 32
+    steps = 200
+    has_state = True
     net = Net()
 
     def _variables(self, key):
-        return self.net.init(key, jnp.zeros((1, SIDE, SIDE, 1)))
+        image = jnp.zeros((1, SIDE, SIDE, 1))
+        return self.net.init(key, image)
 
     def init(self, key):
         return self._variables(key)["params"]
@@ -80,4 +88,5 @@ class Shapes:
             yield pictures(generator, batch_size)
 
     def held_out(self):
-        return [pictures(np.random.default_rng(10**6), 128)]
+        generator = np.random.default_rng(10**6)
+        return [pictures(generator, 128)]

@@ -20,25 +20,30 @@ class Block(nnx.Module):
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
         self.wide = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
         self.narrow = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
+        norms = [nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)]
+        self.norms = nnx.List(norms)
 
     def __call__(self, x):
         y = self.norms[0](x)
-        x = x + self.attention(y, mask=nnx.make_causal_mask(x[..., 0]))
-        y = self.wide(self.norms[1](x))
-        return x + self.narrow(jax.nn.gelu(y))
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(y, mask=mask)
+        y = self.norms[1](x)
+        hidden = jax.nn.gelu(self.wide(y))
+        return x + self.narrow(hidden)
 
 
 class Adder(nnx.Module):
     def __init__(self, rngs):
         self.digits = nnx.Embed(12, WIDTH, rngs=rngs)
         self.places = nnx.Embed(TOKENS, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(BLOCKS)])
+        blocks = [Block(rngs) for _ in range(BLOCKS)]
+        self.blocks = nnx.List(blocks)
         self.head = nnx.Linear(WIDTH, 12, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.digits(tokens)
-        x = x + self.places(jnp.arange(tokens.shape[1]))  # [batch, tokens, WIDTH]
+        places = jnp.arange(tokens.shape[1])
+        x = x + self.places(places)  # [batch, tokens, WIDTH]
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -50,15 +55,20 @@ def example(index, generator):
     `index` is the number of the example, which Grain passes and which is not used.
     """
     a, b = generator.integers(10**DIGITS, size=2)
-    question, answer = f"{a:0{DIGITS}}+{b:0{DIGITS}}=", f"{a + b:0{DIGITS + 1}}"
-    return np.array(["0123456789+=".index(c) for c in question + answer], np.int32)
+    question = f"{a:0{DIGITS}}+{b:0{DIGITS}}="
+    answer = f"{a + b:0{DIGITS + 1}}"
+    symbols = "0123456789+="
+    tokens = [symbols.index(c) for c in question + answer]
+    return np.array(tokens, np.int32)
 
 
 class Adding:
-    batch_size, steps = 64, 500
+    batch_size = 64
+    steps = 500
 
     def init(self, key):
-        return nnx.state(Adder(nnx.Rngs(params=key)), nnx.Param)
+        adder = Adder(nnx.Rngs(params=key))
+        return nnx.state(adder, nnx.Param)
 
     def loss_fn(self, params, tokens, rng):
         # This makes only the structure and the shapes of the module. The parameters are `params`.
@@ -70,9 +80,12 @@ class Adding:
         answer = slice(2 * DIGITS + 1, None)
         predicted = logits[:, answer]
         targets = tokens[:, 1:][:, answer, None]
-        return -jnp.mean(jnp.take_along_axis(predicted, targets, -1))
+        right = jnp.take_along_axis(predicted, targets, -1)
+        return -jnp.mean(right)
 
     def batches(self, seed, batch_size):
-        order = grain.MapDataset.range(10**6).seed(seed).shuffle().repeat()
-        drawn = order.random_map(example)
-        return iter(drawn.batch(batch_size).to_iter_dataset())
+        numbers = grain.MapDataset.range(10**6).seed(seed)
+        order = numbers.shuffle().repeat()
+        examples = order.random_map(example)
+        batches = examples.batch(batch_size)
+        return iter(batches.to_iter_dataset())

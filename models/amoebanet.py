@@ -46,9 +46,12 @@ Tree = Any
 class AmoebaNetConfig(ClassConfig):
     """The shape of an AmoebaNet-D. GPipe's (L, D) are (`cells`, `filters`).
 
-    `cells` is the number of normal cells in all `groups`, and `filters` the channels of the first
-    group's cells. `stem_reductions` of 2 is for large images: the stem and two reductions leave an
-    eighth of the side.
+    Attributes:
+        cells: the number of normal cells in all groups.
+        filters: the channels of the cells of the first group.
+        stem_reductions: how many reduction cells follow the stem. Two are for large images: the
+            stem and two reductions leave an eighth of the side.
+        groups: the number of groups of normal cells.
     """
 
     cells: int
@@ -186,7 +189,7 @@ class Cell:
 
     Attributes:
         genotype: what the cell computes.
-        channels: of each value in the cell.
+        channels: the channels of each value in the cell.
         near: the channels of the predecessor's image.
         far: the channels of the image of the cell before the predecessor.
         halve: whether the cell halves the image.

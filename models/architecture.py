@@ -53,9 +53,13 @@ class Architecture:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All architectures of `slots` slots, at least `fewest` of them filled.
+    """All architectures with some number of slots, of which not too many are empty.
 
-    `left` and `right` are the operations to choose from in the two branches of a block.
+    Attributes:
+        left: the operations to choose from in the left branch of a block.
+        right: the operations to choose from in the right branch.
+        slots: the number of slots.
+        fewest: how many slots are filled at least.
     """
 
     left: tuple[str, ...]
@@ -115,11 +119,13 @@ class SearchSpace:
         """
         pairs = [Block(left, right) for left in self.left for right in self.right]
         # A block's program depends on its branches, not on its slot, so each pair is needed once.
-        groups = [pairs[i : i + self.slots] for i in range(0, len(pairs), self.slots)]
-        groups[-1] += pairs[: self.slots - len(groups[-1])]
+        starts = range(0, len(pairs), self.slots)
+        groups = [pairs[start : start + self.slots] for start in starts]
+        last = groups[-1]
+        last += pairs[: self.slots - len(last)]
         # If there are fewer pairs than slots, the last group is still short. Copies of its
         # first pair fill it.
-        groups[-1] += groups[-1][:1] * (self.slots - len(groups[-1]))
+        last += last[:1] * (self.slots - len(last))
         return tuple(Architecture(tuple(group)) for group in groups)
 
 

@@ -61,9 +61,7 @@ class ShuffledBatches:
 
 
 class LazyBatches:
-    """Batches of `jvpipe.LazyArray`, of which each process makes only the examples that it
-    reads.
-    """
+    """Batches of `jvpipe.LazyArray`: each process makes only the examples that it reads."""
 
     def __init__(self, order: grain.MapDataset, batch_size: int) -> None:
         self._order, self._batch_size, self._next = order, batch_size, 0

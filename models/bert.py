@@ -27,10 +27,6 @@ from jvpipe.models import bert_published
 from jvpipe.models.blocks import (
     Block,
     Key,
-    Logits,
-    LossFunction,
-    Part,
-    Parts,
     TransformerConfig,
     Vectors,
     distance_bias,
@@ -39,8 +35,9 @@ from jvpipe.models.blocks import (
     layer_norm,
     linear,
     normed,
-    predicting,
 )
+from jvpipe.models.kinds import Part, Parts
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.workload import Data, Workload, sized
 
 
@@ -67,8 +64,10 @@ class MaskedConfig(TransformerConfig):
 class BertConfig(MaskedConfig):
     """The shape of a BERT.
 
-    `published`: as in the paper. Only then may the output projection not be `tied` to the
-    embedding.
+    Attributes:
+        published: whether the model is as in the paper.
+        tied: whether the output projection is the transposed token embedding. It may be False only
+            if the model is `published`.
     """
 
     vocabulary: int = 30522

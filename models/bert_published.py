@@ -84,7 +84,7 @@ class Head(nnx.Module):
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `BertConfig` from config.json. What our model lacks is refused."""
+    """Reads the fields of a `BertConfig` from config.json, and refuses what our model lacks."""
     dropout = settings.get("hidden_dropout_prob", 0.1)
     settings.only("hidden_act", "gelu")
     settings.only("type_vocab_size", 2)

@@ -1,4 +1,4 @@
-"""The parts that models of text share: pre-norm transformer blocks, losses and initialization.
+"""The modules that models of text share: pre-norm transformer blocks and their initialization.
 
 They are in Flax NNX (arXiv:1706.03762, arXiv:2002.04745). Axes: B batch, T tokens, S attended
 tokens, D model, H heads, F feed-forward, V vocabulary.
@@ -11,10 +11,9 @@ A pre-norm block normalizes what a sublayer reads, but not the residual stream x
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,26 +21,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jvpipe.ir.weighted import Weighted
-from jvpipe.models.lora import with_adapters
 from jvpipe.util.names import did_you_mean
 
 Key = jax.Array | None
 """The key that draws the masks of dropout. None: nothing is dropped."""
 Vectors = Float[Array, "B T D"]
 """The residual stream: a vector per token. A cut between two blocks sends it."""
-Logits = Callable[[Any, Any, Key], Float[Array, "*B V"]]
-"""A function from parameters, a batch and a key to logits."""
-LossFunction = Callable[[Any, Any, Key], Weighted]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """The shape of a model of text; `tokens` is the length of a record.
+    """The shape of a model of text.
 
-    `dtype` is the type of the computation, float32 or bfloat16. Parameters are float32. If `lora`
-    is not 0, each linear map whose path matches `lora_on` has an adapter of that rank, and only
-    adapters are trained (`lora.py`).
+    Attributes:
+        blocks: the number of blocks.
+        width: D.
+        vocabulary: V.
+        tokens: the length of a record.
+        dropout: the share of values that is dropped in training.
+        dtype: the type of the computation, float32 or bfloat16. Parameters are float32.
+        lora: the rank of adapters; 0 for none. If there are adapters, only they are trained
+            (`lora.py`).
+        lora_on: the pattern of the paths of linear maps that get an adapter.
     """
 
     blocks: int
@@ -72,9 +73,13 @@ class TextConfig:
 class TransformerConfig(TextConfig, ABC):
     """The shape of a transformer.
 
-    `positions`, `feed_forward` and `epsilon` differ from their defaults only for published weights.
-    `positions` is the number of rows of the table of positions (0: `tokens`). `feed_forward` is F
-    (0: 4 D). `epsilon` is that of layer norm.
+    All attributes but the first differ from their defaults only for published weights.
+
+    Attributes:
+        heads: H, which divides D.
+        positions: the number of rows of the table of positions; 0 for `tokens`.
+        feed_forward: F; 0 for 4 D.
+        epsilon: the number that layer norm adds to a variance.
     """
 
     heads: int
@@ -95,9 +100,9 @@ class TransformerConfig(TextConfig, ABC):
 
     @abstractmethod
     def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
-        """Returns what is added to the scores of attention; None for nothing.
+        """Returns what is added to the scores of attention; None if nothing is added.
 
-        It determines which token attends to which.
+        A bias of -inf hides a token from another one.
         """
 
 
@@ -175,7 +180,11 @@ def mixture(
     """
     B, T, D = q.shape
     width = D // heads
-    q, k, v = (y.reshape(*y.shape[:2], heads, width) for y in (q, k, v))  # [B, T or S, H, D / H]
+
+    def by_head(y: jax.Array) -> jax.Array:
+        return y.reshape(*y.shape[:2], heads, width)  # [B, T or S, H, D / H]
+
+    q, k, v = map(by_head, (q, k, v))
     factor = width**-0.5 if scale is None else scale
     # Scores are always float32, because softmax takes differences of large numbers.
     scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * factor
@@ -186,7 +195,7 @@ def mixture(
 
 
 class CrossAttention(nnx.Module):
-    """Attention of tokens to other ones, with H heads."""
+    """Attention of the tokens of one sequence to the tokens of another one, with H heads."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -229,124 +238,15 @@ class Block(nnx.Module):
         return x + dropped(self.dropout, self.contract(hidden), k2)
 
 
-Part = Callable[..., nnx.Module]
-"""A class of modules, or a function that makes one: `part(config, rngs=rngs)`."""
-
-
-class Kind:
-    """A kind of module. `build(rngs)` makes one; its structure is traced only once."""
-
-    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
-        self._build = build
-
-    def module(self, params: Any) -> Any:
-        """Makes a module of this kind with these parameters."""
-        graph, _, rest = self._structure
-        # Without a copy, modules would share mutable state, such as counts of random streams.
-        return nnx.merge(graph, params, rest, copy=True)
-
-    @cached_property
-    def init(self) -> Callable[[jax.Array], Any]:
-        """Maps a key to fresh parameters, nested dicts of float32 arrays."""
-
-        def module(key: jax.Array) -> nnx.Module:
-            return self._build(nnx.Rngs(params=key))
-
-        return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(module(key), nnx.Param)))
-
-    @cached_property
-    def _structure(self) -> Any:
-        # Only shapes are traced: no array of a model of billions of parameters is made.
-        module = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
-        return nnx.split(module, nnx.Param, ...)
-
-
-def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, name: str) -> Kind:
-    """Makes a kind of module, with the adapters that the configuration asks for.
-
-    Args:
-        build: makes the module without adapters.
-        config: has the rank of adapters and the pattern of the paths that they adapt.
-        name: the name with which paths begin.
-    """
-    return Kind(with_adapters(build, name, config.lora, config.lora_on, config.dtype))
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A model as its kinds of modules in their order. Each kind is built and traced only once.
-
-    The kinds in `stacked` occur `count` times each (None: as often as the configuration has
-    blocks).
-    """
-
-    config: TextConfig
-    kinds: Mapping[str, Part]
-    stacked: tuple[str, ...] = ("blocks",)
-    count: int | None = None
-
-    def init(self, key: jax.Array) -> dict[str, Any]:
-        """Makes fresh parameters: nested dicts of arrays, e.g. `blocks/003/expand/kernel`."""
-        layers = {}
-        for name, kind in self._kinds.items():
-            stack = {}
-            for i in range(self._count(name)):
-                # The key depends only on the module's position, not on how the model is cut.
-                module_key = jax.random.fold_in(key, self._first[name] + i)
-                stack[f"{i:03}"] = kind.init(module_key)
-            layers[name] = stack if name in self.stacked else stack["000"]
-        return layers
-
-    def part(self, name: str, params: Any) -> Any:
-        """Makes a module of a kind with these parameters."""
-        return self._kinds[name].module(params)
-
-    def key(self, name: str, key: Key, i: int = 0) -> Key:
-        """Returns the key of module `i` of a kind; None without a key.
-
-        It folds in the module's position in the model, so that blocks differ only by a number.
-        """
-        if key is None:
-            return None
-        return jax.random.fold_in(key, self._first[name] + i)
-
-    def through(
-        self, name: str, blocks: Any, x: jax.Array, key: Key, *others: jax.Array
-    ) -> jax.Array:
-        """Runs `x` through all blocks of a kind. Each block also reads `others`."""
-        # A loop, not a scan, makes each block a layer, so a cut may lie between any two blocks.
-        for i in range(self._count(name)):
-            block = self.part(name, blocks[f"{i:03}"])
-            x = block(x, *others, self.key(name, key, i))
-        return x
-
-    def _count(self, name: str) -> int:
-        blocks = self.config.blocks if self.count is None else self.count
-        return blocks if name in self.stacked else 1
-
-    @cached_property
-    def _first(self) -> dict[str, int]:
-        """The position of the first module of each kind."""
-        starts = accumulate(map(self._count, self.kinds), initial=0)
-        return dict(zip(self.kinds, starts, strict=False))
-
-    @cached_property
-    def _kinds(self) -> dict[str, Kind]:
-        config = self.config
-
-        def built(part: Part, rngs: nnx.Rngs) -> nnx.Module:
-            return part(config, rngs=rngs)
-
-        return {
-            name: adapted_kind(partial(built, part), config, name)
-            for name, part in self.kinds.items()
-        }
-
-
 def embedding(config: TextConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
     """Makes a table of vectors of width D, with a standard deviation of `spread`."""
-    init, dtype = nnx.initializers.normal(spread), jnp.dtype(config.dtype)
-    return nnx.Embed(rows, config.width, embedding_init=init, dtype=dtype, rngs=rngs)
+    return nnx.Embed(
+        rows,
+        config.width,
+        embedding_init=nnx.initializers.normal(spread),
+        dtype=jnp.dtype(config.dtype),
+        rngs=rngs,
+    )
 
 
 def linear(
@@ -361,8 +261,14 @@ def linear(
     """Makes a linear map whose results have the inputs' standard deviation, times `scale`."""
     # LeCun's initialization: a kernel's variance of scale^2 / inputs keeps the variance of x.
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-    dtype = jnp.dtype(config.dtype)
-    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=bias,
+        kernel_init=init,
+        dtype=jnp.dtype(config.dtype),
+        rngs=rngs,
+    )
 
 
 def layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -392,49 +298,3 @@ def dropped(dropout: nnx.Dropout, x: jax.Array, key: Key) -> jax.Array:
 def keys_of(key: Key, count: int) -> Any:
     """Splits a key into one for each place that drops values. Without a key, all are None."""
     return (None,) * count if key is None else jax.random.split(key, count)
-
-
-def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, "*B"]:
-    """Returns the cross entropy of each target [*B] in nats."""
-    likelihoods = jax.nn.log_softmax(logits)
-    scores = jnp.take_along_axis(likelihoods, targets[..., None], axis=-1)  # [*B, 1]
-    return -jnp.squeeze(scores, -1)
-
-
-def prediction_loss(
-    logits: Float[Array, "*B V"], batch: Mapping[str, Any], smoothing: float = 0.0
-) -> Weighted:
-    """Computes the loss of predicting the batch's `targets` [*B], each times its weight.
-
-    Args:
-        logits: of each target.
-        batch: has `targets` and `weights` [*B].
-        smoothing: the share of each target that is spread over all V (arXiv:1512.00567).
-
-    Returns:
-        the sum of the weighted cross entropies in nats, and the sum of weights.
-    """
-    nats, weights = cross_entropies(logits, batch["targets"]), batch["weights"]
-    if smoothing:
-        # Against a uniform target, the cross entropy is the mean of all -log likelihoods.
-        nats = (1 - smoothing) * nats - smoothing * jnp.mean(jax.nn.log_softmax(logits), -1)
-    # A sum and its weight, not a mean, so that micro-batches of unequal weight give the exact mean.
-    return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
-
-
-def predicting(logits: Logits, dropout: float, smoothing: float = 0.0) -> LossFunction:
-    """Makes `loss_fn(params, batch, rng)`, the loss of predictions as in `prediction_loss`.
-
-    Args:
-        logits: returns the logits of the model.
-        dropout: the share of values that is dropped. If it is 0, `logits` gets no key.
-        smoothing: the share of each target that is spread over all tokens.
-    """
-
-    def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:
-        batch = jax.tree.map(jnp.asarray, batch)
-        # An unused key would still be an input of every layer, and be sent over each cut.
-        key = rng if dropout > 0 else None
-        return prediction_loss(logits(params, batch, key), batch, smoothing)
-
-    return loss_fn

@@ -49,8 +49,8 @@ class ChatTemplate:
         """Writes a conversation out as one text.
 
         Args:
-            messages: each has a `role` ("system", "user", "assistant", ...) and a text as
-                `content`.
+            messages: the messages, each with a `role` ("system", "user", "assistant", ...) and
+                a text as `content`.
 
         Raises:
             ValueError: the template refuses the messages, or leaves out or changes what the
@@ -169,8 +169,8 @@ class Chats:
     """Records of one conversation each, cut or padded with 0 to T tokens.
 
     A record [2, T] has a row of ids, and a row with 1 for each learned id and 0 for the
-    others. Learned are the assistant's words, and the special token that ends them. If no
-    learned id is left after the cut, the conversation is dropped.
+    others. The assistant's words are learned, and so is the special token that ends them. If
+    no learned id is left after the cut, the conversation is dropped.
     """
 
     template: ChatTemplate
@@ -231,7 +231,11 @@ def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Genera
     ([1, 7], [7, 8], [0.0, 1.0])
     """
     ids, learned = record
-    return {"tokens": ids[:-1], "targets": ids[1:], "weights": learned[1:].astype(np.float32)}
+    return {
+        "tokens": ids[:-1],
+        "targets": ids[1:],
+        "weights": learned[1:].astype(np.float32),
+    }
 
 
 def _check(messages: Sequence[Message]) -> None:

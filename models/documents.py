@@ -28,8 +28,11 @@ from jvpipe.models.tokens import pack
 class Documents:
     """Documents as texts. A conversation is a text in JSON.
 
-    Without a `stream`, training reads `first`. With one, it reads `stream`, which begins with
-    `first`. `held_out` are never trained on. `digest` is the SHA-256 of `first` and `held_out`.
+    Attributes:
+        first: the documents to train on; if there is a stream, those at its beginning.
+        held_out: documents that are never trained on.
+        digest: the SHA-256 of `first` and `held_out`.
+        stream: the documents to train on, one after another; None if `first` has all of them.
     """
 
     first: Sequence[str]
@@ -49,7 +52,7 @@ class Form(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in the cache, which has different records of the same documents by form."""
+        """The name of this form in the cache, where other forms have records of the same text."""
         ...
 
     def records(self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
@@ -136,7 +139,8 @@ def _streamed(name: Path, field: str) -> Documents:
 
     rows = data_set(name)
     head = read_head(rows, str(name))
-    held_out, first = [*map(document, head.held_out)], [*map(document, head.first)]
+    held_out = list(map(document, head.held_out))
+    first = list(map(document, head.first))
     # The stream begins after the held-out rows, so it yields `first` again.
     stream = Rows(rows, len(held_out)).map(document)
     return Documents(first, held_out, head.digest, stream)

@@ -80,7 +80,11 @@ class RegularizedEvolution:
 
     @property
     def best(self) -> Member:
-        """The member with the least loss. ValueError if the population is empty."""
+        """The member with the least loss.
+
+        Raises:
+            ValueError: the population is empty.
+        """
         return min(self._members, key=_loss)
 
 

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.amoebanet import POOLINGS, convolutions, unpooled
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
-from jvpipe.models.blocks import Key, LossFunction, prediction_loss
+from jvpipe.models.blocks import Key
+from jvpipe.models.losses import LossFunction, prediction_loss
 from jvpipe.models.vision import (
     ClassConfig,
     Convolution,
@@ -42,7 +43,14 @@ RIGHT = ("none", "max_pool_3x3", "avg_pool_3x3", "conv_1x1", "conv_3x3", "conv_1
 
 @dataclass(frozen=True, kw_only=True)
 class EvolvedAmoebaNetConfig(ClassConfig):
-    """The shape of the model: `slots` in `groups`. The first group has `filters` channels."""
+    """The shape of the model.
+
+    Attributes:
+        slots: the number of slots, of which all groups have equally many.
+        filters: the channels of the first group.
+        side: the side of an image.
+        groups: the number of groups.
+    """
 
     slots: int
     filters: int

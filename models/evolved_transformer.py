@@ -28,17 +28,16 @@ from jvpipe.models.architecture import Architecture, Block, SearchSpace, Superne
 from jvpipe.models.blocks import (
     Attention,
     Key,
-    Kind,
-    LossFunction,
     Vectors,
     dropped,
     keys_of,
     linear,
     normed,
-    prediction_loss,
     residual_scale,
 )
 from jvpipe.models.gpt2 import Embeddings, Gpt2Config, Head, abstract_batch, open_data
+from jvpipe.models.kinds import Kind
+from jvpipe.models.losses import LossFunction, prediction_loss
 from jvpipe.models.workload import Workload, sized
 
 LEFT = (

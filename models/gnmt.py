@@ -30,16 +30,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.models.blocks import (
-    Key,
-    Logits,
-    LossFunction,
-    Parts,
-    Vectors,
-    dropped,
-    embedding,
-    linear,
-)
+from jvpipe.models.blocks import Key, Vectors, dropped, embedding, linear
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits, LossFunction
 from jvpipe.models.translators import (
     TranslatorConfig,
     abstract_batch,

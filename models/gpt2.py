@@ -19,9 +19,6 @@ from jaxtyping import Array, Float, Int
 from jvpipe.models.blocks import (
     Block,
     Key,
-    Logits,
-    LossFunction,
-    Parts,
     TextConfig,
     TransformerConfig,
     Vectors,
@@ -31,9 +28,10 @@ from jvpipe.models.blocks import (
     linear,
     looking_back,
     normed,
-    predicting,
 )
 from jvpipe.models.folder_settings import Settings
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source, norm, table
 from jvpipe.models.weights import linear as linear_of
@@ -42,7 +40,11 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True)
 class Gpt2Config(TransformerConfig):
-    """The shape of a GPT-2. `tied`: the output projection is the transposed token embedding."""
+    """The shape of a GPT-2.
+
+    Attributes:
+        tied: whether the output projection is the transposed token embedding.
+    """
 
     vocabulary: int = 50257
     tokens: int = 1024
@@ -138,7 +140,7 @@ def open_data(
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `Gpt2Config` from config.json. What our model lacks is refused."""
+    """Reads the fields of a `Gpt2Config` from config.json, and refuses what our model lacks."""
     dropout = settings.get("resid_pdrop", 0.1)
     settings.only("activation_function", "gelu_new")
     # Our model has a single rate of dropout, so three different ones are refused.

@@ -77,11 +77,11 @@ def pinned(name: str, folder: Path) -> str:
 def data_set(source: str | Path) -> Callable[[], Any]:
     """Opens a data set of a hub for streaming.
 
-    Returns:
-        a function. Each call of it starts the stream at its first row.
-
     Args:
         source: `owner/name[@REVISION][:CONFIG]`. Only the split `train` is read.
+
+    Returns:
+        A function that opens the stream at its first row, as often as it is called.
 
     Raises:
         ValueError: there is no such data set, or the hub cannot be reached.

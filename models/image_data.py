@@ -37,8 +37,8 @@ def parted(
     Args:
         count: the number of images.
         example: makes an example of a record, which holds the index of an image.
-        seed: of the order to train in. It does not change which images are held out.
-        batch_size: in examples.
+        seed: determines the order to train in, but not which images are held out.
+        batch_size: the number of examples in a batch.
         one_in: one of so many images is held out.
         limit: the most images to hold out, because held-out images lie in memory.
     """

@@ -49,7 +49,11 @@ def class_folders(path: Path, side: int, classes: int) -> Images:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Returns the images of a folder, sorted by name. ValueError if there is none."""
+    """Returns the images of a folder, sorted by name.
+
+    Raises:
+        ValueError: the folder has no images.
+    """
     visible = [file for file in folder.iterdir() if file.name[0] != "."]
     files = sorted(file for file in visible if file.suffix.lower() in SUFFIXES)
     if not files:
@@ -73,12 +77,12 @@ def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray,
     """Decodes an image, scales it and crops its center.
 
     Args:
-        file: in a format that Pillow reads.
-        side: of the result, in pixels.
+        file: an image in a format that Pillow reads.
+        side: the side of the result, in pixels.
         mask: whether to return a mask.
 
     Returns:
-        three colors from -1 to 1; or for a mask, one channel: 0 where the image is black, else 1.
+        Three colors from -1 to 1; or for a mask, one channel: 0 where the image is black, else 1.
 
     Raises:
         ValueError: the image cannot be decoded.

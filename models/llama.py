@@ -30,19 +30,10 @@ from jaxtyping import Array, Bool, Float
 
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models import llama_published
-from jvpipe.models.blocks import (
-    Key,
-    Kind,
-    Logits,
-    TextConfig,
-    Vectors,
-    adapted_kind,
-    embedding,
-    linear,
-    prediction_loss,
-    residual_scale,
-)
+from jvpipe.models.blocks import Key, TextConfig, Vectors, embedding, linear, residual_scale
 from jvpipe.models.gpt2 import abstract_batch, open_data
+from jvpipe.models.kinds import Kind, adapted_kind
+from jvpipe.models.losses import Logits, prediction_loss
 from jvpipe.models.rotary import Rotation, turned
 from jvpipe.models.workload import Workload, sized
 from jvpipe.util.names import did_you_mean
@@ -64,8 +55,8 @@ class LlamaConfig(TextConfig):
         hidden: the units of the feed-forward network.
         theta: the base of the angles by which queries and keys turn.
         tied: whether the output projection is the transposed token embedding.
-        epsilon: of the norms.
-        dropout: 0.
+        epsilon: the number that norms add to a mean square.
+        dropout: always 0, because a Llama drops nothing.
         head_width: K; 0 for D / H.
         normed_heads: whether queries and keys are normed head by head.
         activation: "silu" or "gelu".

@@ -48,7 +48,7 @@ _ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_pytorch_tanh", "gelu")}
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `LlamaConfig` from config.json. What our model lacks is refused."""
+    """Reads the fields of a `LlamaConfig` from config.json, and refuses what our model lacks."""
     kind = settings["model_type"]
     usual = {"tie_word_embeddings": True, **_USUAL[kind]}
     get = lambda key, otherwise=None: settings.get(key, usual.get(key, otherwise))  # noqa: E731

@@ -35,7 +35,7 @@ def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str)
         build: makes the module without adapters. Its parameters keep their initial values.
         name: the module's name, with which paths begin. Paths do not contain the numbers of blocks.
         rank: r; 0 for no adapters.
-        patterns: of paths, such as "*attention*", separated by commas.
+        patterns: patterns of paths, such as "*attention*", separated by commas.
         dtype: the type in which A and B are multiplied.
     """
     if not rank:

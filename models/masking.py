@@ -57,7 +57,7 @@ def permute_record(
     Only ordinary tokens are chosen (arXiv:1906.08237, section 2.3).
 
     Returns:
-        the unchanged `tokens` [T], and `positions`, `targets` and `weights` [K] as in
+        The unchanged `tokens` [T], and `positions`, `targets` and `weights` [K] as in
         `mask_record`.
     """
     # Not sorted, unlike in `mask_record`: this is the order of prediction.
@@ -113,7 +113,7 @@ class Predicted(Protocol):
 def open_masked_text(
     config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Opens text as batches of masked records. Arguments and errors are those of `open_text`."""
+    """Opens text as batches of masked records, as `open_text` opens it."""
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
         if marks.mask is None:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 from tokenizers import Tokenizer
 
-from jvpipe.models.blocks import Logits, prediction_loss
+from jvpipe.models.losses import Logits, prediction_loss
 from jvpipe.models.tokens import marks_of
 from jvpipe.util.extras import extra
 

@@ -36,17 +36,26 @@ from jvpipe.models.vision import (
 from jvpipe.models.workload import Workload, sized
 
 Tree = Any
-BLOCKS = {8: (1, 1), 11: (1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+BLOCKS = {
+    8: (1, 1),
+    11: (1, 1, 1),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
 """The blocks of each group, by depth. The depth counts convolutions (without shortcuts) and the
 linear map."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(ClassConfig):
-    """The shape of a ResNet: its depth, and the `filters` of the first group.
+    """The shape of a ResNet.
 
-    The result of the first group has 4 times as many channels. `stem_reductions` says how often the
-    stem halves the image: 2, or 0 for small images.
+    Attributes:
+        depth: the number of convolutions without shortcuts, plus one for the linear map; a key of
+            `BLOCKS`.
+        filters: the filters of the first group, whose result has 4 times as many channels.
+        stem_reductions: how often the stem halves the image: 2, or 0 for small images.
     """
 
     depth: int

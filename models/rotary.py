@@ -63,7 +63,7 @@ def turned(x: Heads, rates: Float[Array, "P"]) -> Heads:
 
     Args:
         x: queries or keys.
-        rates: as `Rotation.rates` returns them.
+        rates: the angle per position of each pair, from `Rotation.rates`.
     """
     # Positions are float32: bfloat16 has no odd integers above 256, so neighbors would coincide.
     positions = jax.lax.iota(jnp.float32, x.shape[1])[None, :, None, None]

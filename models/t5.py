@@ -29,9 +29,6 @@ from jvpipe.models.blocks import (
     Block,
     CrossAttention,
     Key,
-    Logits,
-    LossFunction,
-    Parts,
     TransformerConfig,
     Vectors,
     distance_bias,
@@ -42,8 +39,9 @@ from jvpipe.models.blocks import (
     linear,
     looking_back,
     normed,
-    predicting,
 )
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.workload import Data, Workload, sized
 
 
@@ -53,7 +51,7 @@ class T5Config(TransformerConfig):
 
     Attributes:
         blocks: the number of blocks of the encoder, and of the decoder.
-        published: as in the paper (`t5_published.py`).
+        published: whether the model is as in the paper (`t5_published.py`).
         head_width: the width of a head.
         buckets: how many kinds of distances have a bias.
         distance: all distances from this one on are of the last kind.

@@ -18,8 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from jvpipe.models.blocks import (
     Key,
-    Logits,
-    Parts,
     TransformerConfig,
     Vectors,
     dropped,
@@ -28,6 +26,8 @@ from jvpipe.models.blocks import (
     mixture,
 )
 from jvpipe.models.folder_settings import Settings
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits
 from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source
 from jvpipe.models.weights import linear as linear_of
@@ -275,7 +275,7 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `T5Config` from a folder. What our model lacks is refused.
+    """Reads the fields of a `T5Config` from a folder, and refuses what our model lacks.
 
     A newer config.json calls every projection tied, so the tensors decide: the projection
     is tied unless the folder has a tensor for it that differs from the embedding. An older

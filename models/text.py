@@ -6,10 +6,17 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
+from tokenizers import Tokenizer
 
 from jvpipe.models.batches import Transform, fixed_batches, train_batches
 from jvpipe.models.chats import Chats, ChatTemplate, learned_tokens, read_template
-from jvpipe.models.documents import PACKED, Form, are_conversations, open_documents
+from jvpipe.models.documents import (
+    PACKED,
+    Documents,
+    Form,
+    are_conversations,
+    open_documents,
+)
 from jvpipe.models.streams import stream_batches
 from jvpipe.models.tokens import SEP, Marks, cached, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
@@ -33,8 +40,8 @@ def open_text(
     Args:
         data_path: a file or folder, or a name on a hub, whose data is streamed.
         run_dir: the folder of the run.
-        seed: of the order of records.
-        batch_size: in records.
+        seed: determines the order of records.
+        batch_size: the number of records in a batch.
         vocabulary: the largest vocabulary that the tokenizer may have.
         tokens: the length of a record.
         first: the least id of a target, if we train the tokenizer.
@@ -49,18 +56,14 @@ def open_text(
     """
     documents = open_documents(data_path, form.field)
     tokenizer = open_tokenizer(run_dir, documents.first, vocabulary)
-
-    def records_of(part: Sequence[str]) -> np.ndarray:
-        rows = partial(form.records, part, tokenizer, tokens)
-        return cached(f"{form.name}-{tokens}", part, tokenizer, rows)
-
-    records, held_out_records = records_of(documents.first), records_of(documents.held_out)
+    records, held_out_records = _records(documents, tokenizer, form, tokens)
     if not len(records) or not len(held_out_records):
         raise ValueError(
             f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
             "to hold out: give more text"
         )
-    vocab_size, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
+    vocab_size = tokenizer.get_vocab_size()
+    marks = marks_of(tokenizer)
     example_of = transform(vocab_size, marks)
     evaluated = held_out_records[: max(1, held_out_tokens // tokens)]
     held_out = fixed_batches(evaluated, example_of, batch_size)
@@ -78,6 +81,28 @@ def open_text(
         digest=documents.digest,
         baseline_loss=frequency_loss(_texts(records), held_out, vocab_size, least),
     )
+
+
+def _records(
+    documents: Documents,
+    tokenizer: Tokenizer,
+    form: Form,
+    tokens: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the records to train on and those held out; they are made once and then cached.
+
+    Args:
+        documents: the documents in memory; their stream is not read.
+        tokenizer: makes tokens of them.
+        form: makes records of documents.
+        tokens: the length of a record.
+    """
+
+    def records_of(part: Sequence[str]) -> np.ndarray:
+        rows = partial(form.records, part, tokenizer, tokens)
+        return cached(f"{form.name}-{tokens}", part, tokenizer, rows)
+
+    return records_of(documents.first), records_of(documents.held_out)
 
 
 def _texts(records: Int32[np.ndarray, "N ..."]) -> Int32[np.ndarray, "..."]:
@@ -100,7 +125,10 @@ def open_next_tokens(
     """Opens text as batches in which every token is predicted from those before it.
 
     If data has `messages` and no `text`, it holds conversations, and only the assistant is
-    predicted. Raises what `open_text` raises.
+    predicted.
+
+    Raises:
+        ValueError: what `open_text` raises, or conversations have no chat template.
     """
     form, transform = PACKED, next_tokens
     if are_conversations(data_path):

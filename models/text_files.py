@@ -33,7 +33,12 @@ def texts_in(file: Path) -> list[str]:
 
 
 def conversations_in(file: Path) -> list[list[Any]]:
-    """Returns the conversations of a file as lists of messages. Raises what `texts_in` raises."""
+    """Returns the conversations of a file as lists of messages.
+
+    Raises:
+        ValueError: the file cannot be read, or has no conversations.
+        MissingExtraError: it is a .parquet file, and pyarrow is not installed.
+    """
     of = _of_rows if file.suffix.lower() == ".parquet" else _of_lines
     return list(of(file, MESSAGES, list))
 
@@ -61,7 +66,11 @@ def holds_conversations(file: Path) -> bool:
 
 
 def read_text(file: Path) -> str:
-    """Reads a plain text. ValueError if the file cannot be read."""
+    """Reads a plain text.
+
+    Raises:
+        ValueError: the file cannot be read, or is not UTF-8.
+    """
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -25,7 +25,11 @@ _MASKS = ("[MASK]", "<mask>")
 class Marks:
     """The special ids of a tokenizer, which stand for no text.
 
-    `mask` is None if the tokenizer has no token for hidden ones. `special` has all special ids.
+    Attributes:
+        start: the id that begins a record.
+        end: the id that ends a document.
+        mask: the id that stands for a hidden token; None if the tokenizer has no such token.
+        special: all special ids.
     """
 
     start: int

@@ -20,9 +20,6 @@ from jaxtyping import Array, Float, Int
 from jvpipe.models.blocks import (
     CrossAttention,
     Key,
-    Logits,
-    LossFunction,
-    Parts,
     TransformerConfig,
     Vectors,
     dropped,
@@ -33,6 +30,8 @@ from jvpipe.models.blocks import (
     looking_back,
     normed,
 )
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits, LossFunction
 from jvpipe.models.translators import (
     TranslatorConfig,
     abstract_batch,

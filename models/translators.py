@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jvpipe.models.blocks import Logits, LossFunction, TextConfig, predicting
+from jvpipe.models.blocks import TextConfig
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.workload import Data
 
 
@@ -19,8 +20,9 @@ from jvpipe.models.workload import Data
 class TranslatorConfig(TextConfig):
     """The shape of a model that translates.
 
-    `languages` names the source language, then the target language. `smoothing` is the share of a
-    target's probability that label smoothing spreads over all tokens.
+    Attributes:
+        languages: the source language and the target language, such as "en-de".
+        smoothing: the share of a target's probability that label smoothing spreads over all tokens.
     """
 
     languages: str = "en-de"
@@ -42,11 +44,11 @@ def open_data(
     """Opens sentence pairs as training data.
 
     Args:
-        config: gives languages, vocabulary and tokens.
-        data_path: as for `open_parallel`.
+        config: gives the languages, the vocabulary and the number of tokens.
+        data_path: the folder of the pairs, or None, as for `open_parallel`.
         run_dir: the folder that keeps the tokenizer.
-        seed: of the order of examples.
-        batch_size: in sentence pairs.
+        seed: determines the order of examples.
+        batch_size: the number of sentence pairs in a batch.
     """
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.translation import open_translation

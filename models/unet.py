@@ -40,8 +40,12 @@ Mask = Float[Array, "B _Y _X"]
 class UNetConfig(ImageConfig):
     """The shape of a U-Net. torchgpipe's (B, C) are (`convolutions`, `channels`).
 
-    A level has `convolutions` convolutions each way, and the first level has `channels`
-    channels.
+    Attributes:
+        convolutions: how many convolutions a level has on the way down, and on the way up.
+        channels: the channels of the first level.
+        side: the side of an image.
+        levels: the number of levels, without the bottom.
+        dropout: the share of channels that is dropped in training.
     """
 
     convolutions: int

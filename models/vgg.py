@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.blocks import Key, Logits
+from jvpipe.models.blocks import Key
+from jvpipe.models.losses import Logits
 from jvpipe.models.vision import (
     ClassConfig,
     Image,
@@ -37,10 +38,14 @@ CONVOLUTIONS = {7: (2, 2), 9: (2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4
 
 @dataclass(frozen=True, kw_only=True)
 class VggConfig(ClassConfig):
-    """The shape of a VGG: `filters` are those of the first group, and `units` of the linear maps.
+    """The shape of a VGG.
 
-    The second to fourth group each have twice the filters of the group before. The fifth
-    has as many as the fourth.
+    Attributes:
+        depth: the number of convolutions and linear maps; a key of `CONVOLUTIONS`.
+        filters: the filters of the first group. The second to fourth group each have twice as many
+            as the group before, and the fifth group has as many as the fourth.
+        units: the units of the linear maps.
+        dropout: the share of units that is dropped in training.
     """
 
     depth: int

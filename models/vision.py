@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.blocks import Key, prediction_loss
+from jvpipe.models.blocks import Key
+from jvpipe.models.losses import prediction_loss
 from jvpipe.models.workload import Data
 from jvpipe.util.names import did_you_mean
 
@@ -30,7 +31,9 @@ LossWithAux = Callable[[Tree, Tree, Key], tuple[Weighted, Tree]]
 class ImageConfig:
     """The shape of a model that reads square images of `side` x `side` pixels.
 
-    `dtype` is the type of the computation, float32 or bfloat16. Parameters are float32.
+    Attributes:
+        side: the number of pixels of a side.
+        dtype: the type of the computation, float32 or bfloat16. Parameters are float32.
     """
 
     side: int = 224
@@ -77,7 +80,8 @@ class Convolution:
 
     def averages(self) -> Tree:
         """Makes the running averages before any step."""
-        mean, variance = np.zeros(self.outputs, np.float32), np.ones(self.outputs, np.float32)
+        mean = np.zeros(self.outputs, np.float32)
+        variance = np.ones(self.outputs, np.float32)
         return {"mean": mean, "variance": variance}
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
@@ -108,7 +112,7 @@ def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image
 
     In training, mean and variance are those of the batch, and the running averages move a
     tenth of the way towards them. Otherwise, the running averages serve as mean and
-    variance. All is computed in float32.
+    variance. Everything is computed in float32.
     """
     wide = x.astype(jnp.float32)
     mean, variance = averages["mean"], averages["variance"]

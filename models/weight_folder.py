@@ -1,4 +1,4 @@
-"""Reads folders of weights as transformers of Hugging Face writes them.
+"""Reads folders of weights that the package transformers of Hugging Face has written.
 
 A folder has `config.json`, and `model.safetensors` or its shards with an index.
 """
@@ -25,8 +25,11 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 class Folder:
     """A folder of weights.
 
-    `told` is what its config.json holds. `files` maps the usual name of each tensor (`usual`) to
-    the file that holds it and to its name there.
+    Attributes:
+        path: the folder.
+        told: the content of its config.json.
+        files: for the usual name of each tensor (`usual`), the file that holds the tensor and the
+            tensor's name there.
     """
 
     path: Path

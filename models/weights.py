@@ -39,8 +39,12 @@ _OTHER_WEIGHTS = (
 class Source(NamedTuple):
     """The tensors of a folder that make a parameter, side by side along the parameter's last axis.
 
-    If `turned`, each tensor is transposed. If `layers` is given, the parameter stacks that many
-    layers along its first axis, and each of the `names` has {} for the number of a layer.
+    Attributes:
+        names: the names of the tensors. If the parameter stacks layers, each name has {} in place
+            of the number of a layer.
+        turned: whether each tensor is transposed.
+        layers: how many layers the parameter stacks along its first axis; None if it is not a
+            stack.
     """
 
     names: tuple[str, ...]

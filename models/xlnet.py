@@ -37,19 +37,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.models.bert import MaskedConfig, abstract_batch
-from jvpipe.models.blocks import (
-    Key,
-    Logits,
-    LossFunction,
-    Parts,
-    dropped,
-    embedding,
-    keys_of,
-    layer_norm,
-    linear,
-    normed,
-    predicting,
-)
+from jvpipe.models.blocks import Key, dropped, embedding, keys_of, layer_norm, linear, normed
+from jvpipe.models.kinds import Parts
+from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.transformer import sinusoids
 from jvpipe.models.workload import Data, Workload, sized
 

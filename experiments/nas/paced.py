@@ -19,8 +19,8 @@ from jvpipe import models
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.estimate import estimate
 from jvpipe.models.architecture import Block, Supernet
-from jvpipe.models.blocks import Kind
 from jvpipe.models.evolved_transformer import EvolvedTransformerConfig, TwoBranches, supernet
+from jvpipe.models.kinds import Kind
 from jvpipe.models.workload import Workload
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.model import Model, trace_model

@@ -55,10 +55,11 @@ def decision_of(costs: Costs, plan: Plan) -> Decision:
         ValueError: the costs of a layer have no option with the fates that the plan gives it.
     """
     bounds = tuple(accumulate(plan.cuts, initial=0))
+    ranges = pairwise(bounds)
     choices = []
-    for (i, j), stage in zip(pairwise(bounds), plan.stages, strict=True):
+    for (first, end), stage in zip(ranges, plan.stages, strict=True):
         dropped = {name: fate for name, fate in stage.fates.items() if fate != Fate.KEEP}
-        choices += [_choice(costs, layer, dropped) for layer in range(i, j)]
+        choices += [_choice(costs, layer, dropped) for layer in range(first, end)]
     return Decision(bounds, tuple(choices))
 
 
@@ -109,12 +110,15 @@ def beside(name: str, theirs: Judged, ours: Judged) -> str:
     'megatron: 500.00 ms, 4.00 GiB; jvpipe: 400.00 ms, 3.00 GiB; gain 100.00 ms (20.0%), 1.00 GiB'
     """
     saved_s = theirs.step_s - ours.step_s
+    saved_bytes = theirs.peak_bytes - ours.peak_bytes
+    gain = Judged(saved_s, saved_bytes)
     share = saved_s / theirs.step_s if theirs.step_s else 0.0
-    gain = Judged(saved_s, theirs.peak_bytes - ours.peak_bytes)
-    return (
-        f"{name}: {_ms(theirs)}, {_gib(theirs)}; jvpipe: {_ms(ours)}, {_gib(ours)}; "
-        f"gain {_ms(gain)} ({share:.1%}), {_gib(gain)}"
+    parts = (
+        f"{name}: {_ms(theirs)}, {_gib(theirs)}",
+        f"jvpipe: {_ms(ours)}, {_gib(ours)}",
+        f"gain {_ms(gain)} ({share:.1%}), {_gib(gain)}",
     )
+    return "; ".join(parts)
 
 
 def _ms(cost: Judged) -> str:

@@ -95,9 +95,15 @@ def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads a plan; raises ValueError if tables do not fit the model, or if tasks cannot run."""
+    """Reads a plan from the tables.
+
+    Raises:
+        ValueError: the tables do not fit the model, or tasks wait for each other.
+    """
     tables = _tables(text)
-    marks, devices, order = (tables[name] for name in ("MARKS", "DEVICES", "ORDER"))
+    marks = tables["MARKS"]
+    devices = tables["DEVICES"]
+    order = tables["ORDER"]
     names = [layer.name for layer in outline.layers]
     if unknown := [mark for mark in marks if mark not in names]:
         raise ValueError(f"the mark {brief(unknown[0])} is after no layer of the model")
@@ -142,7 +148,8 @@ def _tables(text: str) -> dict[str, list[Any]]:
             tables[node.targets[0].id] = value
     kinds = {"MARKS": str, "DEVICES": int, "ORDER": str}
     for name, kind in kinds.items():
-        if name not in tables or not all(isinstance(entry, kind) for entry in tables[name]):
+        entries = tables.get(name)
+        if entries is None or not all(isinstance(entry, kind) for entry in entries):
             raise ValueError(f"the file lacks {name}, a literal list of {kind.__name__}")
     return tables
 

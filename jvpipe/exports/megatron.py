@@ -49,9 +49,10 @@ def _read(text: str, outline: Outline) -> Plan:
     joined = "".join(stages)
     if not re.fullmatch("Et*L", joined):
         raise ValueError(f"the layout must be one E, blocks t and one L, it is {brief(joined)}")
-    blocks = whole_number(options, "--num-layers", len(joined) - 2, signed=False)
-    if blocks != len(joined) - 2:
-        raise ValueError(f"--num-layers is {blocks}, the layout has {len(joined) - 2} blocks t")
+    blocks = joined.count("t")
+    layers = whole_number(options, "--num-layers", blocks, signed=False)
+    if layers != blocks:
+        raise ValueError(f"--num-layers is {layers}, the layout has {blocks} blocks t")
     devices = whole_number(options, "--pipeline-model-parallel-size", len(stages), signed=False)
     chunks, rest = divmod(len(stages), devices) if devices else (0, 1)
     if rest:
@@ -67,8 +68,11 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
     Words before the first option count as the layout.
     """
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    options = {"--pipeline-model-parallel-layout": "".join(words[:first])} if first else {}
+    flags = (i for i, word in enumerate(words) if word.startswith("--"))
+    first = next(flags, len(words))
+    options: dict[str, str] = {}
+    if first:
+        options["--pipeline-model-parallel-layout"] = "".join(words[:first])
     name = ""
     for word in words[first:]:
         if word.startswith("--"):

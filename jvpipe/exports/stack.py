@@ -5,6 +5,7 @@ express: how many blocks each stage has, and how many of them it recomputes. The
 folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan (`plan_of`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -73,11 +74,13 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
         raise ValueError(
             f"the model is not an embedding, one stack of blocks and a head: it has {has}"
         )
-    if strict and (numbers := [number for _, number in names]) != list(range(len(names))):
+    numbers = [number for _, number in names]
+    if strict and numbers != list(range(len(names))):
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
-    end = 1 + max(i for i, block in enumerate(block_of) if block)
     # Layers before the first block are the embedding, layers after the last block the head.
-    stack = BlockStack((*map(block_of.index, names), end), len(block_of))
+    starts = map(block_of.index, names)
+    end = 1 + max(i for i, block in enumerate(block_of) if block)
+    stack = BlockStack((*starts, end), len(block_of))
     if strict:
         _check_alike(outline, stack)
     return stack
@@ -96,7 +99,8 @@ def _check_alike(outline: Outline, stack: BlockStack) -> None:
     if len(values[-1]) == len(values[0]):
         values[-1][-1] = values[0][-1]
     for k, size in enumerate(sizes):
-        if values[k] != values[0] or abs(size - sizes[0]) > _NORM * sizes[0]:
+        is_near = abs(size - sizes[0]) <= _NORM * sizes[0]
+        if values[k] != values[0] or not is_near:
             raise ValueError(f"the blocks of the model are not alike: block {k} is not as block 0")
 
 
@@ -137,17 +141,35 @@ def layout_of(
         counts = [share] * stages
     if 0 in counts[1:-1]:
         raise ValueError(f"{stack.blocks} blocks are too few for {stages} stages")
-    dropped: set[str] = set()
-    for stage in plan.stages:
-        dropped.update(name for name, fate in stage.fates.items() if fate != "keep")
-    again = 0
-    for first, end in pairwise(accumulate(counts, initial=0)):
-        blocks = (_values(outline, stack, k) for k in range(first, end))
-        again = max(again, sum(not dropped.isdisjoint(names) for names in blocks))
+    again = _most_recomputed(plan, outline, stack, counts)
     # A format of equal stages recomputes either all blocks of all stages or none.
     if equal and again:
         again = max(counts)
     return Layout(tuple(counts), again, rule, plan.device_count)
+
+
+def _most_recomputed(
+    plan: Plan,
+    outline: Outline,
+    stack: BlockStack,
+    counts: Sequence[int],
+) -> int:
+    """Returns how many blocks are recomputed in the stage that recomputes the most.
+
+    Args:
+        plan: the plan, whose fates decide.
+        outline: the outline of the plan's model.
+        stack: the blocks of the model.
+        counts: the number of blocks of each stage.
+    """
+    dropped: set[str] = set()
+    for stage in plan.stages:
+        dropped.update(name for name, fate in stage.fates.items() if fate != Fate.KEEP)
+    recomputed = []
+    for first, end in pairwise(accumulate(counts, initial=0)):
+        blocks = (_values(outline, stack, k) for k in range(first, end))
+        recomputed.append(sum(not dropped.isdisjoint(names) for names in blocks))
+    return max(recomputed)
 
 
 def plan_of(layout: Layout, outline: Outline) -> Plan:
@@ -162,16 +184,17 @@ def plan_of(layout: Layout, outline: Outline) -> Plan:
             tasks in another order than the other system.
     """
     stack = stack_of(outline, strict=False)
-    stages = len(layout.counts)
-    if (total := sum(layout.counts)) != stack.blocks:
+    total = sum(layout.counts)
+    if total != stack.blocks:
         raise ValueError(f"the layout covers {total} blocks, the model has {stack.blocks}")
     ends = tuple(accumulate(layout.counts, initial=0))
     # The embedding goes with the first stage, and the head with the last one.
-    bounds = [0, *(stack.starts[k] for k in ends[1:-1]), stack.layers]
+    inner = [stack.starts[k] for k in ends[1:-1]]
+    bounds = [0, *inner, stack.layers]
+    counts = [end - first for first, end in pairwise(bounds)]
     rule = rule_named(layout.schedule)
     _check_rounds(rule, layout.devices, outline.microbatches)
-    where = [rule.device_of(s, layout.devices) for s in range(stages)]
-    counts = [j - i for i, j in pairwise(bounds)]
+    where = [rule.device_of(s, layout.devices) for s in range(len(counts))]
     plan = Plan.from_cuts(
         counts,
         where,
@@ -198,9 +221,10 @@ def _check_rounds(
     the other systems order its tasks differently.
     """
     if rule.chunks > 1 and microbatches % devices:
+        rounds = microbatches // devices + 1
         raise ValueError(
             f"{microbatches} micro-batches pass {rule.chunks} chunks on {devices} devices in another order "
-            f"elsewhere: use --microbatches {-(-microbatches // devices) * devices}, a multiple of {devices}"
+            f"elsewhere: use --microbatches {rounds * devices}, a multiple of {devices}"
         )
 
 

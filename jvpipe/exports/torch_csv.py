@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from jvpipe.exports.format import (
@@ -69,13 +70,15 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
     # `backwards` counts, for each stage, the tasks that have not yet added to its gradients.
-    adding = (task for tasks in lists for task in tasks if task.kind in _ADDS)
-    backwards = Counter(task.stage for task in adding)
+    tasks = chain.from_iterable(lists)
+    backwards = Counter(task.stage for task in tasks if task.kind in _ADDS)
 
-    def stuck(tasks: Iterable[Task]) -> ValueError:
-        return cannot_progress({task: _needs(task, last) for task in tasks})
+    is_ready = partial(_ready, last=last)
 
-    for r, task in _played(lists, partial(_ready, last=last), stuck):
+    def stuck(waiting: Iterable[Task]) -> ValueError:
+        return cannot_progress({task: _needs(task, last) for task in waiting})
+
+    for r, task in _played(lists, is_ready, stuck):
         rows[r].append(str(task))
         to = _next_stage(task, last)
         # Between two stages on one rank no send is needed.
@@ -107,7 +110,10 @@ def _played(
     done = set[T]()
     at = [0] * len(lists)  # the position of each rank's next action
     # The loop ends, because each round runs an action or raises.
-    while waiting := [r for r, actions in enumerate(lists) if at[r] < len(actions)]:
+    while True:
+        waiting = [r for r, actions in enumerate(lists) if at[r] < len(actions)]
+        if not waiting:
+            return
         before = sum(at)
         for r in waiting:
             action = lists[r][at[r]]
@@ -136,9 +142,10 @@ def _needs(task: Task, last: int) -> list[Task]:
     match task.kind:
         case Kind.F:
             return [Task(s - 1, Kind.F, m)] if s else []
+        case Kind.B | Kind.I if s < last:
+            return [Task(s + 1, Kind.B, m), Task(s + 1, Kind.I, m)]
         case Kind.B | Kind.I:
-            later = [Task(s + 1, kind, m) for kind in (Kind.B, Kind.I)]
-            return later if s < last else [Task(s, Kind.F, m)]
+            return [Task(s, Kind.F, m)]
         case Kind.W:
             return [Task(s, Kind.I, m)]
         case _:
@@ -175,7 +182,8 @@ def _read(text: str, outline: Outline) -> Plan:
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
     # If the division leaves a rest, it goes to the first stages, one layer to each.
-    counts = [layers // stages + (s < layers % stages) for s in range(stages)]
+    share, rest = divmod(layers, stages)
+    counts = [share + (s < rest) for s in range(stages)]
     devices = [rank[s] for s in range(stages)]
     plan = Plan.from_cuts(counts, devices, outline=outline)
     return with_lists(plan, lists, RULES)
@@ -211,12 +219,14 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
             )
     # The order of sends in the file may differ from the order in `sent`, and may let ranks wait for
     # each other. So the file's rows are played, too, with their sends and receives.
-    last = max(int(re.split(r"\D", cell)[0]) for row in rows for cell in row)
+    cells = chain.from_iterable(rows)
+    last = max(int(re.split(r"\D", cell)[0]) for cell in cells)
 
     def stuck(cells: Iterable[str]) -> ValueError:
         return ValueError(f"the CSV deadlocks: {', '.join(cells)} wait for ever")
 
-    for _ in _played(rows, partial(_may_run, last=last), stuck):
+    may_run = partial(_may_run, last=last)
+    for _ in _played(rows, may_run, stuck):
         pass
 
 
@@ -244,9 +254,16 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
         case "RECV_B":
             waits_for = {f"{s + 1}SEND_B{m}"}
         case "F" if s > 0:
-            waits_for = {f"{s}RECV_F{m}", f"{s - 1}F{m}"}
+            waits_for = {
+                f"{s}RECV_F{m}",
+                f"{s - 1}F{m}",
+            }
         case "B" | "I" if s < last:
-            waits_for = {f"{s}RECV_B{m}", f"{s + 1}B{m}", f"{s + 1}I{m}"}
+            waits_for = {
+                f"{s}RECV_B{m}",
+                f"{s + 1}B{m}",
+                f"{s + 1}I{m}",
+            }
         case "B" | "I":
             waits_for = {f"{s}F{m}"}
         case _:

@@ -5,7 +5,7 @@ A part is the modules of one stage, and a chunk is one of several stages on a ra
 
 import re
 import tomllib
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from jvpipe.exports.format import Format, rule_named
@@ -26,12 +26,13 @@ def _write(plan: Plan, outline: Outline) -> str:
     rule = rule_named(layout.schedule)
     family = "interleaved" if rule.chunks > 1 else rule.name
     schedule = next(name for name, ours in SCHEDULES.items() if ours == family)
-    ends = accumulate(layout.counts, initial=0)
-    names = [[f"layers.{k}" for k in range(a, b)] for a, b in pairwise(ends)]
+    parts = []
+    for first, end in pairwise(accumulate(layout.counts, initial=0)):
+        parts.append([f"layers.{k}" for k in range(first, end)])
     # The embedding belongs to the first part, and the norm and the head to the last one.
-    names[0] = FIRST + names[0]
-    names[-1] += LAST
-    rows = "".join(f"  {_row(row)},\n" for row in names)
+    parts[0] = FIRST + parts[0]
+    parts[-1] += LAST
+    rows = "".join(f"  {_row(part)},\n" for part in parts)
     # torchtitan recomputes all blocks or none. If a plan recomputes only some, "full" is nearest.
     mode = "full" if layout.again else "none"
     return (
@@ -50,7 +51,11 @@ def _row(names: list[str]) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads a plan from the tables; raises ValueError if they do not fit the model."""
+    """Reads a plan from the tables.
+
+    Raises:
+        ValueError: the text is not TOML, or the tables do not fit the model.
+    """
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -68,16 +73,23 @@ def _read(text: str, outline: Outline) -> Plan:
     # Unless the file says otherwise, an interleaved schedule has two chunks per rank, others one.
     usual = len(counts) // 2 if looped else len(counts)
     degree = table.get("pipeline_parallel_degree", usual)
-    chunks, rest = divmod(len(counts), degree) if is_whole(degree) and degree > 0 else (0, 1)
+    chunks, rest = 0, 1
+    if is_whole(degree) and degree > 0:
+        chunks, rest = divmod(len(counts), degree)
     if rest or (chunks > 1) != looped:
         raise ValueError(f"{len(counts)} parts under {schedule} cannot be on {brief(degree)} ranks")
     rule = Interleaved(chunks=chunks).name if looped else SCHEDULES[schedule]
     again = max(counts) if mode == "full" else 0
-    return plan_of(Layout(counts, again, rule, degree), outline)
+    layout = Layout(counts, again, rule, degree)
+    return plan_of(layout, outline)
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns a table of the file, or an empty table if the file has no such table."""
+    """Returns a table of the file, or an empty table if the file has no such table.
+
+    Raises:
+        ValueError: the file has something else under the name of the table.
+    """
     table = tables.get(name, {})
     if not isinstance(table, dict):
         raise ValueError(f"[{name}] must be a table, not {brief(table)}")
@@ -90,23 +102,28 @@ def _counts(parts: Any) -> tuple[int, ...]:
     Raises:
         ValueError: `parts` are not lists of names, or a module is missing, unknown or misplaced.
     """
-    if not isinstance(parts, list) or not parts or not all(map(_is_names, parts)):
+    is_list = isinstance(parts, list)
+    if not is_list or not parts or not all(map(_is_names, parts)):
         raise ValueError(
             f"[parallelism] lacks module_fqns_per_model_part, lists of names: it is {brief(parts)}"
         )
-    blocks = [name for part in parts for name in part if re.fullmatch(r"layers\.\d+", name)]
-    if blocks != [f"layers.{k}" for k in range(len(blocks))]:
+    names = chain.from_iterable(parts)
+    blocks = [name for name in names if re.fullmatch(r"layers\.\d+", name)]
+    in_order = [f"layers.{k}" for k in range(len(blocks))]
+    if blocks != in_order:
         raise ValueError(f"the layers must be each once and in order, they are {brief(blocks)}")
-    others = [sorted(set(part) - set(blocks)) for part in parts]
     needs: list[list[str]] = [[] for _ in parts]
     needs[0] += FIRST
     needs[-1] += LAST
-    for s, (names, need) in enumerate(zip(others, needs, strict=True)):
+    counts = []
+    for s, (part, need) in enumerate(zip(parts, needs, strict=True)):
+        others = sorted(set(part) - set(blocks))
         # Earlier versions of torchtitan called the head "output".
-        current = sorted("lm_head" if name == "output" else name for name in names)
+        current = sorted("lm_head" if name == "output" else name for name in others)
         if current != sorted(need):
-            raise ValueError(f"part {s} must have {need} beside layers.N, it has {brief(names)}")
-    return tuple(sum(name in blocks for name in part) for part in parts)
+            raise ValueError(f"part {s} must have {need} beside layers.N, it has {brief(others)}")
+        counts.append(sum(name in blocks for name in part))
+    return tuple(counts)
 
 
 def _is_names(part: Any) -> bool:

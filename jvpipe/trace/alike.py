@@ -33,31 +33,29 @@ _COUNTING = frozenset(
         "select_n",
         "broadcast_in_dim",
         "reshape",
+        "squeeze",
+        "reduce_sum",
     }
-    | {"squeeze", "reduce_sum"}
 )
 """Primitives that make whole numbers from whole numbers."""
-_COMPARED = (
-    {
-        "sub",
-        "neg",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "iota",
-        "expand_dims",
-        "transpose",
-        "slice",
-    }
-    | {"convert_element_type"}
-    | _COUNTING
-)
+_COMPARED = _COUNTING | {
+    "sub",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and",
+    "or",
+    "not",
+    "iota",
+    "expand_dims",
+    "transpose",
+    "slice",
+    "convert_element_type",
+}
 """Primitives that are compared; the result of any other primitive gets a number of its own."""
 
 

@@ -96,7 +96,8 @@ def _followed(
             return _all(first, grown)
         case "reduces":
             removed = params["axes"]
-            after = None if first in removed else first - sum(axis < first for axis in removed)
+            before = sum(axis < first for axis in removed)
+            after = None if first in removed else first - before
             return [after] * len(grown)
         case "runs":
             if params["axis"] == first:
@@ -187,7 +188,8 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
     """
     before = _jax.aval(eqn.invars[0]).shape
     after = _jax.aval(eqn.outvars[0]).shape
-    if grown is None or math.prod(before[:axis]) != math.prod(after[:grown]):
+    in_front = math.prod(before[:axis])
+    if grown is None or math.prod(after[:grown]) != in_front:
         return "mixes the axis of the examples with others"
     return [grown]
 

@@ -16,11 +16,12 @@ import logging
 from jvpipe._jax import Atom, JaxprEqn
 from jvpipe.ir.examples import Over
 from jvpipe.ir.values import ValueKind
+from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.reductions import Lies
 from jvpipe.trace.slices import places
-from jvpipe.trace.spread import CoupledError, Spreading, reaching
+from jvpipe.trace.spread import Spreading, reaching
 
 _log = logging.getLogger("jvpipe")
 

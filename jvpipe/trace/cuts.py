@@ -46,7 +46,12 @@ class LayerEffort:
             round to the same multiple of `even`, the way that sends fewer bytes is better.
     """
 
-    scales: tuple[tuple[int, int], ...] = ((6, 12), (3, 3), (1, 1), (0, 0))
+    scales: tuple[tuple[int, int], ...] = (
+        (6, 12),
+        (3, 3),
+        (1, 1),
+        (0, 0),
+    )
     few_layers: int = 6
     large_operations: int = 8
     even: float = 0.05
@@ -81,11 +86,15 @@ def _cuts_at(
     The recursion ends because each run between two cuts is shorter than the whole.
     """
     cuts = _narrow(eqns, weighted, window, skip)
-    if cuts:
-        for a, b in pairwise([0, *cuts, len(eqns)]):
-            if sum(weighted[a:b]) > LAYERS.large_operations:
-                cuts += [a + p for p in _cuts_at(eqns[a:b], weighted[a:b], window, skip)]
-    return sorted(cuts)
+    if not cuts:
+        return []
+    further = []
+    for start, end in pairwise([0, *cuts, len(eqns)]):
+        marks = weighted[start:end]
+        if sum(marks) > LAYERS.large_operations:
+            inside = _cuts_at(eqns[start:end], marks, window, skip)
+            further += [start + p for p in inside]
+    return sorted([*cuts, *further])
 
 
 def _narrow(
@@ -121,12 +130,14 @@ def _narrow(
     for g, group in enumerate(groups):
         begin = max(0, g - window)
         nearby = fewest[begin : g + window + 1]
-        if fewest[g] == min(nearby):
-            # The position with the fewest values is cut; of several, that with the fewest
-            # bytes; if several are left, the last.
-            narrow = group[count[group] == fewest[g]]
-            narrowest = narrow[width[narrow] == width[narrow].min()]
-            cuts.append(int(narrowest[-1]))
+        if fewest[g] > min(nearby):
+            continue
+        # The position with the fewest values is cut; of several, that with the fewest bytes;
+        # if several are left, the last.
+        narrow = group[count[group] == fewest[g]]
+        fewest_bytes = width[narrow].min()
+        narrowest = narrow[width[narrow] == fewest_bytes]
+        cuts.append(int(narrowest[-1]))
     return cuts
 
 
@@ -153,14 +164,21 @@ def _alive(
     born: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for p, eqn in enumerate(eqns):
-        last.update((var, p) for var in variables(eqn.invars) if var in born)
-        born.update((var, p) for var in eqn.outvars)
+        # Inputs of the loss are born nowhere, and are not counted.
+        read = [var for var in variables(eqn.invars) if var in born]
+        last |= dict.fromkeys(read, p)
+        born |= dict.fromkeys(eqn.outvars, p)
     count = np.zeros(len(eqns) + 2, int)
     width = np.zeros_like(count)
     for var, end in last.items():
         start = born[var] + 1
-        if seen[end] - seen[start] <= skip:
-            for at, sign in ((start, 1), (end + 1, -1)):
-                count[at] += sign * bool(_jax.aval(var).shape)
-                width[at] += sign * bytes_of(var)
-    return np.maximum(np.cumsum(count)[:-1], 1), np.cumsum(width)[:-1]
+        if seen[end] - seen[start] > skip:
+            continue
+        is_array = bool(_jax.aval(var).shape)
+        size = bytes_of(var)
+        for at, sign in ((start, 1), (end + 1, -1)):
+            count[at] += sign * is_array
+            width[at] += sign * size
+    alive = np.cumsum(count)[:-1]
+    alive_bytes = np.cumsum(width)[:-1]
+    return np.maximum(alive, 1), alive_bytes

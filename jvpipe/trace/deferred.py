@@ -97,9 +97,15 @@ def deferred_batch_norm(
     y = (values - mean) * jax.lax.rsqrt(variance + epsilon)
     off = mean.ravel() - statistics.mean
     squares = size * (variance.ravel() + off**2)
-    return y.astype(x.dtype), _remembered(
-        statistics, size * off, squares, size, microbatches, momentum
+    remembered = _remembered(
+        statistics,
+        size * off,
+        squares,
+        size,
+        microbatches,
+        momentum,
     )
+    return y.astype(x.dtype), remembered
 
 
 def _remembered(
@@ -120,19 +126,23 @@ def _remembered(
         microbatches: the number of micro-batches of a batch.
         momentum: the weight of a batch in the running statistics.
     """
-    total, squares = before.total + total, before.squares + squares
+    total = before.total + total
+    squares = before.squares + squares
     items = before.items + size
     seen = before.seen + 1
     whole = seen == microbatches
-    off = total / items.astype(jnp.float32)
-    mean, variance = (
-        before.mean + off,
-        jnp.maximum(squares / items.astype(jnp.float32) - off**2, 0.0),
-    )
+    count = items.astype(jnp.float32)
+    # Here and in `squares`, values are taken minus the running mean, which does not change within
+    # a batch. So the batch's mean is the running mean plus `off`.
+    off = total / count
+    mean = before.mean + off
+    variance = jnp.maximum(squares / count - off**2, 0.0)
+    new_mean = (1 - momentum) * before.mean + momentum * mean
+    new_variance = (1 - momentum) * before.variance + momentum * variance
     none = jnp.zeros_like(total)
     return BatchStatistics(
-        jnp.where(whole, (1 - momentum) * before.mean + momentum * mean, before.mean),
-        jnp.where(whole, (1 - momentum) * before.variance + momentum * variance, before.variance),
+        jnp.where(whole, new_mean, before.mean),
+        jnp.where(whole, new_variance, before.variance),
         jnp.where(whole, none, total),
         jnp.where(whole, none, squares),
         jnp.where(whole, 0, items),

@@ -79,9 +79,12 @@ def _digest_of_leaf(leaf: Any) -> str:
 
     Lazy arrays are read.
     """
-    if type(leaf) is jax.ShapeDtypeStruct or not getattr(leaf, "is_fully_addressable", True):
+    is_here = getattr(leaf, "is_fully_addressable", True)
+    if type(leaf) is jax.ShapeDtypeStruct or not is_here:
         return ""
-    return array_digest(np.asarray(leaf) if isinstance(leaf, LazyArray) else leaf)
+    if isinstance(leaf, LazyArray):
+        leaf = np.asarray(leaf)
+    return array_digest(leaf)
 
 
 def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
@@ -108,7 +111,8 @@ def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
         itself = _text(structure([eqn], inputs, eqn.outvars))
         operands = [digests[var] for var in read]
         of_all = digest("\n".join([itself, *operands]))
-        digests |= {var: f"{of_all} {i}" for i, var in enumerate(eqn.outvars)}
+        for i, var in enumerate(eqn.outvars):
+            digests[var] = f"{of_all} {i}"
 
     def text_of(atom: Atom) -> str:
         if isinstance(atom, Literal):
@@ -120,11 +124,19 @@ def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
 
 
 def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
-    """Returns a line for each leaf of a tree: its path, type and shape."""
+    """Returns a line for each leaf of a tree: its path, type and shape.
+
+    Args:
+        tree: a tree of arrays or shapes.
+        role: what its leaves are, for messages.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(abstract(tree, role))
     names = path_names([path for path, _ in leaves])
-    named = zip(names, (leaf for _, leaf in leaves), strict=True)
-    return [f"{name} {leaf.dtype}{list(leaf.shape)}".strip() for name, leaf in named]
+    lines = []
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        shape = f"{leaf.dtype}{list(leaf.shape)}"
+        lines.append(f"{name} {shape}".strip())  # the path of a tree that is one leaf is empty
+    return lines
 
 
 def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
@@ -140,7 +152,8 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
     """
     lines = []
     for i, constant in enumerate(constants):
-        lines.append(f"closed-over array {i} {_shape_of(constant)} {array_digest(constant)}")
+        shape = _shape_of(constant)
+        lines.append(f"closed-over array {i} {shape} {array_digest(constant)}")
     compared = structure(
         jaxpr.eqns,
         [*jaxpr.constvars, *jaxpr.invars],
@@ -150,7 +163,8 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
     lines.append(f"inputs {digest(_text(inputs))}")
     pairs = zip(jaxpr.eqns, equations, strict=True)
     for i, (eqn, part) in enumerate(pairs):
-        lines.append(f"equation {i}, {_shown(eqn)} {digest(_text(part))}")
+        of_eqn = digest(_text(part))
+        lines.append(f"equation {i}, {_shown(eqn)} {of_eqn}")
     lines.append(f"outputs {digest(_text(outputs))}")
     return lines
 

@@ -12,70 +12,25 @@ A value that one layer makes and another reads is a tensor of the graph. An inpu
 not become a tensor: every layer that needs the input reads it directly.
 """
 
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 
 import jax
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref, Tensor
-from jvpipe.ir.values import VALUES, ValueKind
+from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.body import Body, body_of
 from jvpipe.trace.cuts import narrow_cuts
-from jvpipe.trace.keys import derives_key
+from jvpipe.trace.layer_names import layer_names
 from jvpipe.trace.loss import LossJaxpr, active, check_trained
-from jvpipe.trace.primitives import flops, is_cheap, is_heavy, is_random
-from jvpipe.trace.structure import Structure, structure
+from jvpipe.trace.primitives import flops
+from jvpipe.trace.sorted_equations import Sorted
 from jvpipe.trace.sums import settle_sums
-
-
-@dataclass(frozen=True)
-class Body:
-    """The equations of a layer.
-
-    `reads` and `inputs` go together item by item, and so do `writes` and `outputs`.
-
-    Attributes:
-        eqns: the equations, in order.
-        reads: names of the values that the layer reads, parameters first.
-        writes: names of the values that the layer writes.
-        inputs: the variables of `reads`.
-        outputs: the variables of `writes`.
-        differentiable: marks the inputs that a gradient flows to if no parameter is frozen.
-        active: marks the outputs whose cotangents the backward gets if no parameter is frozen.
-        candidates: the variables whose fate (keep, swap or recompute) can be chosen, with names.
-        returned: marks the inputs whose gradient is used. The backward is made for all
-            differentiable inputs and then pruned to these. A backward made for fewer inputs would
-            have other equations, and the compiler might round the remaining gradients differently.
-        received: marks the outputs whose cotangents the backward gets, given the frozen parameters.
-        share: the factor that multiplies the loss of a slice; below 1 only for a mean.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    reads: tuple[Ref, ...]
-    writes: tuple[Ref, ...]
-    inputs: tuple[Var, ...]
-    outputs: tuple[Atom, ...]
-    differentiable: tuple[bool, ...]
-    active: tuple[bool, ...]
-    candidates: dict[Var, str]
-    returned: tuple[bool, ...]
-    received: tuple[bool, ...]
-    share: float = 1.0
-
-    @cached_property
-    def moving(self) -> tuple[int, ...]:
-        """The numbers of the inputs that a gradient flows to."""
-        return tuple(i for i, d in enumerate(self.differentiable) if d)
-
-    @cached_property
-    def structure(self) -> Structure:
-        """A value that is equal for two bodies only if they compute the same function."""
-        return structure(self.eqns, self.inputs, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -155,67 +110,6 @@ def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
     return build_graph(loss, traced.cuts, traced.splits) if frozen else traced
 
 
-_DERIVATIONS = 6
-"""A layer derives a PRNG key for itself if the key is at most this many steps from the seed.
-
-A key that takes more steps is sent as a tensor. Otherwise, in a model that splits one key at each
-layer, each layer would split more often than the layer before: no two could share a program.
-"""
-
-
-@dataclass(frozen=True)
-class Sorted:
-    """The equations of a loss, sorted into floating and main ones.
-
-    Attributes:
-        floating: the equations that each layer computes for itself if it needs them.
-        main: the equations that exactly one layer computes, in order.
-        weighted: marks the main equations that do heavy work with parameters, such as products.
-    """
-
-    floating: tuple[JaxprEqn, ...]
-    main: tuple[JaxprEqn, ...]
-    weighted: tuple[bool, ...]
-
-    @staticmethod
-    def of(loss: LossJaxpr) -> "Sorted":
-        """Sorts the equations of a loss in one pass: each by its operands, which are made by
-        earlier equations.
-        """
-        source = {v: ref.kind for v, ref in loss.inputs.items()}
-        constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
-        free = constants | {v for v, kind in source.items() if VALUES[kind].fed}
-        parametric = {v for v, kind in source.items() if kind is ValueKind.PARAMETER}
-        floating = []
-        main = []
-        weighted = []
-        reading = []
-        derivations: dict[Var, int] = {}  # how often a key was derived on the way from the seed
-        for eqn in loss.eqns:
-            read = set(jaxprs.variables(eqn.invars))
-            before = max((derivations.get(v, 0) for v in read), default=0)
-            steps = before + derives_key(eqn)
-            derivations |= dict.fromkeys(eqn.outvars, steps)
-            cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
-            # Masks, positions and keys: made of constants and of inputs that every stage can get.
-            if cheap and read <= free:
-                free.update(eqn.outvars)
-                constants.update(eqn.outvars if read <= constants else ())
-                floating.append(eqn)
-            # Casts and the like: a layer that reads the parameter makes them from it.
-            elif cheap and read <= parametric | constants:
-                parametric.update(eqn.outvars)
-                floating.append(eqn)
-            else:
-                main.append(eqn)
-                reading.append(not read.isdisjoint(parametric))
-                weighted.append(is_heavy(eqn) and reading[-1])
-        # If at most one equation is heavy and reads a parameter, as in a model without
-        # products, every equation that reads a parameter counts as weighted.
-        weighted = weighted if sum(weighted) > 1 else reading
-        return Sorted(tuple(floating), tuple(main), tuple(weighted))
-
-
 @dataclass(frozen=True)
 class _Assembly:
     """Makes the layers of a loss from the equations of each layer.
@@ -237,51 +131,72 @@ class _Assembly:
     def traced(self) -> Traced:
         """Returns the layers with their equations."""
         sinks = self._sinks()
-        needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
+        needs = list(map(self._needed, self.runs, sinks))
         readers = self._readers(needs, sinks)
-        between = [(v, r) for v, r in readers.items() if v in self.maker]
         # Tensors are numbered in the order of the layers that make them.
-        crossing = sorted(between, key=lambda item: self.maker[item[0]])
-        refs = dict(self.loss.inputs)
-        for i, (v, _) in enumerate(crossing):
-            refs[v] = Ref(ValueKind.TENSOR, i)
-        # A backward is made as if nothing were frozen, then pruned to the gradients that are used:
-        # `Body.returned` says why.
-        every = active(self.loss)
-        flows = active(self.loss, self.loss.frozen)
-        bodies = []
-        for layer, eqns in enumerate(needs):
-            sent = [v for v, _ in crossing if self.maker[v] == layer]
-            writes = [*((v, refs[v]) for v in sent), *sinks[layer]]
-            reads = [(v, refs[v]) for v, r in readers.items() if layer in r]
-            # Parameters come first; the sort is stable, so all others keep their order.
-            reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
-            candidates = _candidates(eqns, self.runs[layer])
-            bodies.append(
-                _body(
-                    eqns,
-                    reads,
-                    writes,
-                    (every, flows),
-                    candidates,
-                )
-            )
-        names = self._names(bodies)
+        between = [v for v in readers if v in self.maker]
+        crossing = sorted(between, key=self.maker.__getitem__)
+        bodies = self._bodies(
+            needs,
+            sinks,
+            readers,
+            crossing,
+        )
+        paths = self.loss.names[ValueKind.PARAMETER]
+        names = layer_names(bodies, self.runs, paths)
         layers = map(_layer, range(len(bodies)), names, bodies)
+        flows = active(self.loss, self.loss.frozen)
         tensors = []
-        for i, (v, of_tensor) in enumerate(crossing):
+        for i, v in enumerate(crossing):
             producer = self.maker[v]
-            array = array_of(v, f"{names[producer]}:{i}")
             tensors.append(
                 Tensor(
-                    array,
+                    array_of(v, f"{names[producer]}:{i}"),
                     producer,
-                    tuple(of_tensor),
+                    tuple(readers[v]),
                     v in flows,
                 )
             )
         graph = self._graph(tuple(layers), tuple(tensors), readers)
         return Traced(graph, tuple(bodies), self.loss, self.cuts)
+
+    def _bodies(
+        self,
+        needs: Sequence[Sequence[JaxprEqn]],
+        sinks: Sequence[Sequence[tuple[Atom, Ref]]],
+        readers: dict[Var, list[int]],
+        crossing: Sequence[Var],
+    ) -> list[Body]:
+        """Returns the bodies of all layers.
+
+        Args:
+            needs: the equations of each layer.
+            sinks: the outputs of the loss that each layer yields.
+            readers: the layers that read each input of the loss and each value between layers.
+            crossing: the values between layers, in the order of their numbers.
+        """
+        refs = dict(self.loss.inputs)
+        for i, v in enumerate(crossing):
+            refs[v] = Ref(ValueKind.TENSOR, i)
+        # A backward is made as if nothing were frozen, then pruned to the gradients that are used:
+        # `Body.returned` says why.
+        flows = active(self.loss), active(self.loss, self.loss.frozen)
+        bodies = []
+        for layer, eqns in enumerate(needs):
+            sent = [(v, refs[v]) for v in crossing if self.maker[v] == layer]
+            reads = [(v, refs[v]) for v, layers in readers.items() if layer in layers]
+            # Parameters come first; the sort is stable, so all others keep their order.
+            reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
+            bodies.append(
+                body_of(
+                    eqns,
+                    reads,
+                    [*sent, *sinks[layer]],
+                    flows,
+                    self.runs[layer],
+                )
+            )
+        return bodies
 
     @cached_property
     def maker(self) -> dict[Var, int]:
@@ -337,27 +252,9 @@ class _Assembly:
 
     def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:
         """Returns a layer's main equations after the floating equations that the layer needs."""
-        read = [*jaxprs.free_variables(run), *jaxprs.variables(a for a, _ in sink)]
+        yielded = jaxprs.variables(atom for atom, _ in sink)
+        read = [*jaxprs.free_variables(run), *yielded]
         return [*jaxprs.prune(self.floating, read), *run]
-
-    def _names(self, bodies: Sequence[Body]) -> list[str]:
-        """Names layers by the common module of the parameters that no earlier layer reads.
-
-        If the layer has no such parameters, all parameters that it reads are used. Without
-        a common module, the name is the common scope of the layer's heavy equations, else
-        the module of its first parameter, else its number.
-        """
-        paths = self.loss.names[ValueKind.PARAMETER]
-        seen, names = set(), []
-        for i, (body, run) in enumerate(zip(bodies, self.runs, strict=True)):
-            parameters = [ref.index for ref in body.reads if ref.kind is ValueKind.PARAMETER]
-            fresh = [p for p in parameters if p not in seen]
-            seen.update(fresh)
-            scopes = [_jax.scope(eqn) for eqn in run if is_heavy(eqn)]
-            modules = [_module(paths[p]) for p in fresh or parameters]
-            first = modules[0] if modules else f"layer{i}"
-            names.append(_common(modules) or _common(scopes) or first)
-        return names
 
     def _graph(
         self,
@@ -365,40 +262,27 @@ class _Assembly:
         tensors: tuple[Tensor, ...],
         readers: dict[Var, list[int]],
     ) -> LayerGraph:
-        def arrays(kind: ValueKind) -> list[tuple[Var, Array]]:
-            inputs = {ref.index: v for v, ref in self.loss.inputs.items() if ref.kind == kind}
-            names = self.loss.names.get(kind) or [f"{kind}{i}" for i in sorted(inputs)]
-            return [(v, array_of(v, names[i])) for i, v in sorted(inputs.items())]
+        """Returns the layer graph.
 
+        Args:
+            layers: the layers.
+            tensors: the values between layers.
+            readers: the layers that read each input of the loss.
+        """
         sharding = self.loss.sharding
-        owned = arrays(ValueKind.PARAMETER)
-        laid = [array for _, array in owned]
-        if sharding is not None:
-            pairs = zip(laid, self.loss.specs, strict=True)
-            laid = [sharding.laid(*pair) for pair in pairs]
-        parameters = []
-        for array, (v, _) in zip(laid, owned, strict=True):
-            is_frozen = self.loss.inputs[v].index in self.loss.frozen
-            parameters.append(
-                Parameter(
-                    array,
-                    tuple(readers[v]),
-                    is_frozen,
-                )
-            )
-        batch = [array for _, array in arrays(ValueKind.BATCH)]
-        aux_outputs = [pair for pair in self.loss.outputs if pair[1].kind == ValueKind.AUX]
+        batch = self._arrays(ValueKind.BATCH)
+        aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
         # A `Weighted` leaf of aux has two values: its total and its weight.
-        widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
-        starts = list(accumulate(widths, initial=0))
+        widths = [2 if is_pair else 1 for is_pair in self.loss.aux_weighted]
+        starts = accumulate(widths, initial=0)
         return LayerGraph(
             layers,
             tensors,
-            tuple(parameters),
+            self._parameters(readers),
             tuple(map(sharding.batch, batch) if sharding else batch),
-            tuple(array for _, array in arrays(ValueKind.STATE)),
-            tuple(array for _, array in arrays(ValueKind.CONSTANT)),
-            tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux_outputs),
+            tuple(self._arrays(ValueKind.STATE)),
+            tuple(self._arrays(ValueKind.CONSTANT)),
+            tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux),
             tuple(tuple(range(a, b)) for a, b in pairwise(starts)),
             self.loss.weighted,
             array_of(self.loss.outputs[0][0], "loss").bytes,
@@ -407,48 +291,36 @@ class _Assembly:
             self.loss.state_chosen,
         )
 
+    def _parameters(self, readers: dict[Var, list[int]]) -> tuple[Parameter, ...]:
+        """Returns the parameters; a place that is several devices has a part of each.
 
-def _body(
-    eqns: Sequence[JaxprEqn],
-    reads: Sequence[tuple[Var, Ref]],
-    writes: Sequence[tuple[Atom, Ref]],
-    flows: Sequence[Collection[Var]],
-    candidates: dict[Var, str],
-) -> Body:
-    """Returns a layer's body.
+        Args:
+            readers: the layers that read each parameter.
+        """
+        arrays = self._arrays(ValueKind.PARAMETER)
+        if self.loss.sharding is not None:
+            pairs = zip(arrays, self.loss.specs, strict=True)
+            arrays = [self.loss.sharding.laid(*pair) for pair in pairs]
+        variables = sorted(self.loss.inputs_of(ValueKind.PARAMETER), key=self._index)
+        parameters = []
+        for array, v in zip(arrays, variables, strict=True):
+            is_frozen = self._index(v) in self.loss.frozen
+            parameters.append(Parameter(array, tuple(readers[v]), is_frozen))
+        return tuple(parameters)
 
-    Args:
-        eqns: its equations.
-        reads: its inputs, parameters first.
-        writes: its outputs.
-        flows: two sets of values that gradients flow through: the first as if no parameter were
-            frozen, the second given the frozen ones.
-        candidates: the variables whose fate can be chosen, with names.
-    """
+    def _arrays(self, kind: ValueKind) -> list[Array]:
+        """Returns the inputs of a kind in the order of their numbers, with their names."""
+        variables = sorted(self.loss.inputs_of(kind), key=self._index)
+        paths = self.loss.names.get(kind)
+        arrays = []
+        for v in variables:
+            i = self._index(v)
+            arrays.append(array_of(v, paths[i] if paths else f"{kind}{i}"))
+        return arrays
 
-    def inputs(flow: Collection[Var]) -> tuple[bool, ...]:
-        summed = (ValueKind.PARAMETER, ValueKind.TENSOR)
-        return tuple(ref.kind in summed and v in flow for v, ref in reads)
-
-    def outputs(flow: Collection[Var]) -> tuple[bool, ...]:
-        loss = Ref(ValueKind.LOSS, 0)
-        are_tensors = [ref.kind == ValueKind.TENSOR and v in flow for v, ref in writes]
-        pairs = zip(are_tensors, writes, strict=True)
-        return tuple(is_tensor or ref == loss for is_tensor, (_, ref) in pairs)
-
-    every, trained = flows
-    return Body(
-        tuple(eqns),
-        tuple(ref for _, ref in reads),
-        tuple(ref for _, ref in writes),
-        tuple(v for v, _ in reads),
-        tuple(v for v, _ in writes),
-        inputs(every),
-        outputs(every),
-        candidates,
-        inputs(trained),
-        outputs(trained),
-    )
+    def _index(self, v: Var) -> int:
+        """Returns the number of an input among those of its kind."""
+        return self.loss.inputs[v].index
 
 
 def _layer(number: int, name: str, body: Body) -> Layer:
@@ -468,55 +340,3 @@ def array_of(var: Atom, name: str) -> Array:
     """Returns a variable's shape and type under a name."""
     aval = _jax.aval(var)
     return Array(name, tuple(aval.shape), str(aval.dtype), jaxprs.bytes_of(var))
-
-
-def _module(path: str) -> str:
-    """Returns a parameter's module: its path without the last word, unless that is a number."""
-    module, word = os.path.split(path)
-    return path if word.isdigit() else module or path
-
-
-def _common(paths: Sequence[str]) -> str:
-    """Returns the deepest path that all paths lie under."""
-    steps = zip(*(path.split("/") for path in paths), strict=False)
-    shared = takewhile(lambda step: len(set(step)) == 1, steps)
-    return "/".join(step[0] for step in shared)
-
-
-def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
-    """Returns the values whose fate can be chosen, with names.
-
-    They are random bits, and the results of heavy equations such as products, which XLA writes to
-    memory in any case. If random bits only become a mask, the mask is returned in their place.
-
-    Args:
-        eqns: the equations of a layer.
-        main: the main equations among them.
-    """
-    candidates: dict[Var, str] = {}
-    for eqn in main:
-        if not (is_heavy(eqn) or is_random(eqn)):
-            continue
-        for var in eqn.outvars:
-            if not _jax.is_dropped(var):
-                kept = _mask_of(var, eqns) if is_random(eqn) else var
-                candidates[kept] = f"{eqn.primitive.name}_{len(candidates)}"
-    return candidates
-
-
-def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """Returns the boolean mask that random bits become; the bits, if anything else is made of them.
-
-    A mask takes one byte per element where the bits take four. Only a chain of cheap equations is
-    followed, in which only the next equation reads each result.
-    """
-    current = bits
-    while True:
-        readers = [eqn for eqn in eqns if current in jaxprs.variables(eqn.invars)]
-        if len(readers) != 1:
-            return bits
-        if len(readers[0].outvars) != 1 or not is_cheap(readers[0]):
-            return bits
-        current = readers[0].outvars[0]
-        if _jax.aval(current).dtype == bool:
-            return current

@@ -238,8 +238,10 @@ class _Line:
         # the ys, are in the order of the slices.
         for i in reversed(rows) if eqn.params["reverse"] else rows:
             row = [self._part(x, i, source) for x in xs]
-            out = self.run(body.jaxpr, body.consts, [*constants, *carry, *row], source)
-            carry, ys[i] = out[: len(carry)], out[len(carry) :]
+            args = [*constants, *carry, *row]
+            out = self.run(body.jaxpr, body.consts, args, source)
+            ys[i] = out[len(carry) :]
+            carry = out[: len(carry)]
         columns = zip(*(ys[i] for i in rows), strict=True)
         return [*carry, *(self._stack_of(column, source) for column in columns)]
 
@@ -252,7 +254,8 @@ class _Line:
             if not is_key(x):
                 return jax.lax.index_in_dim(x, i, keepdims=False)
             starts = (i, *[0] * (x.ndim - 1))
-            return jax.lax.squeeze(take(x, starts, (1, *x.shape[1:])), (0,))
+            sizes = (1, *x.shape[1:])
+            return jax.lax.squeeze(take(x, starts, sizes), (0,))
 
         return self._traced(slice_of, [x], source)
 
@@ -281,7 +284,8 @@ class _Line:
             The results; None if the equation has arrays or values that are not constant, is not
             cheap, or has effects.
         """
-        if eqn.effects or not is_cheap(eqn) or any(_jax.aval(v).shape for v in eqn.outvars):
+        makes_array = any(_jax.aval(v).shape for v in eqn.outvars)
+        if eqn.effects or makes_array or not is_cheap(eqn):
             return None
         if not all(isinstance(a, Literal) or a in self.constants for a in atoms):
             return None
@@ -302,8 +306,9 @@ class _Line:
             return Literal(_literal(value, aval), aval)
         if id(value) not in self._variables:
             self._variables[id(value)] = _jax.new_variable(aval)
-        self.constants[self._variables[id(value)]] = value
-        return self._variables[id(value)]
+        variable = self._variables[id(value)]
+        self.constants[variable] = value
+        return variable
 
 
 def _literal(value: Any, aval: Any) -> Any:

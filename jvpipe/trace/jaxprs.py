@@ -26,7 +26,7 @@ def run_jaxpr(
     """Runs equations in order; reads from and writes to `env`.
 
     Args:
-        eqns: the equations, in order, so that each reads values that are known.
+        eqns: the equations, in order, so that each reads values that have been computed.
         env: the values of variables; results are added.
         apply: runs an equation on values.
     """
@@ -96,7 +96,12 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
 
 
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
-    """Returns a jaxpr that yields other values of the given one, pruned to their needs."""
+    """Returns a jaxpr that yields other values of a jaxpr, without the equations they do not need.
+
+    Args:
+        closed: the jaxpr.
+        results: the values to yield: variables of the jaxpr, or literals.
+    """
     jaxpr = closed.jaxpr
     narrowed = jaxpr.replace(eqns=prune(jaxpr.eqns, results), outvars=list(results))
     return ClosedJaxpr(narrowed, closed.consts)
@@ -149,7 +154,8 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
         return value
 
     def quieted(eqn: JaxprEqn) -> JaxprEqn:
-        changed = eqn.replace(params={k: quiet(v) for k, v in eqn.params.items()})
+        params = {name: quiet(value) for name, value in eqn.params.items()}
+        changed = eqn.replace(params=params)
         inner = _jax.inner_jaxprs(changed)
         if not inner or not changed.effects:
             return changed
@@ -182,10 +188,12 @@ def renamed(eqns: Iterable[JaxprEqn], names: Mapping[Var, Atom]) -> list[JaxprEq
     def new(atom: Atom) -> Any:
         return names.get(atom, atom) if isinstance(atom, Var) else atom
 
-    return [
-        eqn.replace(invars=list(map(new, eqn.invars)), outvars=list(map(new, eqn.outvars)))
-        for eqn in eqns
-    ]
+    result = []
+    for eqn in eqns:
+        invars = list(map(new, eqn.invars))
+        outvars = list(map(new, eqn.outvars))
+        result.append(eqn.replace(invars=invars, outvars=outvars))
+    return result
 
 
 def defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
@@ -198,7 +206,8 @@ def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
     defined: set[Var] = set()
     free: dict[Var, None] = {}
     for eqn in eqns:
-        free.update((var, None) for var in variables(eqn.invars) if var not in defined)
+        unmade = (var for var in variables(eqn.invars) if var not in defined)
+        free |= dict.fromkeys(unmade)
         defined.update(eqn.outvars)
     return list(free)
 

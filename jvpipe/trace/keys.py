@@ -58,7 +58,9 @@ def derives_key(eqn: JaxprEqn) -> bool:
 def holds_keys(atom: _jax.Atom) -> bool:
     """Tells whether a value is an array of more than `_FEW` keys: typed, or raw words."""
     aval = _jax.aval(atom)
-    are_raw = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
+    # A raw key is a row of 2 or 4 words.
+    is_matrix = aval.dtype == np.uint32 and aval.ndim > 1
+    are_raw = is_matrix and aval.shape[-1] in (2, 4)
     are_keys = is_key(aval) or are_raw
     return are_keys and aval.ndim > 0 and aval.shape[0] > _FEW
 
@@ -106,8 +108,9 @@ def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
         if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):
             key, number, *rest = eqn.invars
             if isinstance(number, Literal):
-                variable = _jax.new_variable(number.aval)
-                lifted[variable] = np.asarray(number.val, _jax.aval(number).dtype)
+                aval = _jax.aval(number)
+                variable = _jax.new_variable(aval)
+                lifted[variable] = np.asarray(number.val, aval.dtype)
                 return eqn.replace(invars=[key, variable, *rest])
         return eqn
 

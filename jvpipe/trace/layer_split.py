@@ -22,9 +22,11 @@ from itertools import pairwise
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.body import Body
 from jvpipe.trace.cuts import LAYERS
-from jvpipe.trace.graph import Body, Sorted, Traced, build_graph
+from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.primitives import flops
+from jvpipe.trace.sorted_equations import Sorted
 from jvpipe.trace.sums import parameters_behind
 
 Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
@@ -127,11 +129,13 @@ def _places(
         behind: for each value of floating equations, the parameters that it is made of.
         eqns_s: the seconds of all equations of the layer; the main equations come last.
     """
-    total_s, places = sum(eqns_s), []
+    total_s = sum(eqns_s)
+    places = []
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     for p in products[1:]:
         before_end = len(run) - p
-        first, second = (set(jaxprs.free_variables(half)) for half in (run[:p], run[p:]))
+        first = set(jaxprs.free_variables(run[:p]))
+        second = set(jaxprs.free_variables(run[p:]))
         shared = _behind(first, behind) & _behind(second, behind)
         if shared:
             continue

@@ -6,9 +6,8 @@ each output by kind and number, so that later passes know what a variable stands
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Atom, Jaxpr, JaxprEqn, TreeDef, Var
+from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Ref, Spec
 from jvpipe.ir.reductions import AuxReduction, Reductions, StateReduction, chosen
 from jvpipe.ir.sharding import Sharding
@@ -24,11 +23,11 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
 from jvpipe.trace.chosen import chosen_aux
-from jvpipe.trace.flatten import flatten
+from jvpipe.trace.flat_loss import FlatLoss
 from jvpipe.trace.keys import is_key, lift_key_constants
-from jvpipe.trace.leaves import abstract, check_leaves
+from jvpipe.trace.leaves import abstract
 from jvpipe.trace.modules import check_modules
-from jvpipe.util.paths import path_name, path_names
+from jvpipe.util.paths import path_names
 
 Tree = Any
 
@@ -120,32 +119,26 @@ def trace_loss(
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
     trees = {ValueKind.PARAMETER: params, ValueKind.STATE: state, ValueKind.BATCH: batch}
-    leaves = {kind: jax.tree_util.tree_leaves_with_path(tree) for kind, tree in trees.items()}
-    names = {kind: path_names([path for path, _ in leaves[kind]]) for kind in trees}
+    names = {kind: _leaf_paths(tree) for kind, tree in trees.items()}
     check_modules(params)
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
-    returned: list[TreeDef] = []  # a traced function returns only arrays: it leaves trees here
-    flat = _flat(loss_fn, key, state, returned, has_aux=has_aux, has_state=has_state)
-    arguments = (params, *([state] if has_state else []), batch, seed)
-    closed = _traced(flat, arguments, with_key=key is not None)
-    _check_effects(closed)
-    # A number that a key is derived with, such as a layer's index, becomes an input. As a literal
-    # it would make each layer a program of its own.
-    eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
-    # The inputs are the leaves of the trees in the order of `trees`, then the seed, if there is
-    # one, then the arrays that the loss captured, then the lifted numbers.
-    inputs = {kind: len(leaves[kind]) for kind in trees}
-    inputs |= {ValueKind.SEED: seed is not None, ValueKind.CONSTANT: len(constants)}
-    results = closed.jaxpr.outvars
-    loss_tree, aux_tree = returned[-1].children()
-    states = len(leaves[ValueKind.STATE])
-    outputs = {ValueKind.LOSS: loss_tree.num_leaves, ValueKind.STATE: states}
-    outputs[ValueKind.AUX] = aux_tree.num_leaves
-    of_aux = results[len(results) - aux_tree.num_leaves :]
-    aux = aux_tree.unflatten(map(jaxprs.shape_of, of_aux))
-    aux_paths, aux_parts = _leaves_of_aux(aux)
+    flat = FlatLoss(
+        loss_fn,
+        None if key is None else key.micro_batch_key,
+        has_aux=has_aux,
+        has_state=has_state,
+    )
+    closed, loss_tree, aux_tree = flat.traced(params, state, batch, seed)
+    traced = _labeled(
+        closed,
+        loss_tree,
+        aux_tree,
+        names,
+        seed,
+        reductions,
+    )
+    _check_dependence(traced)
     returns: Any = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
 
     @functools.cache  # called often, for the few sizes of the replicas' slices
@@ -153,9 +146,50 @@ def trace_loss(
         resized = _resized(batch, examples)
         return trace_loss(loss_fn, params, resized, rng, state, **returns)
 
-    traced = LossJaxpr(
+    return replace(traced, of_size=of_size)
+
+
+def _labeled(
+    closed: ClosedJaxpr,
+    loss_tree: TreeDef,
+    aux_tree: TreeDef,
+    names: dict[ValueKind, tuple[str, ...]],
+    seed: jax.ShapeDtypeStruct | None,
+    reductions: Reductions,
+) -> LossJaxpr:
+    """Returns a traced loss with a `Ref` for each of its inputs and outputs.
+
+    Args:
+        closed: the loss, a function from the leaves of parameters, model state and batch, and from
+            the seed, to the leaves of the loss, the model state and aux.
+        loss_tree: the tree of the loss: one leaf, or the two of a `Weighted`.
+        aux_tree: the tree of aux.
+        names: the paths of the leaves of parameters, model state and batch, in this order.
+        seed: the shape of the seed; None if the loss has none.
+        reductions: the user's choice of how leaves of aux and of the model state are reduced.
+    """
+    # A number that a key is derived with, such as a layer's index, becomes an input. As a literal
+    # it would make each layer a program of its own.
+    eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
+    # The inputs are the leaves in the order of `names`, then the seed, if there is one, then the
+    # arrays that the loss captured, then the lifted numbers.
+    inputs = {kind: len(paths) for kind, paths in names.items()}
+    inputs[ValueKind.SEED] = 0 if seed is None else 1
+    inputs[ValueKind.CONSTANT] = len(constants)
+    outputs = {
+        ValueKind.LOSS: loss_tree.num_leaves,
+        ValueKind.STATE: len(names[ValueKind.STATE]),
+        ValueKind.AUX: aux_tree.num_leaves,
+    }
+    variables = [*closed.jaxpr.invars, *constants]
+    results = closed.jaxpr.outvars
+    of_aux = results[len(results) - aux_tree.num_leaves :]
+    aux = aux_tree.unflatten(map(jaxprs.shape_of, of_aux))
+    aux_paths, aux_parts = _leaves_of_aux(aux)
+    return LossJaxpr(
         tuple(eqns),
-        dict(zip([*closed.jaxpr.invars, *constants], _refs(inputs), strict=True)),
+        dict(zip(variables, _refs(inputs), strict=True)),
         tuple(zip(results, _refs(outputs), strict=True)),
         names,
         tuple(constants.values()),
@@ -163,26 +197,35 @@ def trace_loss(
         jax.tree.structure(aux, is_leaf=_is_weighted),
         tuple(len(parts) == 2 for parts in aux_parts),
         0 if seed is None else seed.size,
-        of_size,
         aux_chosen=chosen_aux(reductions, aux_paths, aux_parts),
         state_chosen=chosen("model_state_reduce", reductions.state, names[ValueKind.STATE]),
     )
-    _check_dependence(traced)
-    return traced
+
+
+def _leaf_paths(tree: Tree) -> tuple[str, ...]:
+    """Returns the paths of a tree's leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return path_names([path for path, _ in leaves])
 
 
 def _leaves_of_aux(aux: Tree) -> tuple[tuple[str, ...], list[Any]]:
     """Returns the paths of the leaves of aux, and the values of each: two for a `Weighted`."""
     leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
-    return path_names([path for path, _ in leaves]), [jax.tree.leaves(leaf) for _, leaf in leaves]
+    paths = path_names([path for path, _ in leaves])
+    return paths, [jax.tree.leaves(leaf) for _, leaf in leaves]
 
 
 def _refs(counts: dict[ValueKind, int]) -> list[Ref]:
     """Returns a name for each value, given the number of values of each kind."""
-    return [Ref(kind, i) for kind, count in counts.items() for i in range(count)]
+    refs = []
+    for kind, count in counts.items():
+        refs += [Ref(kind, i) for i in range(count)]
+    return refs
 
 
 def _resized(batch: Tree, examples: int) -> Tree:
+    """Returns the shapes of a batch with another number of examples."""
+
     def resized(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
 
@@ -191,68 +234,6 @@ def _resized(batch: Tree, examples: int) -> Tree:
 
 def _is_weighted(x: Any) -> bool:
     return isinstance(x, Weighted)
-
-
-def _flat(
-    loss_fn: Callable[..., Any],
-    key: "KeyKind | None",
-    state: Tree,
-    returned: list[TreeDef],
-    *,
-    has_aux: bool,
-    has_state: bool,
-) -> Callable[..., Any]:
-    """Returns a function from (params, [model state,] batch, seed) to a loss's flat outputs.
-
-    Args:
-        loss_fn: the loss.
-        key: the form of the user's key; None if there is none.
-        state: the shapes of the model state that the loss takes.
-        returned: gets the tree of (loss, aux).
-        has_aux: whether the loss returns aux besides its value.
-        has_state: whether the loss returns the model state.
-    """
-
-    @_named_as(loss_fn)
-    def flat(params: Tree, *rest: Any) -> list[Any]:
-        *states, batch, seed = rest
-        rng = None if key is None else key.micro_batch_key(seed)
-        out = loss_fn(params, *states, batch, rng)
-        loss, new_state, aux = _parts(out, has_aux, has_state)
-        _check_loss(loss)
-        _check_state(state, new_state)
-        _check_aux(aux)
-        returned.append(jax.tree.structure((loss, aux)))
-        return jax.tree.leaves((loss, new_state, aux))
-
-    return flat
-
-
-def _traced(
-    flat: Callable[..., Any],
-    arguments: Sequence[Any],
-    *,
-    with_key: bool,
-) -> _jax.ClosedJaxpr:
-    try:
-        return flatten(flat, *arguments, keep_rules=True)
-    except Exception as error:
-        # Without a key the loss gets None, which then likely causes the type error.
-        may_lack_key = not with_key and isinstance(error, TypeError)
-        if may_lack_key and "PRNG key" in str(error):
-            raise ValueError(
-                "the loss uses its rng, and none was given: give init a key, init(params, batch, jax.random.key(0))"
-            ) from error
-        if may_lack_key and ("key" in str(error) or "None" in str(error)):
-            error.add_note(
-                "The loss was traced without a key: if it needs one, give it to init, jax.random.key(0)."
-            )
-        if isinstance(error, TypeError):  # a loss of (params, x, y) would get the key as its y
-            error.add_note(
-                "The loss was called with (params, batch, rng), or (params, model_state, batch, rng) with has_state; "
-                "one of other arguments is wrapped: lambda params, batch, rng: loss(params, *batch)."
-            )
-        raise
 
 
 @dataclass(frozen=True)
@@ -291,36 +272,6 @@ class KeyKind:
 def key_words(rng: jax.Array) -> np.ndarray:
     """Returns a key's words, whether it is typed or raw."""
     return np.asarray(jax.random.key_data(rng) if is_key(rng) else rng)
-
-
-def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that makes errors show the user's function: name, place, arguments."""
-    # Partials are unwrapped. For a callable object, errors show its `__call__`.
-    while isinstance(function, functools.partial):
-        function = function.func
-    plain = inspect.unwrap(function)
-    shown = plain if hasattr(plain, "__code__") else type(plain).__call__
-    return functools.wraps(shown, assigned=(), updated=())
-
-
-def _parts(
-    out: Any,
-    has_aux: bool,
-    has_state: bool,
-) -> tuple[Any, Any, Any]:
-    """Returns value, model state and aux of a loss; None for a part that the loss does not have."""
-    count = 1 + has_aux + has_state
-    if count == 1:
-        return out, None, None
-    is_plain_tuple = isinstance(out, tuple) and not isinstance(out, Weighted)
-    if not is_plain_tuple or len(out) != count:
-        names = ["loss"] + ["new_model_state"] * has_state + ["aux"] * has_aux
-        raise ValueError(
-            f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})"
-        )
-    new_state = out[1] if has_state else None
-    aux = out[-1] if has_aux else None
-    return out[0], new_state, aux
 
 
 def has_gradient(dtype: Any) -> bool:
@@ -362,65 +313,6 @@ def check_trained(traced: LossJaxpr) -> None:
         )
 
 
-def _check_loss(loss: Any) -> None:
-    for part in loss if isinstance(loss, Weighted) else (loss,):
-        if not isinstance(part, (jax.Array, int, float, np.ndarray, np.generic)):
-            hint = "; say has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
-            raise ValueError(
-                f"the loss must be a scalar or jvpipe.Weighted, not {type(part).__name__}{hint}"
-            )
-        if np.shape(part) != ():
-            raise ValueError(
-                f"the loss must be a scalar, its shape is {np.shape(part)}: take its mean or sum"
-            )
-    first = loss.total if isinstance(loss, Weighted) else loss
-    if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
-        raise ValueError(
-            f"the loss must be a real floating-point scalar, its type is {jnp.result_type(first)}"
-        )
-    if isinstance(loss, Weighted) and jnp.result_type(loss.weight) == np.bool_:
-        raise ValueError(
-            "the weight of jvpipe.Weighted must be a number, its type is bool: sum up the mask"
-        )
-
-
-def _check_aux(aux: Tree) -> None:
-    check_leaves(aux, "leaf of aux")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            raise ValueError(
-                f"leaf of aux '{path_name(path)}' is a key: return jax.random.key_data(key)"
-            )
-
-
-def _check_state(old: Tree, new: Tree) -> None:
-    old_tree = jax.tree.structure(old)
-    new_tree = jax.tree.structure(new)
-    if old_tree != new_tree:
-        raise ValueError(
-            f"the loss returns a model state of another structure: {new_tree}, not {old_tree}"
-        )
-    old_leaves = jax.tree_util.tree_leaves_with_path(old)
-    new_types = map(jax.typeof, jax.tree.leaves(new))
-    for (path, before), after in zip(old_leaves, new_types, strict=True):
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise ValueError(
-                f"the loss changes model state '{path_name(path)}' from {before.dtype}{list(before.shape)} "
-                f"to {after.dtype}{list(after.shape)}"
-            )
-
-
-def _check_effects(closed: _jax.ClosedJaxpr) -> None:
-    for eqn in jaxprs.every(closed.jaxpr.eqns):
-        name = eqn.primitive.name
-        if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
-            raise ValueError(
-                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, whose effects have no place in a "
-                "pipeline, where layers run beside each other and partly again: use jax.debug.callback (it runs once "
-                "per micro-batch, in the forward), or return the values, with has_aux=True, and use them after the step"
-            )
-
-
 def _check_dependence(traced: LossJaxpr) -> None:
     parameters = traced.inputs_of(ValueKind.PARAMETER)
     moving = _moving(traced, parameters)
@@ -459,9 +351,12 @@ def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
 
 def _trainable(traced: LossJaxpr, frozen: Collection[int]) -> set[Var]:
     """Returns the parameters that are not frozen and whose type can have a gradient."""
-    inputs = traced.inputs.items()
-    parameters = [(v, ref.index) for v, ref in inputs if ref.kind == ValueKind.PARAMETER]
-    return {v for v, p in parameters if p not in frozen and has_gradient(_jax.aval(v).dtype)}
+    trainable = set()
+    for v in traced.inputs_of(ValueKind.PARAMETER):
+        is_frozen = traced.inputs[v].index in frozen
+        if not is_frozen and has_gradient(_jax.aval(v).dtype):
+            trainable.add(v)
+    return trainable
 
 
 def _moving(traced: LossJaxpr, parameters: Collection[Var]) -> set[Var]:

@@ -13,7 +13,7 @@ from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding, words
 from jvpipe.trace.deferred_state import deferred
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.loss import trace_loss
+from jvpipe.trace.loss import LossJaxpr, trace_loss
 from jvpipe.trace.reshaped import reshaped
 from jvpipe.trace.stacks import Stacks, find_stacks
 from jvpipe.util.paths import path_names
@@ -55,8 +55,8 @@ def trace_model(
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
-        params: arrays or shapes.
-        micro_batch: arrays or shapes of one micro-batch.
+        params: a tree of arrays or shapes.
+        micro_batch: a tree of arrays or shapes.
         rng: a key, or None.
         model_state: the model state; used only with `has_state`.
         present: the layers that the loss has at the shapes of another batch; the loss is
@@ -75,6 +75,7 @@ def trace_model(
         ValueError: `sharding` does not fit the parameters, or a layer would read other parameters
             than the same layer of `present` does.
     """
+    # The specs are made first, because the slices of stacks replace `params` below.
     specs = {} if sharding is None else _specs(sharding, params)
     trace = partial(
         trace_loss,
@@ -85,23 +86,41 @@ def trace_model(
         has_state=has_state,
         reductions=reductions,
     )
-    loss = None
+    loss, stacks, params = _of_layers(trace, loss_fn, params, stacks)
+    loss = deferred(loss, deferred_over)
+    if sharding is not None:
+        loss = _sharded(loss, sharding, specs, stacks)
+    traced = reshaped(loss, present) if present else build_graph(loss)
+    return Model(traced, stacks, params)
+
+
+def _of_layers(
+    trace: Callable[[Callable[..., Any], Tree], LossJaxpr],
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    stacks: Stacks | None,
+) -> tuple[LossJaxpr, Stacks, Tree]:
+    """Traces a loss in which each slice of a stack is a parameter.
+
+    Args:
+        trace: traces a loss with parameters.
+        loss_fn: the user's loss.
+        params: the user's parameters.
+        stacks: which of them are stacks; None to find them.
+
+    Returns:
+        The loss, the stacks, and the parameters with slices in place of stacks.
+    """
     if stacks is None:
         loss = trace(loss_fn, params)
         stacks = find_stacks(loss, params)
-    if stacks:
-        # Each slice becomes a parameter of its own, so the loss has to be traced again.
-        params, loss_fn, loss = stacks.split(params), stacks.of_slices(loss_fn), None
-    loss = deferred(loss or trace(loss_fn, params), deferred_over)
-    if sharding is not None:
-        slices = map(_of_slices, specs.keys(), specs.values(), stacks.lengths)
-        loss = replace(
-            loss,
-            sharding=sharding,
-            specs=tuple(chain.from_iterable(slices)),
-        )
-    traced = reshaped(loss, present) if present else build_graph(loss)
-    return Model(traced, stacks, params)
+        if not stacks:
+            return loss, stacks, params
+    if not stacks:
+        return trace(loss_fn, params), stacks, params
+    # Each slice becomes a parameter, so the loss has to be traced again.
+    slices = stacks.split(params)
+    return trace(stacks.of_slices(loss_fn), slices), stacks, slices
 
 
 def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
@@ -112,12 +131,39 @@ def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
     return sharding.specs(dict(zip(paths, shapes, strict=True)))
 
 
-def _of_slices(
-    path: str,
-    spec: Spec,
-    length: int | None,
-) -> tuple[Spec, ...]:
-    """Returns the specs of a stack's slices, or the one spec of a parameter without slices."""
+def _sharded(
+    loss: LossJaxpr,
+    sharding: Sharding,
+    specs: dict[str, Spec],
+    stacks: Stacks,
+) -> LossJaxpr:
+    """Returns a loss whose parameters are cut over the devices of a place.
+
+    Args:
+        loss: the loss, whose parameters are the slices of stacks.
+        sharding: how parameters are cut.
+        specs: how each of the user's parameters is cut, by its path.
+        stacks: which of the user's parameters are stacks.
+    """
+    slices = map(_of_slices, specs.keys(), specs.values(), stacks.lengths)
+    return replace(
+        loss,
+        sharding=sharding,
+        specs=tuple(chain.from_iterable(slices)),
+    )
+
+
+def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:
+    """Returns the specs of a stack's slices, or the one spec of a parameter without slices.
+
+    Args:
+        path: the path of the user's parameter.
+        spec: along which axes of a place its dimensions are cut.
+        length: the number of slices; None if the parameter is not a stack.
+
+    Raises:
+        ValueError: a stack is cut along its first dimension, which counts the slices.
+    """
     if length is None:
         return (spec,)
     if spec and spec[0] is not None:

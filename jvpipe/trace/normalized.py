@@ -47,7 +47,8 @@ def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
         if eqn.effects or _jax.inner_jaxprs(eqn):
             continue
         operands = tuple(str(x) if isinstance(x, Literal) else first.get(x, x) for x in eqn.invars)
-        before = seen.setdefault((eqn.primitive.name, comparable(eqn.params), operands), eqn)
+        key = (eqn.primitive.name, comparable(eqn.params), operands)
+        before = seen.setdefault(key, eqn)
         first.update(zip(eqn.outvars, before.outvars, strict=True))
     return first
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe.trace.factors import factor_power
 from jvpipe.trace.flatten import RULES
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.structure import comparable
@@ -52,11 +53,12 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     results = [atom for atom, _ in whole.outputs]
     double_results = [atom for atom, _ in double.outputs]
     atoms = smaller.atoms(results, double_results)
+    refs = [ref for _, ref in whole.outputs]
     return replace(
         whole,
         eqns=tuple(eqns),
         inputs=dict(zip(inputs, whole.inputs.values(), strict=True)),
-        outputs=tuple(zip(atoms, (ref for _, ref in whole.outputs), strict=True)),
+        outputs=tuple(zip(atoms, refs, strict=True)),
     )
 
 
@@ -122,10 +124,13 @@ class _Smaller:
         outs = self.variables(whole.outvars, double.outvars)
         if whole.primitive.name in RULES:
             rule = next(self.rules, None)
-            if rule is None or _shapes([*rule.invars, *rule.outvars]) != _shapes([*ins, *outs]):
+            expected = _shapes([*ins, *outs])
+            if rule is None or _shapes([*rule.invars, *rule.outvars]) != expected:
                 raise UnlikeError("it has other derivative rules on one example")
             return rule.replace(invars=ins, outvars=outs)
-        params = {k: self._value(v, double.params[k]) for k, v in whole.params.items()}
+        params = {}
+        for name, value in whole.params.items():
+            params[name] = self._value(value, double.params[name])
         return whole.replace(invars=ins, outvars=outs, params=params)
 
     def _value(self, whole: Any, double: Any) -> Any:
@@ -149,10 +154,10 @@ class _Smaller:
             case int(), int() if whole != double:
                 # A size is a + b n for n examples: on 2 n examples it is larger by b n, on one
                 # example it is smaller by b (n - 1).
-                less = (double - whole) * (self.examples - 1)
-                if less % self.examples:
+                less, rest = divmod((double - whole) * (self.examples - 1), self.examples)
+                if rest:
                     raise UnlikeError("a size does not go with the number of examples")
-                return whole - less // self.examples
+                return whole - less
             case (tuple(), tuple()) | (list(), list()) if type(whole) in (tuple, list):
                 if len(whole) != len(double):
                     raise UnlikeError("shapes have other ranks")
@@ -173,13 +178,12 @@ class _Smaller:
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):
             return a.dtype.type(self._value(int(a), int(b)))
-        tolerance = 1e-2 if a.itemsize < 4 else 1e-6
-        for power in (1, -1):
-            if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
-                # On one example both n and 1/n are 1, so the factor is taken out.
-                on_one = float(a) / float(self.examples) ** power
-                return a.dtype.type(on_one)
-        raise UnlikeError("a number does not go with the number of examples")
+        power = factor_power(b, a, 2.0)
+        if power is None:
+            raise UnlikeError("a number does not go with the number of examples")
+        # On one example both n and 1/n are 1, so the factor is taken out.
+        on_one = float(a) / float(self.examples) ** power
+        return a.dtype.type(on_one)
 
 
 def _shapes(atoms: Iterable[Atom]) -> list[object]:

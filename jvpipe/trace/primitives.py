@@ -60,7 +60,8 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
             return False
         return all(n in (1, m) for n, m in zip(shape, result, strict=True))
 
-    return all(map(fits, {_jax.aval(atom).shape for atom in eqn.invars} - {()}))
+    shapes = {_jax.aval(atom).shape for atom in eqn.invars}
+    return all(map(fits, shapes - {()}))
 
 
 def calls_host(eqn: JaxprEqn) -> bool:

@@ -314,7 +314,7 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
         return Lies(Over.SUM, beside=Beside.FIRST_LEFT if is_left else Beside.FIRST_RIGHT)
     # Two quotients by the same count, such as two terms of a loss, add up to such a quotient.
     divisors = {x.divisor for x in ins if x.over is not Over.NONE}
-    if len(divisors) == 1 and all(x.divisor is not None or x.over is Over.NONE for x in ins):
+    if len(divisors) == 1 and None not in divisors:
         return Lies(Over.MIXED, divisor=divisors.pop())
     return None
 
@@ -331,7 +331,9 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
     #
     #     sum * n^p -> n^p sum                  mean * n -> sum
     #     (n^k sum) * n^p -> n^(k+p) sum        (sum / c) * c -> sum
-    for value, factor, its in ((*ins, numbers[1]), (*ins[::-1], numbers[0])):
+    a, b = ins
+    of_a, of_b = numbers
+    for value, factor, its in ((a, b, of_b), (b, a, of_a)):
         if value.over is Over.SUM and not value.power and factor.is_count:
             return summed_axes(factor.power)
         if value.over is Over.MEAN and factor.power == 1:

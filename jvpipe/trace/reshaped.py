@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from jvpipe._jax import JaxprEqn
-from jvpipe.trace.graph import Sorted, Traced, build_graph
+from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import flops
+from jvpipe.trace.sorted_equations import Sorted
 
 
 class OtherLayersError(ValueError):

@@ -145,12 +145,10 @@ class TwoTraces:
         the text begins with "!", and `find` raises an error.
         """
         parts = self._made_of(state_after(self.micro, index))
+        if not parts.sums and parts.barrier:
+            return f"comes from its examples by {parts.barrier}"
         if not parts.sums:
-            return (
-                f"comes from its examples by {parts.barrier}"
-                if parts.barrier
-                else "is made of no sum over examples"
-            )
+            return "is made of no sum over examples"
         sums = [self._sum(eqn) for eqn in sorted(parts.sums)]
         known_sums = [x for x in sums if x is not None]
         if not known_sums:
@@ -175,10 +173,11 @@ class TwoTraces:
     @cached_property
     def _whole_of(self) -> dict[Var, Atom]:
         """For each variable of the micro-batch's trace, the atom in the whole batch's trace."""
-        pairs: list[tuple[Var, Atom]] = list(zip(self.micro.inputs, self.whole.inputs, strict=True))
+        whole_of: dict[Var, Atom] = {}
+        whole_of |= zip(self.micro.inputs, self.whole.inputs, strict=True)
         for eqn, other in zip(self.eqns, self.whole.eqns, strict=True):
-            pairs += zip(eqn.outvars, other.outvars, strict=True)
-        return dict(pairs)
+            whole_of |= zip(eqn.outvars, other.outvars, strict=True)
+        return whole_of
 
     def _carries(self, atom: Atom) -> bool:
         """Tells whether a value has examples along an axis."""
@@ -290,9 +289,13 @@ class TwoTraces:
     @cached_property
     def _centering(self) -> set[int]:
         """The places of the sums by whose mean examples are centered, and of sums equal to them."""
-        firsts = {self._origin(self.eqns[place].outvars[0]) for place in self._centered.values()}
+
+        def value(place: int) -> Atom:
+            return self._origin(self.eqns[place].outvars[0])
+
+        firsts = set(map(value, self._centered.values()))
         sums = (i for i, eqn in enumerate(self.eqns) if self._is_sum(eqn))
-        return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
+        return {i for i in sums if value(i) in firsts}
 
     def _sum(self, place: int) -> Sum | None:
         """Returns a batch norm's sum of values or of their squares; None for other sums."""
@@ -311,9 +314,11 @@ class TwoTraces:
             alike = self.eqns[mean_of].params["axes"] == axes
             return Sum(place, count, mean_of) if alike else None
         # Uncentered squares belong to a batch norm that also sums up the values themselves.
-        means = (self.eqns[i] for i in self._centering)
-        plain = any(self._origin(x.invars[0]) is base and x.params["axes"] == axes for x in means)
-        return Sum(place, count) if plain else None
+        for center in map(self.eqns.__getitem__, self._centering):
+            sums_base = self._origin(center.invars[0]) is base
+            if sums_base and center.params["axes"] == axes:
+                return Sum(place, count)
+        return None
 
     def _squared(self, atom: Atom) -> Atom | None:
         """Returns what a value is the square of; None if it is not a square."""

@@ -16,9 +16,10 @@ from jvpipe.ir.layers import LayerGraph, Ref
 from jvpipe.ir.reductions import AuxReduction, StateReduction
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace.chosen import check_state_reduction
+from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.reductions import Beside, Lies
-from jvpipe.trace.spread import CoupledError, reaching
+from jvpipe.trace.spread import reaching
 
 _AUX = {
     AuxReduction.MEAN: Over.MEAN,

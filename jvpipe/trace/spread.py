@@ -27,6 +27,9 @@ from jvpipe.ir.examples import Over
 from jvpipe.trace import jaxprs
 from jvpipe.trace.alike import Alike
 from jvpipe.trace.axes import along_after
+from jvpipe.trace.coupled import CoupledError
+from jvpipe.trace.factors import factor_power
+from jvpipe.trace.loops import LOOPS
 from jvpipe.trace.normalized import normalized
 from jvpipe.trace.pullbacks import pullback
 from jvpipe.trace.reductions import (
@@ -70,26 +73,14 @@ _IN_FIRST = {
 """In the model state only the first slice adds an operand to a sum, so that counters stay exact."""
 
 
-class CoupledError(ValueError):
-    """Examples of a micro-batch depend on one another, so replicas cannot share them out.
-
-    Args:
-        message: for the user.
-        where: the layer and the equation at which examples meet; empty if no single one is known.
-    """
-
-    def __init__(self, message: str, where: str = "") -> None:
-        super().__init__(message)
-        self.where = where
-
-
 @dataclass
 class Spreading:
     """The walk over the equations of a loss, traced at two numbers of examples.
 
     Args:
-        examples: the larger number of examples.
-        fewer: the smaller number.
+        examples: the number of examples of the loss whose equations are followed.
+        fewer: the number of examples in the other trace. It is smaller if a slice is compared with
+            its micro-batch; `jvpipe.trace.coupling` compares with a batch that is twice as large.
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
         lies_of: how each variable lies, as far as the equations have been followed.
@@ -117,8 +108,8 @@ class Spreading:
         """Finds how the results of equations lie.
 
         Args:
-            eqns: the equations at the larger size.
-            small: the equations at the smaller size.
+            eqns: the equations to follow.
+            small: the same equations in the other trace.
 
         Raises:
             CoupledError: the two differ in more than sizes, or the equations couple examples.
@@ -147,8 +138,8 @@ class Spreading:
         """Returns how a variable or a literal lies; a literal that grows with the size is a count.
 
         Args:
-            atom: the variable or literal at the larger size.
-            small: the same at the smaller size.
+            atom: the variable or literal.
+            small: the same one in the other trace.
         """
         if not isinstance(atom, Literal):
             return self.lies_of.get(atom, NONE)
@@ -157,29 +148,22 @@ class Spreading:
         b = np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
-        # A literal that differs must be a multiple of n or of 1/n, n the number of examples. It is
-        # n if it is 4.0 at 4 examples and 2.0 at 2; it is 1/n if it is 0.25 and 0.5. 16-bit types
-        # have few digits, so the tolerance is larger.
-        ratio = self.examples / self.fewer
-        tolerance = 1e-2 if a.dtype.itemsize < 4 else 1e-6
-        for power in (1, -1):
-            if np.isclose(float(a), float(b) * ratio**power, rtol=tolerance):
-                return counted(power)
-        return Lies(Over.MIXED)
+        power = factor_power(a, b, self.examples / self.fewer)
+        return Lies(Over.MIXED) if power is None else counted(power)
 
     def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         """Returns how the results of an equation lie.
 
         Args:
-            eqn: the equation at the larger size.
-            small: the same equation at the smaller size.
+            eqn: the equation.
+            small: the same equation in the other trace.
             ins: how its operands lie.
         """
         name = eqn.primitive.name
         for key, value in eqn.params.items():
             is_fixed = isinstance(value, int | float) or key in _POSITIONS
             if is_fixed and repr(small.params[key]) != repr(value):  # as text, because NaN != NaN
-                raise self._refused(eqn, "does as the number of examples says")
+                raise self.refused(eqn, "does as the number of examples says")
         if name in _CALLS:
             outs = self._call(eqn, small, ins)
             if name in _RULES:
@@ -187,15 +171,13 @@ class Spreading:
             return outs
         if name == "optimization_barrier":
             return list(ins)
-        if name == "scan":
-            return self._scan(eqn, small, ins)
-        if name == "while":
-            return self._while(eqn, small, ins)
-        if name == "cond":
-            return self._cond(eqn, small, ins)
-        grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
+        if name in LOOPS:
+            return LOOPS[name](self, eqn, small, ins)
+        results = zip(eqn.outvars, small.outvars, strict=True)
+        grown = [self._grown(eqn, a, b) for a, b in results]
         is_zero = _makes_zero(eqn, ins, in_rule=self._rule)
-        outs = [self._normalized(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
+        plain = self._plainly(eqn, ins, grown)
+        outs = [self._normalized(eqn, ins, lies) for lies in plain]
         return [replace(lies, is_zero=is_zero) for lies in outs]
 
     def _plainly(
@@ -223,15 +205,15 @@ class Spreading:
         axes = [x.axis if x.over is Over.ALONG else None for x in ins]
         axes_after = along_after(eqn, axes, grown)
         if isinstance(axes_after, str):
-            raise self._refused(eqn, axes_after)
+            raise self.refused(eqn, axes_after)
         # Each slice would add its examples to the same operand, and the sum of the slices' results
         # would count that operand once for each slice.
         is_sum_beside = eqn.primitive.name == "scatter-add" and ins[0].over is not Over.ALONG
         if is_sum_beside and not ins[0].is_zero:
-            raise self._refused(eqn, "adds examples to what is there: add it to their sum")
+            raise self.refused(eqn, "adds examples to what is there: add it to their sum")
         power = power_after(eqn, ins)
         if power is None:
-            raise self._refused(eqn, "uses the number of examples in values of single ones")
+            raise self.refused(eqn, "uses the number of examples in values of single ones")
         opened = open_of(moving)
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
@@ -245,7 +227,7 @@ class Spreading:
         """
         result = normalized(eqn, ins, lies)
         if result is None:
-            raise self._refused(
+            raise self.refused(
                 eqn,
                 "goes on from examples less what was made of several of them, as no batch norm does",
             )
@@ -287,7 +269,7 @@ class Spreading:
             if a[axis] * self.fewer == b[axis] * self.examples:
                 return axis
         sizes = f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}"
-        raise self._refused(eqn, sizes)
+        raise self.refused(eqn, sizes)
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
         """Returns how a result lies that has the examples' axis though no operand has it."""
@@ -299,9 +281,9 @@ class Spreading:
         fixed = self._in_rule and name in GENERATORS
         is_numbered = name != "iota" or eqn.params["dimension"] == axis
         if axis is None or (fixed and is_numbered):
-            raise self._refused(eqn, "draws numbers for each example inside of a rule")
+            raise self.refused(eqn, "draws numbers for each example inside of a rule")
         if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
-            raise self._refused(
+            raise self.refused(
                 eqn, "makes values for each example in a way that jvpipe does not know"
             )
         return Lies(Over.ALONG, axis, power=power)
@@ -321,33 +303,31 @@ class Spreading:
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
         """Raises CoupledError if single examples read a reduction that no model state keeps."""
         for lies in reduced:
-            if not lies.roots or not all(root in self.remembered for root in lies.roots):
-                raise self._refused(eqn, _GIVES)
+            are_kept = all(root in self.remembered for root in lies.roots)
+            if not lies.roots or not are_kept:
+                raise self.refused(eqn, _GIVES)
 
-    def _refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
+    def refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
+        """Returns the error that an equation couples examples.
+
+        Args:
+            eqn: the equation.
+            why: what it does, as the end of a sentence about it.
+        """
         outer = self._outer or eqn
-        scope = _jax.scope(outer)
         named = f"'{(eqn if self._rule else outer).primitive.name}'"
         subject = f"the backward of a derivative rule: its {named}" if self._rule else named
+        scope = _jax.scope(outer)
         reason = f"{subject}{f' in {scope}' if scope else ''} {why}"
-        place = self.place_of(outer)
-        return CoupledError(
-            f"{place} cannot be replicated: {reason}. "
-            "Where a stage is replicated every example has to be computed by itself (batch norm, whose statistics are "
-            "model state, may use those of its replica): use one device for each stage, let examples be apart, or make "
-            "each stage a mesh with a batch_axis",
-            where=f"{place}: {reason}",
-        )
+        return CoupledError.at(self.place_of(outer), reason)
 
-    # Loops and calls
-
-    def _inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
+    def inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
         """Returns how the results of a body lie.
 
         Args:
             eqn: the loop or call that has the body.
-            body: the body at the larger size.
-            small: the body at the smaller size.
+            body: the body.
+            small: the same body in the other trace.
             ins: how the inputs of the body lie.
         """
         flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in _RULES
@@ -360,11 +340,13 @@ class Spreading:
             _outer=self._outer or eqn,
         )
         inner.run(body.eqns, small.eqns)
-        return [inner.lies(a, b) for a, b in zip(body.outvars, small.outvars, strict=True)]
+        results = zip(body.outvars, small.outvars, strict=True)
+        return [inner.lies(a, b) for a, b in results]
 
     def _call(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
-        return self._inside(eqn, body, fewer, ins)
+        body = _jax.inner_jaxprs(eqn)[0]
+        fewer = _jax.inner_jaxprs(small)[0]
+        return self.inside(eqn, body, fewer, ins)
 
     def _check_rule(
         self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies], outs: Sequence[Lies]
@@ -373,7 +355,7 @@ class Spreading:
 
         Args:
             eqn: the equation with the rule.
-            small: the same equation at the smaller size.
+            small: the same equation in the other trace.
             ins: how its operands lie.
             outs: how its results lie.
         """
@@ -386,7 +368,7 @@ class Spreading:
             fewer, _ = pullback(small, moving)
         except Exception as error:
             why = f"takes no {self.fewer} examples: {type(error).__name__}: {error}"
-            raise self._refused(eqn, f"has a derivative rule that {why}") from error
+            raise self.refused(eqn, f"has a derivative rule that {why}") from error
         inner = replace(
             self,
             lies_of={},
@@ -399,7 +381,7 @@ class Spreading:
             _outer=self._outer or eqn,
         )
         if comparable(whole.consts) != comparable(fewer.consts):
-            raise inner._refused(eqn, "reads arrays that depend on the number of examples")
+            raise inner.refused(eqn, "reads arrays that depend on the number of examples")
         cotangents = []
         for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True):
             if _is_inexact(v):
@@ -408,7 +390,7 @@ class Spreading:
         inner.run(whole.jaxpr.eqns, fewer.jaxpr.eqns)
         for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
             if not fits(inner.lies(a, b), cotangent(ins[i])):
-                raise inner._refused(
+                raise inner.refused(
                     eqn, f"gives operand {i} a cotangent that is not made of those of its examples"
                 )
 
@@ -417,97 +399,6 @@ class Spreading:
         if not isinstance(atom, Var) or not _is_inexact(atom):
             return False
         return self.flows is None or atom in self.flows
-
-    def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        # The body reads consts, carry and one row of each of xs; it returns carry and one row of
-        # each of ys.
-        consts, carry, xs = _jax.scan_operands(eqn, ins)
-        if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
-            raise self._refused(eqn, "goes through the examples one after another")
-        # The scan goes over axis 0: an iteration reads xs without that axis, and ys get it back.
-        xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
-        body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
-
-        def step(now: list[Lies]) -> list[Lies]:
-            return self._inside(eqn, body, fewer, [*consts, *now, *xs])
-
-        carry, outs = self._settled(eqn, carry, step)
-        ys = outs[len(carry) :]
-        ys = [replace(y, axis=y.axis + 1) if y.over is Over.ALONG else y for y in ys]
-        return [*carry, *ys]
-
-    def _while(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        first = eqn.params["cond_nconsts"]
-        start = first + eqn.params["body_nconsts"]
-
-        def run(key: str, inputs: Sequence[Lies]) -> list[Lies]:
-            return self._inside(eqn, eqn.params[key].jaxpr, small.params[key].jaxpr, inputs)
-
-        def step(now: list[Lies]) -> list[Lies]:
-            return run("body_jaxpr", [*ins[first:start], *now])
-
-        carry, _ = self._settled(eqn, ins[start:], step)
-        goes_on = run("cond_jaxpr", [*ins[:first], *carry])[0]
-        self._check_same_for_all(eqn, goes_on)
-        return carry
-
-    def _cond(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        self._check_same_for_all(eqn, ins[0])
-        both = zip(eqn.params["branches"], small.params["branches"], strict=True)
-        first, *others = (self._inside(eqn, a.jaxpr, b.jaxpr, ins[1:]) for a, b in both)
-        for outs in others:
-            first = [self._joined(eqn, a, b) for a, b in zip(first, outs, strict=True)]
-        return first
-
-    def _check_same_for_all(self, eqn: JaxprEqn, chosen: Lies) -> None:
-        if chosen.over is not Over.NONE:
-            raise self._refused(eqn, "runs as its examples say")
-
-    def _settled(
-        self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
-    ) -> tuple[list[Lies], list[Lies]]:
-        """Returns how a loop's carry lies once it no longer changes, and how the last results lie.
-
-        The search ends because joining undoes nothing: roots are only added, and a value that
-        became mixed stays so.
-
-        Args:
-            eqn: the loop.
-            carry: how the initial values of the carry lie.
-            step: follows one iteration.
-        """
-        now = list(carry)
-        while True:
-            outs = step(now)
-            pairs = zip(now, outs[: len(now)], strict=True)
-            joined = [self._joined(eqn, a, b) for a, b in pairs]
-            if joined == now:
-                return now, outs
-            now = joined
-
-    def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
-        """Returns how a value lies that may be either of two: carries of a loop, or branches.
-
-        Args:
-            eqn: the loop, or the equation with branches.
-            a: how the first of the two lies.
-            b: how the second lies.
-        """
-        # A loop often begins with zeros. They lie in every way: as an empty sum, or as a zero for
-        # each example.
-        if a.is_zero or b.is_zero:
-            return b if a.is_zero else a
-        if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
-            raise self._refused(eqn, "keeps examples apart in one branch or iteration, not in all")
-        same = (a.over, a.power, a.excess) == (b.over, b.power, b.excess)
-        if not same and a.over is Over.ALONG:
-            raise self._refused(eqn, "uses the number of examples in values of single ones")
-        return replace(
-            a if same else Lies(Over.MIXED),
-            roots=a.roots | b.roots,
-            open=a.open | b.open,
-            is_scale=a.is_scale and b.is_scale,
-        )
 
 
 def _is_inexact(atom: Atom) -> bool:

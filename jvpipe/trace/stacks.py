@@ -4,6 +4,7 @@
 parameter of its own, so that different stages can hold different layers.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -36,7 +37,8 @@ class Slices(tuple[Any, ...]):
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """Returns the slices with their positions, for JAX."""
-        return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self)], None
+        keys = map(jax.tree_util.SequenceKey, range(len(self)))
+        return list(zip(keys, self, strict=True)), None
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Iterable[Any]) -> "Slices":
@@ -69,8 +71,11 @@ class Stacks:
 
     def split(self, params: Tree) -> Tree:
         """Returns the parameters (arrays or shapes) with `Slices` in place of each stack."""
-        leaves = zip(self.tree.flatten_up_to(params), self.lengths, strict=True)
-        return self.tree.unflatten(x if n is None else _slices(x, n) for x, n in leaves)
+        leaves = self.tree.flatten_up_to(params)
+        split = []
+        for leaf, length in zip(leaves, self.lengths, strict=True):
+            split.append(leaf if length is None else _slices(leaf, length))
+        return self.tree.unflatten(split)
 
     def named(self, patterns: Sequence[str]) -> tuple[bool, ...]:
         """Tells for each leaf of the caller's parameters whether a pattern matches its path.
@@ -85,16 +90,26 @@ class Stacks:
         leaves = jax.tree_util.tree_leaves_with_path(numbered)
         paths = path_names([path for path, _ in leaves])
         for pattern in patterns:
-            if not any(fnmatchcase(path, pattern) for path in paths):
+            matching = (path for path in paths if fnmatchcase(path, pattern))
+            if next(matching, None) is None:
                 close = " or ".join(f"'{path}'" for path in nearest(pattern, paths))
                 raise ValueError(
                     f"frozen pattern '{pattern}' matches no parameter: did you mean {close or 'none'}?"
                 )
-        frozen = [any(fnmatchcase(path, pattern) for pattern in patterns) for path in paths]
-        return tuple(frozen)
+
+        def is_named(path: str) -> bool:
+            return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+        return tuple(map(is_named, paths))
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
-        """Returns the numbers of the split leaves that match, of a stack all its slices."""
+        """Returns the numbers of the leaves, after `split`, that patterns name.
+
+        If a pattern names a stack, these are the numbers of all its slices.
+
+        Args:
+            patterns: patterns of the paths of the caller's parameters.
+        """
         matched: list[bool] = []
         for is_named, n in zip(self.named(patterns), self.lengths, strict=True):
             matched += [is_named] * (1 if n is None else n)
@@ -139,7 +154,8 @@ class Stacks:
         def sliced(part: Tree, whole: Tree) -> Tree:
             if not _is_slices(part):
                 return whole
-            return Slices(jax.tree.map(lambda x, i=i: x[i], whole) for i in range(len(part)))
+            picks = map(operator.itemgetter, range(len(part)))
+            return Slices(jax.tree.map(pick, whole) for pick in picks)
 
         return jax.tree.map(sliced, split, tree, is_leaf=_is_slices)
 
@@ -164,7 +180,8 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
     """
     lengths: dict[int, int] = {}
     others: set[int | None] = set()
-    source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER}
+    parameters = loss.inputs_of(ValueKind.PARAMETER)
+    source = {v: loss.inputs[v].index for v in parameters}
     for eqn in loss.eqns:
         read = [None if isinstance(v, _jax.Literal) else source.get(v) for v in eqn.invars]
         if eqn.primitive.name in SLICEWISE and read[0] is not None:
@@ -173,16 +190,16 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
             *rest, xs = _jax.scan_operands(eqn, read)
             over_layers = _is_over_layers(eqn, [i is not None for i in xs])
             if over_layers:
-                stacked = [i for i in xs if i is not None]
-                lengths |= dict.fromkeys(stacked, eqn.params["length"])
+                scanned = [i for i in xs if i is not None]
+                lengths |= dict.fromkeys(scanned, eqn.params["length"])
             others.update(*rest, () if over_layers else xs)
         else:
             others.update(read)
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
     others.update(source.get(v) for v in outputs)
     leaves, tree = jax.tree.flatten(params)
-    numbers = range(len(leaves))
-    return Stacks(tree, tuple(lengths.get(i) if i not in others else None for i in numbers))
+    stacked = [lengths.get(i) if i not in others else None for i in range(len(leaves))]
+    return Stacks(tree, tuple(stacked))
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:

@@ -51,15 +51,18 @@ def settle_sums(
                 _needing(eqn, reading_anyway),
             )
     summed = parameters_behind(floating, parameters)
-    left, settled = [], [[] for _ in runs]
+    left = []
+    settled: list[list[JaxprEqn]] = [[] for _ in runs]
     for eqn in reversed(floating):
         layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
             # For each parameter of the sum, `first` has the first layer that reads it
             # anyway. The last layer in `first` makes the sum, if that layer comes before
             # all that need the sum.
-            first = [min(reading_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
-            home = max(first, default=len(runs))
+            never = len(runs)
+            behind = summed[eqn.outvars[0]]
+            first = [min(reading_anyway[p], default=never) for p in behind]
+            home = max(first, default=never)
             if home < min(layers):
                 settled[home].insert(0, eqn)
                 _pass_on(eqn, needing, {home})

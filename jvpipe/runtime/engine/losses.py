@@ -18,7 +18,7 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.engine.controller import Controller
-from jvpipe.trace.loss import path_name
+from jvpipe.util.paths import path_name
 
 Tree = Any
 _log = logging.getLogger("jvpipe")

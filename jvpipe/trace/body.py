@@ -1,0 +1,144 @@
+"""The equations of one layer, with the values that it reads and writes.
+
+A gradient flows to some of the values that a layer reads, and cotangents come for some of those
+that it writes. Between the layer's forward and its backward some values may be kept, swapped to
+the host or computed again: these are its candidates.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.ir.layers import Ref
+from jvpipe.ir.values import ValueKind
+from jvpipe.trace import jaxprs
+from jvpipe.trace.primitives import is_cheap, is_heavy, is_random
+from jvpipe.trace.structure import Structure, structure
+
+
+@dataclass(frozen=True)
+class Body:
+    """The equations of a layer.
+
+    `reads` and `inputs` go together item by item, and so do `writes` and `outputs`.
+
+    Attributes:
+        eqns: the equations, in order.
+        reads: names of the values that the layer reads, parameters first.
+        writes: names of the values that the layer writes.
+        inputs: the variables of `reads`.
+        outputs: the variables of `writes`.
+        differentiable: marks the inputs that a gradient flows to if no parameter is frozen.
+        active: marks the outputs whose cotangents the backward gets if no parameter is frozen.
+        candidates: the variables whose fate (keep, swap or recompute) can be chosen, with names.
+        returned: marks the inputs whose gradient is used. The backward is made for all
+            differentiable inputs and then pruned to these. A backward made for fewer inputs would
+            have other equations, and the compiler might round the remaining gradients differently.
+        received: marks the outputs whose cotangents the backward gets, given the frozen parameters.
+        share: the factor that multiplies the loss of a slice; below 1 only for a mean.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    reads: tuple[Ref, ...]
+    writes: tuple[Ref, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+    differentiable: tuple[bool, ...]
+    active: tuple[bool, ...]
+    candidates: dict[Var, str]
+    returned: tuple[bool, ...]
+    received: tuple[bool, ...]
+    share: float = 1.0
+
+    @cached_property
+    def moving(self) -> tuple[int, ...]:
+        """The numbers of the inputs that a gradient flows to."""
+        return tuple(i for i, d in enumerate(self.differentiable) if d)
+
+    @cached_property
+    def structure(self) -> Structure:
+        """A value that is equal for two bodies only if they compute the same function."""
+        return structure(self.eqns, self.inputs, self.outputs)
+
+
+def body_of(
+    eqns: Sequence[JaxprEqn],
+    reads: Sequence[tuple[Var, Ref]],
+    writes: Sequence[tuple[Atom, Ref]],
+    flows: Sequence[Collection[Var]],
+    main: Sequence[JaxprEqn],
+) -> Body:
+    """Returns a layer's body.
+
+    Args:
+        eqns: its equations.
+        reads: its inputs, parameters first.
+        writes: its outputs.
+        flows: two sets of values that gradients flow through: the first as if no parameter were
+            frozen, the second given the frozen ones.
+        main: the equations among them that this layer alone computes.
+    """
+    loss = Ref(ValueKind.LOSS, 0)
+    summed = (ValueKind.PARAMETER, ValueKind.TENSOR)
+
+    def inputs(flow: Collection[Var]) -> tuple[bool, ...]:
+        return tuple(ref.kind in summed and v in flow for v, ref in reads)
+
+    def outputs(flow: Collection[Var]) -> tuple[bool, ...]:
+        tensors = {ref for v, ref in writes if ref.kind == ValueKind.TENSOR and v in flow}
+        return tuple(ref == loss or ref in tensors for _, ref in writes)
+
+    every, trained = flows
+    return Body(
+        tuple(eqns),
+        tuple(ref for _, ref in reads),
+        tuple(ref for _, ref in writes),
+        tuple(v for v, _ in reads),
+        tuple(v for v, _ in writes),
+        inputs(every),
+        outputs(every),
+        _candidates(eqns, main),
+        inputs(trained),
+        outputs(trained),
+    )
+
+
+def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
+    """Returns the values whose fate can be chosen, with names.
+
+    They are random bits, and the results of heavy equations such as products, which XLA writes to
+    memory in any case. If random bits only become a mask, the mask is returned in their place.
+
+    Args:
+        eqns: the equations of a layer.
+        main: the main equations among them.
+    """
+    candidates: dict[Var, str] = {}
+    for eqn in main:
+        if not (is_heavy(eqn) or is_random(eqn)):
+            continue
+        for var in eqn.outvars:
+            if not _jax.is_dropped(var):
+                kept = _mask_of(var, eqns) if is_random(eqn) else var
+                candidates[kept] = f"{eqn.primitive.name}_{len(candidates)}"
+    return candidates
+
+
+def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
+    """Returns the boolean mask that random bits become; the bits, if anything else is made of them.
+
+    A mask takes one byte per element where the bits take four. Only a chain of cheap equations is
+    followed, in which only the next equation reads each result.
+    """
+    current = bits
+    while True:
+        readers = [eqn for eqn in eqns if current in jaxprs.variables(eqn.invars)]
+        if len(readers) != 1:
+            return bits
+        if len(readers[0].outvars) != 1 or not is_cheap(readers[0]):
+            return bits
+        current = readers[0].outvars[0]
+        if _jax.aval(current).dtype == bool:
+            return current

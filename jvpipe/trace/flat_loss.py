@@ -1,0 +1,214 @@
+"""A user's loss as a flat function, from lists of arrays to a list of arrays, and its jaxpr.
+
+The user's function gets its random key made from a seed. What it returns is taken apart into the
+loss, the model state and aux, and each of them is checked while the function is traced, so that an
+error still shows the user's function.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr, TreeDef
+from jvpipe.ir.weighted import Weighted
+from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
+from jvpipe.trace.keys import is_key
+from jvpipe.trace.leaves import check_leaves
+from jvpipe.util.paths import path_name
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class FlatLoss:
+    """A user's loss, to be traced.
+
+    Args:
+        function: from (params, [model state,] batch, key) to what the loss returns.
+        key_of: makes the key of a micro-batch from a seed; None if the user gave no key.
+        has_aux: whether the loss returns aux besides its value.
+        has_state: whether the loss takes the model state and returns a new one.
+    """
+
+    function: Callable[..., Any]
+    key_of: Callable[[jax.Array], jax.Array] | None
+    has_aux: bool
+    has_state: bool
+
+    def traced(
+        self,
+        params: Tree,
+        state: Tree,
+        batch: Tree,
+        seed: jax.ShapeDtypeStruct | None,
+    ) -> tuple[ClosedJaxpr, TreeDef, TreeDef]:
+        """Traces the loss at some shapes.
+
+        Args:
+            params: the shapes of the parameters.
+            state: the shapes of the model state; used only with `has_state`.
+            batch: the shapes of a micro-batch.
+            seed: the shape of the seed; None if the user gave no key.
+
+        Returns:
+            The loss, from the leaves of its arguments to those of (loss, model state, aux); the
+            tree of the loss; the tree of aux.
+
+        Raises:
+            ValueError: the loss returns something else than it should, or has effects that a
+                pipeline cannot have.
+        """
+        returned: list[TreeDef] = []  # a traced function returns only arrays: it leaves trees here
+
+        @_named_as(self.function)
+        def flat(params: Tree, *rest: Any) -> list[Any]:
+            *states, batch, seed = rest
+            rng = None if self.key_of is None else self.key_of(seed)
+            out = self.function(params, *states, batch, rng)
+            loss, new_state, aux = _parts(out, self.has_aux, self.has_state)
+            _check_loss(loss)
+            _check_state(state, new_state)
+            _check_aux(aux)
+            returned.append(jax.tree.structure((loss, aux)))
+            return jax.tree.leaves((loss, new_state, aux))
+
+        states = [state] if self.has_state else []
+        closed = _traced(
+            flat,
+            [params, *states, batch, seed],
+            with_key=self.key_of is not None,
+        )
+        _check_effects(closed)
+        loss_tree, aux_tree = returned[-1].children()
+        return closed, loss_tree, aux_tree
+
+
+def _traced(
+    flat: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    with_key: bool,
+) -> ClosedJaxpr:
+    """Traces a flat loss; an error that a user's mistake is likely to cause says so.
+
+    Args:
+        flat: the function.
+        arguments: the shapes of its arguments.
+        with_key: whether the user gave a key.
+    """
+    try:
+        return flatten(flat, *arguments, keep_rules=True)
+    except Exception as error:
+        # Without a key the loss gets None, which then likely causes the type error.
+        may_lack_key = not with_key and isinstance(error, TypeError)
+        if may_lack_key and "PRNG key" in str(error):
+            raise ValueError(
+                "the loss uses its rng, and none was given: give init a key, init(params, batch, jax.random.key(0))"
+            ) from error
+        if may_lack_key and ("key" in str(error) or "None" in str(error)):
+            error.add_note(
+                "The loss was traced without a key: if it needs one, give it to init, jax.random.key(0)."
+            )
+        if isinstance(error, TypeError):  # a loss of (params, x, y) would get the key as its y
+            error.add_note(
+                "The loss was called with (params, batch, rng), or (params, model_state, batch, rng) with has_state; "
+                "one of other arguments is wrapped: lambda params, batch, rng: loss(params, *batch)."
+            )
+        raise
+
+
+def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that makes errors show the user's function: name, place, arguments."""
+    # Partials are unwrapped. For a callable object, errors show its `__call__`.
+    while isinstance(function, functools.partial):
+        function = function.func
+    plain = inspect.unwrap(function)
+    shown = plain if hasattr(plain, "__code__") else type(plain).__call__
+    return functools.wraps(shown, assigned=(), updated=())
+
+
+def _parts(
+    out: Any,
+    has_aux: bool,
+    has_state: bool,
+) -> tuple[Any, Any, Any]:
+    """Returns value, model state and aux of a loss; None for a part that the loss does not have."""
+    count = 1 + has_aux + has_state
+    if count == 1:
+        return out, None, None
+    is_plain_tuple = isinstance(out, tuple) and not isinstance(out, Weighted)
+    if not is_plain_tuple or len(out) != count:
+        names = ["loss"] + ["new_model_state"] * has_state + ["aux"] * has_aux
+        raise ValueError(
+            f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})"
+        )
+    new_state = out[1] if has_state else None
+    aux = out[-1] if has_aux else None
+    return out[0], new_state, aux
+
+
+def _check_loss(loss: Any) -> None:
+    for part in loss if isinstance(loss, Weighted) else (loss,):
+        if not isinstance(part, (jax.Array, int, float, np.ndarray, np.generic)):
+            hint = "; say has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
+            raise ValueError(
+                f"the loss must be a scalar or jvpipe.Weighted, not {type(part).__name__}{hint}"
+            )
+        if np.shape(part) != ():
+            raise ValueError(
+                f"the loss must be a scalar, its shape is {np.shape(part)}: take its mean or sum"
+            )
+    first = loss.total if isinstance(loss, Weighted) else loss
+    if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
+        raise ValueError(
+            f"the loss must be a real floating-point scalar, its type is {jnp.result_type(first)}"
+        )
+    if isinstance(loss, Weighted) and jnp.result_type(loss.weight) == np.bool_:
+        raise ValueError(
+            "the weight of jvpipe.Weighted must be a number, its type is bool: sum up the mask"
+        )
+
+
+def _check_aux(aux: Tree) -> None:
+    check_leaves(aux, "leaf of aux")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            raise ValueError(
+                f"leaf of aux '{path_name(path)}' is a key: return jax.random.key_data(key)"
+            )
+
+
+def _check_state(old: Tree, new: Tree) -> None:
+    old_tree = jax.tree.structure(old)
+    new_tree = jax.tree.structure(new)
+    if old_tree != new_tree:
+        raise ValueError(
+            f"the loss returns a model state of another structure: {new_tree}, not {old_tree}"
+        )
+    old_leaves = jax.tree_util.tree_leaves_with_path(old)
+    new_types = map(jax.typeof, jax.tree.leaves(new))
+    for (path, before), after in zip(old_leaves, new_types, strict=True):
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise ValueError(
+                f"the loss changes model state '{path_name(path)}' from {before.dtype}{list(before.shape)} "
+                f"to {after.dtype}{list(after.shape)}"
+            )
+
+
+def _check_effects(closed: ClosedJaxpr) -> None:
+    for eqn in jaxprs.every(closed.jaxpr.eqns):
+        name = eqn.primitive.name
+        if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
+            raise ValueError(
+                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, whose effects have no place in a "
+                "pipeline, where layers run beside each other and partly again: use jax.debug.callback (it runs once "
+                "per micro-batch, in the forward), or return the values, with has_aux=True, and use them after the step"
+            )

@@ -1,0 +1,198 @@
+"""How the results of loops and branches lie over the examples.
+
+A loop's body is followed until the carry lies in the same way before and after an iteration:
+
+    carry    [zero, key]    before the loop: both values depend on no example
+             [sum, key]     after one iteration: its body adds a sum over examples to the zero
+             [sum, key]     after another iteration: the carry lies as before, so this is the answer
+
+Every slice must run the same iterations and the same branches. So what decides about them may
+depend on no example.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from jvpipe import _jax
+from jvpipe._jax import Jaxpr, JaxprEqn
+from jvpipe.ir.examples import Over
+from jvpipe.trace.coupled import CoupledError
+from jvpipe.trace.reductions import Lies
+
+
+@runtime_checkable
+class Walk(Protocol):
+    """The walk over the equations around a loop (`jvpipe.trace.spread.Spreading`)."""
+
+    def inside(
+        self,
+        eqn: JaxprEqn,
+        body: Jaxpr,
+        small: Jaxpr,
+        ins: Iterable[Lies],
+    ) -> list[Lies]:
+        """Returns how the results of a body lie.
+
+        Args:
+            eqn: the loop that has the body.
+            body: the body.
+            small: the same body in the other trace.
+            ins: how the inputs of the body lie.
+        """
+        ...
+
+    def refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
+        """Returns the error that an equation couples examples."""
+        ...
+
+
+Loop = Callable[[Walk, JaxprEqn, JaxprEqn, Sequence[Lies]], list[Lies]]
+"""A function that returns how the results of a loop lie.
+
+Its arguments are the walk, the loop, the same loop in the other trace, and how the operands lie.
+"""
+
+
+def _scan(
+    walk: Walk,
+    eqn: JaxprEqn,
+    small: JaxprEqn,
+    ins: Sequence[Lies],
+) -> list[Lies]:
+    # The body reads consts, carry and one row of each of xs; it returns carry and one row of
+    # each of ys.
+    consts, carry, xs = _jax.scan_operands(eqn, ins)
+    if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
+        raise walk.refused(eqn, "goes through the examples one after another")
+    # The scan goes over axis 0: an iteration reads xs without that axis, and ys get it back.
+    xs = [_moved(x, -1) for x in xs]
+    body = _jax.inner_jaxprs(eqn)[0]
+    fewer = _jax.inner_jaxprs(small)[0]
+
+    def step(now: list[Lies]) -> list[Lies]:
+        return walk.inside(eqn, body, fewer, [*consts, *now, *xs])
+
+    carry, outs = _settled(walk, eqn, carry, step)
+    ys = [_moved(y, 1) for y in outs[len(carry) :]]
+    return [*carry, *ys]
+
+
+def _moved(lies: Lies, by: int) -> Lies:
+    """Returns how a value lies whose axes have other numbers.
+
+    Args:
+        lies: how it lies before.
+        by: what is added to the number of each axis.
+    """
+    return replace(lies, axis=lies.axis + by) if lies.over is Over.ALONG else lies
+
+
+def _while(
+    walk: Walk,
+    eqn: JaxprEqn,
+    small: JaxprEqn,
+    ins: Sequence[Lies],
+) -> list[Lies]:
+    # The condition reads constants of its own and the carry; the body, too.
+    first = eqn.params["cond_nconsts"]
+    start = first + eqn.params["body_nconsts"]
+    of_condition, of_body, carry = ins[:first], ins[first:start], ins[start:]
+
+    def run(key: str, inputs: Sequence[Lies]) -> list[Lies]:
+        return walk.inside(
+            eqn,
+            eqn.params[key].jaxpr,
+            small.params[key].jaxpr,
+            inputs,
+        )
+
+    def step(now: list[Lies]) -> list[Lies]:
+        return run("body_jaxpr", [*of_body, *now])
+
+    settled, _ = _settled(walk, eqn, carry, step)
+    (goes_on,) = run("cond_jaxpr", [*of_condition, *settled])
+    _check_same_for_all(walk, eqn, goes_on)
+    return settled
+
+
+def _cond(
+    walk: Walk,
+    eqn: JaxprEqn,
+    small: JaxprEqn,
+    ins: Sequence[Lies],
+) -> list[Lies]:
+    chosen, *operands = ins
+    _check_same_for_all(walk, eqn, chosen)
+    both = zip(eqn.params["branches"], small.params["branches"], strict=True)
+    first, *others = (walk.inside(eqn, a.jaxpr, b.jaxpr, operands) for a, b in both)
+    for outs in others:
+        first = [_joined(walk, eqn, a, b) for a, b in zip(first, outs, strict=True)]
+    return first
+
+
+LOOPS: Mapping[str, Loop] = {"scan": _scan, "while": _while, "cond": _cond}
+"""For each primitive that is a loop or has branches, how its results lie."""
+
+
+def _check_same_for_all(walk: Walk, eqn: JaxprEqn, decision: Lies) -> None:
+    if decision.over is not Over.NONE:
+        raise walk.refused(eqn, "runs as its examples say")
+
+
+def _settled(
+    walk: Walk,
+    eqn: JaxprEqn,
+    carry: Sequence[Lies],
+    step: Callable[[list[Lies]], list[Lies]],
+) -> tuple[list[Lies], list[Lies]]:
+    """Returns how a loop's carry lies once it no longer changes, and how the last results lie.
+
+    The search ends because joining undoes nothing: roots are only added, and a value that
+    became mixed stays so.
+
+    Args:
+        walk: the walk around the loop.
+        eqn: the loop.
+        carry: how the initial values of the carry lie.
+        step: follows one iteration.
+    """
+    now = list(carry)
+    while True:
+        outs = step(now)
+        pairs = zip(now, outs[: len(now)], strict=True)
+        joined = [_joined(walk, eqn, a, b) for a, b in pairs]
+        if joined == now:
+            return now, outs
+        now = joined
+
+
+def _joined(
+    walk: Walk,
+    eqn: JaxprEqn,
+    a: Lies,
+    b: Lies,
+) -> Lies:
+    """Returns how a value lies that may be either of two: carries of a loop, or branches.
+
+    Args:
+        walk: the walk around the loop.
+        eqn: the loop, or the equation with branches.
+        a: how the first of the two lies.
+        b: how the second lies.
+    """
+    # A loop often begins with zeros. They lie in every way: as an empty sum, or as a zero for
+    # each example.
+    if a.is_zero or b.is_zero:
+        return b if a.is_zero else a
+    if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
+        raise walk.refused(eqn, "keeps examples apart in one branch or iteration, not in all")
+    same = (a.over, a.power, a.excess) == (b.over, b.power, b.excess)
+    if not same and a.over is Over.ALONG:
+        raise walk.refused(eqn, "uses the number of examples in values of single ones")
+    return replace(
+        a if same else Lies(Over.MIXED),
+        roots=a.roots | b.roots,
+        open=a.open | b.open,
+        is_scale=a.is_scale and b.is_scale,
+    )
