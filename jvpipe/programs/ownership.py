@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
-from jvpipe.programs.optimizer_trace import transformation
 from jvpipe.programs.pieces import Slot
 from jvpipe.programs.scans import SplitScan, split_scan
+from jvpipe.programs.transformations import transformation
 from jvpipe.trace import jaxprs
 
 Home = int | Literal["everywhere", "global"]

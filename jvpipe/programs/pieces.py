@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Var
 from jvpipe.programs.layer import program_key
-from jvpipe.programs.optimizer_trace import scope_of
+from jvpipe.programs.transformations import scope_of
 from jvpipe.trace import jaxprs
 from jvpipe.trace.structure import comparable, structure
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
-from jvpipe.programs.optimizer_trace import straight_body
+from jvpipe.programs.straight_line import straight_body
 from jvpipe.trace import jaxprs
 
 Layers = frozenset[int]
