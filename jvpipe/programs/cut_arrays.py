@@ -43,7 +43,8 @@ class Rows:
         """The parts, all with the axis along which the array is cut."""
         if not self.thin:
             return self.pieces
-        return tuple(jax.lax.expand_dims(x, (self.axis,)) for x in self.pieces)
+        axes = (self.axis,)
+        return tuple(jax.lax.expand_dims(piece, axes) for piece in self.pieces)
 
     @cached_property
     def whole(self) -> jax.Array:
@@ -98,8 +99,11 @@ def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         return (part,) * count
     array = whole(value)
     size = array.shape[axis] // count
-    starts = range(0, size * count, size)
-    return tuple(jax.lax.slice_in_dim(array, i, i + size, axis=axis) for i in starts)
+    parts = []
+    for start in range(0, size * count, size):
+        part = jax.lax.slice_in_dim(array, start, start + size, axis=axis)
+        parts.append(part)
+    return tuple(parts)
 
 
 def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
@@ -113,7 +117,9 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
     if isinstance(value, Rows) and value.thin and value.is_cut(axis, count):
         return value.pieces
     if isinstance(value, Even) and value.one.shape[axis] == 1:
-        shape = (*value.shape[:axis], *value.shape[axis + 1 :])
+        before = value.shape[:axis]
+        behind = value.shape[axis + 1 :]
+        shape = (*before, *behind)
         one = jax.lax.squeeze(value.one, (axis,))
         return (broadcast(one, shape),) * count
     parts = parts_of(value, axis, count)
@@ -126,7 +132,9 @@ def cut_shape(shape: Shape, axis: int, count: int) -> Shape:
     >>> cut_shape((6, 4), 0, 3)
     (2, 4)
     """
-    return (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+    sizes = list(shape)
+    sizes[axis] //= count
+    return tuple(sizes)
 
 
 def broadcast(array: jax.Array, shape: Shape) -> jax.Array:

@@ -137,7 +137,10 @@ def differentiate(
     forward = jaxprs.yielding(closed, [*outputs, *used])
     # A residual that is not a candidate has no name of its own.
     names = _candidate_names(forward.jaxpr.eqns)
-    arrays = [array_of(v, names.get(v, f"residual{i}")) for i, v in enumerate(used)]
+    arrays = []
+    for i, v in enumerate(used):
+        name = names.get(v, f"residual{i}")
+        arrays.append(array_of(v, name))
     signature = replace(
         signature,
         residuals=tuple(arrays),
@@ -163,7 +166,8 @@ def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
 
 def inference(body: Body) -> ClosedJaxpr:
     """Returns the layer's forward without residuals, for evaluation."""
-    return flatten(lambda *xs: run_layer(body, xs), *map(jaxprs.shape_of, body.inputs))
+    shapes = map(jaxprs.shape_of, body.inputs)
+    return flatten(lambda *xs: run_layer(body, xs), *shapes)
 
 
 def _trace_forward(

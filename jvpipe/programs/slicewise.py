@@ -63,7 +63,9 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
         )
     # Each slice is reduced by itself, then the results are reduced in the order of the layers.
     if name in REDUCTIONS and rows.axis in eqn.params["axes"]:
-        left = [_jax.bind(eqn, [part])[0] for part in rows.parts]
+        left: list[Any] = []
+        for part in rows.parts:
+            left += _jax.bind(eqn, [part])
         over_layers = _with(eqn, {"axes": (0,)})
         return _jax.bind(over_layers, [_stacked(left)])
     if name == "dot_general":
@@ -76,7 +78,9 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
         return None
     params, axis = of_part
     narrowed = _with(eqn, params)
-    results = [_jax.bind(narrowed, [part, *values[1:]])[0] for part in rows.parts]
+    results: list[Any] = []
+    for part in rows.parts:
+        results += _jax.bind(narrowed, [part, *values[1:]])
     return [Rows(axis, tuple(results))]
 
 
@@ -87,7 +91,8 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     """
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
-        one = values[0].one if isinstance(values[0], Even) else values[0]
+        (operand,) = values
+        one = operand.one if isinstance(operand, Even) else operand
         # The new axes have one element: the array is the same all along them.
         sizes = [1] * len(out.shape)
         axes = eqn.params["broadcast_dimensions"]
@@ -129,12 +134,17 @@ def _on_each(
     axis, count = like.axis, len(like.pieces)
 
     def parts(value: Any, shape: Shape) -> Sequence[Any]:
+        """Returns the operand of each part."""
         if not shape:
             return (value,) * count
         if shape[axis] == 1:  # the same for all parts
             one = whole(value)
-            return (jax.lax.squeeze(one, (axis,)) if thin else one,) * count
-        return (slices_of if thin else parts_of)(value, axis, count)
+            if thin:
+                one = jax.lax.squeeze(one, (axis,))
+            return (one,) * count
+        if thin:
+            return slices_of(value, axis, count)
+        return parts_of(value, axis, count)
 
     shapes = [_jax.aval(atom).shape for atom in eqn.invars]
     # The first `zip` regroups operands by part; the second regroups the parts' results by result.
@@ -162,34 +172,36 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     contracted, batch = eqn.params["dimension_numbers"]
     sides = [side for side in (0, 1) if isinstance(values[side], Rows)]
 
-    def rank(side: int) -> int:
+    def role(side: int) -> int:
         axis = values[side].axis
         if axis in batch[side]:
             return _BATCH
         return _CONTRACTED if axis in contracted[side] else _FREE
 
-    side = min(sides, key=rank)
+    side = min(sides, key=role)
+    role_of_axis = role(side)
     rows = values[side]
     other = values[1 - side]
-    meaning = rank(side)
     count = len(rows.parts)
     # The result has the batch axes first, then the free axes of the first operand, then those of
     # the second.
-    if meaning == _FREE:
+    if role_of_axis == _FREE:
         others = (whole(other),) * count
         before = len(batch[0])
         if side == 1:
             before += len(_free_axes(eqn, 0))
         position = before + _free_axes(eqn, side).index(rows.axis)
     else:
-        axes = batch if meaning == _BATCH else contracted
+        # Batch axes, and also contracted axes, come in pairs: one of each operand.
+        axes = batch if role_of_axis == _BATCH else contracted
         position = list(axes[side]).index(rows.axis)
-        others = parts_of(other, int(axes[1 - side][position]), count)
+        axis_of_other = int(axes[1 - side][position])
+        others = parts_of(other, axis_of_other, count)
     results = []
     for part, of_other in zip(rows.parts, others, strict=True):
         operands = [part, of_other] if side == 0 else [of_other, part]
         results += _jax.bind(eqn, operands)
-    if meaning == _CONTRACTED:
+    if role_of_axis == _CONTRACTED:
         return jax.lax.reduce_sum(_stacked(results), axes=(0,))
     return Rows(position, tuple(results))
 
@@ -213,30 +225,35 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     ends, because each turn takes at least one more carry apart, and none is put together again.
     """
     body = straight_body(eqn)
-    constants, carry, xs = _jax.scan_operands(eqn, list(map(_without_even, values)))
+    arrays = [_without_even(value) for value in values]
+    constants, carry, xs = _jax.scan_operands(eqn, arrays)
     # The scan runs along the first axis of xs, so that axis cannot be cut into parts.
-    xs = [whole(x) if isinstance(x, Rows) and x.axis == 0 else _moved(x, 0) for x in xs]
+    xs = [_moved(_uncut(x, 0), 0) for x in xs]
     carry = [_moved(c, 0) for c in carry]
     results: list[Any] = []  # of the body, as it was last run
 
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def step(
+        carry: list[Any],
+        xs: list[Any],
+    ) -> tuple[list[Any], list[Any]]:
         # An iteration sees xs without their first axis, and its ys get one.
         inner = [_moved(x, -1) for x in xs]
-        results[:] = jaxprs.evaluate(
-            body,
-            [*constants, *carry, *inner],
-            apply,
-        )
-        ys = [_moved(_without_even(y), 0) for y in results[len(carry) :]]
-        return [_like(x, c) for x, c in zip(results, carry, strict=False)], ys
+        operands = [*constants, *carry, *inner]
+        results[:] = jaxprs.evaluate(body, operands, apply)
+        pairs = zip(results, carry, strict=False)
+        new_carry = [_like(x, c) for x, c in pairs]
+        ys = [_without_even(y) for y in results[len(carry) :]]
+        return new_carry, [_moved(y, 0) for y in ys]
 
     while True:
         scanned = partial(jax.lax.scan, step, **scan_options(eqn))
         jax.eval_shape(scanned, carry, xs)
-        grown, is_settled = list(carry), True
+        grown = list(carry)
+        is_settled = True
         for i, (c, x) in enumerate(zip(carry, results, strict=False)):
             if isinstance(x, Rows) and not isinstance(c, Rows):
-                grown[i], is_settled = _like(c, x), False
+                grown[i] = _like(c, x)
+                is_settled = False
         if is_settled:
             carry, ys = scanned(carry, xs)
             return [*carry, *(_moved(y, 1) for y in ys)]
@@ -245,6 +262,12 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _without_even(value: Any) -> Any:
     return whole(value) if isinstance(value, Even) else value
+
+
+def _uncut(value: Any, axis: int) -> Any:
+    """Returns the whole array if a value is cut along an axis, and otherwise the value as it is."""
+    is_cut = isinstance(value, Rows) and value.axis == axis
+    return whole(value) if is_cut else value
 
 
 def _moved(value: Any, by: int) -> Any:
