@@ -5,9 +5,8 @@ Other files use only the public modules of JAX, so an upgrade of JAX should chan
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -18,111 +17,24 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
 
-
-@dataclass(frozen=True)
-class DeviceGroup:
-    """Several devices that act as one: a mesh with named axes, along which arrays may be cut.
-
-    Its properties are those of its first device, because all devices of a group are alike.
-    """
-
-    mesh: Mesh
-
-    @property
-    def first(self) -> "Device":
-        """The first device of the group."""
-        return self.mesh.devices.flat[0]
-
-    @property
-    def id(self) -> int:
-        """The number of the first device."""
-        return self.first.id
-
-    @property
-    def platform(self) -> str:
-        """The platform of all devices, such as `cpu`."""
-        return self.first.platform
-
-    @property
-    def device_kind(self) -> str:
-        """The kind of all devices."""
-        return self.first.device_kind
-
-    @property
-    def process_index(self) -> int:
-        """The process that has all devices of the group."""
-        return self.first.process_index
-
-    def memory_stats(self) -> dict[str, int] | None:
-        """Returns the memory statistics of the first device."""
-        return self.first.memory_stats()
-
-    def addressable_memories(self) -> list[Any]:
-        """Returns the memories of the first device."""
-        return self.first.addressable_memories()
-
-    def default_memory(self) -> Any:
-        """Returns the memory of the first device in which arrays lie by default."""
-        return self.first.default_memory()
-
-    def __str__(self) -> str:
-        return "+".join(str(device) for device in self.mesh.devices.flat)
-
+# Files that use devices take most of them from here, with the rest of what they need of JAX.
+from jvpipe.util.devices import Device as Device
+from jvpipe.util.devices import DeviceGroup as DeviceGroup
+from jvpipe.util.devices import devices_in as devices_in
+from jvpipe.util.devices import first_of as first_of
+from jvpipe.util.devices import is_own as is_own
+from jvpipe.util.devices import is_plain as is_plain
+from jvpipe.util.devices import placed as placed
+from jvpipe.util.devices import sharding_on as sharding_on
+from jvpipe.util.devices import spec_of
+from jvpipe.util.devices import swapper as swapper
 
 if TYPE_CHECKING:
-
-    class Device(Protocol):
-        """The members of `jax.Device`, which to type checkers is only a variable."""
-
-        @property
-        def id(self) -> int: ...
-        @property
-        def platform(self) -> str: ...
-        @property
-        def device_kind(self) -> str: ...
-        @property
-        def process_index(self) -> int: ...
-        def memory_stats(self) -> dict[str, int] | None: ...
-        def addressable_memories(self) -> list[Any]: ...
-        def default_memory(self) -> Any: ...
-
     TreeDef = Any
 else:
-    Device = jax.Device | DeviceGroup
     TreeDef = jax.tree_util.PyTreeDef
-
-
-def devices_in(device: Device) -> tuple[Device, ...]:
-    """Returns the devices of a group, or a single device as a tuple of one."""
-    return tuple(device.mesh.devices.flat) if isinstance(device, DeviceGroup) else (device,)
-
-
-def first_of(device: Device) -> Device:
-    """Returns the first device of a group, or a single device itself."""
-    return devices_in(device)[0]
-
-
-@cache
-def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | None = None) -> Any:
-    """Returns the sharding of an array on a device, or over the devices of a group.
-
-    Args:
-        device: a device or a group.
-        spec: for each dimension of the array, the axes of the group along which it is cut; if it is
-            empty, each device has the whole array.
-        memory_kind: the kind of memory; unless given, the device's default.
-    """
-    if isinstance(device, DeviceGroup):
-        return NamedSharding(device.mesh, PartitionSpec(*spec), memory_kind=memory_kind)
-    return SingleDeviceSharding(device, memory_kind=memory_kind)
-
-
-def spec_of(array: jax.Array) -> tuple[Any, ...]:
-    """Returns, for each dimension of an array, the axes of a group along which it is cut."""
-    return tuple(array.sharding.spec) if isinstance(array.sharding, NamedSharding) else ()
 
 
 ClosedJaxpr = _core.ClosedJaxpr
@@ -153,9 +65,10 @@ def scope(eqn: JaxprEqn) -> str:
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
     """Returns the source of an equation inside a call: the call's source, with both name scopes."""
     source = eqn.source_info
-    return (
-        source if outer is None else outer.replace(name_stack=outer.name_stack + source.name_stack)
-    )
+    if outer is None:
+        return source
+    name_stack = outer.name_stack + source.name_stack
+    return outer.replace(name_stack=name_stack)
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -176,11 +89,9 @@ def is_of_closed_over(error: Exception) -> bool:
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
     """Returns the file and name of each function that was tracing an equation, innermost first."""
     traceback = eqn.source_info.traceback
-    return (
-        []
-        if traceback is None
-        else [(frame.file_name, frame.function_name) for frame in traceback.frames]
-    )
+    if traceback is None:
+        return []
+    return [(frame.file_name, frame.function_name) for frame in traceback.frames]
 
 
 def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -188,9 +99,11 @@ def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list
     if "ft_in" in eqn.params:  # JAX 0.11
         consts, carry, xs = eqn.params["ft_in"].update(values).unpack()
         return list(consts), list(carry), list(xs)
-    n_consts = eqn.params["num_consts"]
-    n_fixed = n_consts + eqn.params["num_carry"]
-    return list(values[:n_consts]), list(values[n_consts:n_fixed]), list(values[n_fixed:])
+    first_carry = eqn.params["num_consts"]
+    first_x = first_carry + eqn.params["num_carry"]
+    consts = values[:first_carry]
+    carry = values[first_carry:first_x]
+    return list(consts), list(carry), list(values[first_x:])
 
 
 def aval(atom: Atom) -> ShapedArray:
@@ -223,6 +136,8 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
 
 @cache
 def _outlined() -> Any:
+    """Makes the primitive of `outlined`, with one rule for CPUs and one for other devices."""
+
     def inside(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*values)
 
@@ -230,44 +145,39 @@ def _outlined() -> Any:
         return [_row_major(x) for x in inside(*values, jaxpr=jaxpr)]
 
     def elsewhere(context: Any, *values: Any, jaxpr: ClosedJaxpr) -> Any:
-        result = inside if _is_spread(context) else laid
-        return mlir.lower_fun(result, multiple_results=True)(context, *values, jaxpr=jaxpr)
+        rule = inside if _is_spread(context) else laid
+        lower = mlir.lower_fun(rule, multiple_results=True)
+        return lower(context, *values, jaxpr=jaxpr)
 
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
-        return cast(
-            list[Any], set_xla_metadata(results, inlineable="false")
-        )  # metadata of results applies to the call that makes them
+        # The metadata of results applies to the call that makes them.
+        marked = set_xla_metadata(results, inlineable="false")
+        return cast(list[Any], marked)
 
     primitive = _core.Primitive("outlined")
     primitive.multiple_results = True
     primitive.def_impl(inside)
     primitive.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+    on_cpu = mlir.lower_fun(apart, multiple_results=True)
     mlir.register_lowering(primitive, elsewhere)
-    mlir.register_lowering(primitive, mlir.lower_fun(apart, multiple_results=True), platform="cpu")
+    mlir.register_lowering(primitive, on_cpu, platform="cpu")
     return primitive
 
 
-def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr with results bitwise identical to those of a program that has only this jaxpr.
-
-    The arguments and results of the jaxpr get barriers, across which compilers do not fuse
-    operations. On CPUs, the compiler is also kept from merging the jaxpr into its caller.
-    """
-    barrier = jax.lax.optimization_barrier
-    return list(barrier(outlined(closed, barrier(list(values)))))
-
-
 def laid_out(x: Any) -> Any:
-    """Returns a program's input in the memory layout that arrays have between programs.
+    """Returns a value in the memory layout that arrays have between programs.
 
-    Then the input has the same layout whether it was kept or is recomputed. CPUs need no change.
+    So the readers of the value find it in the same layout, whether it was kept or is recomputed.
+    CPUs need no change.
     """
     return _laid_out().bind(x)
 
 
 @cache
 def _laid_out() -> Any:
+    """Makes the primitive of `laid_out`."""
+
     def elsewhere(context: Any, x: Any) -> Any:
         if _is_spread(context):
             return [x]
@@ -303,8 +213,8 @@ _put_host = getattr(_jaxlib, "batched_device_put", None)
 
 def is_ready(array: jax.Array) -> bool:
     """Tells whether an array has been computed, without waiting."""
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # only the words inside can tell
-        array = jax.random.key_data(array)
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)  # only the words in a key have `is_ready`
     return cast(Any, array).is_ready()
 
 
@@ -329,15 +239,6 @@ def exact(platform: str) -> dict[str, str | bool]:
     return options
 
 
-_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
-
-
-@cache
-def is_plain(dtype: Any) -> bool:
-    """Tells whether NumPy holds a type as devices do: no random keys, nothing below a byte."""
-    return isinstance(dtype, np.dtype) and dtype.name not in _PACKED
-
-
 @cache
 def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShapedArray:
     return ShapedArray(shape, dtype)
@@ -347,8 +248,10 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that copies an array from another device to this one."""
     if _copy_array is None:
         return lambda x: jax.device_put(x, sharding_on(device, spec_of(x)))
-    copy, always = _copy_array, [_jaxlib.ArrayCopySemantics.ALWAYS_COPY]
-    devices, whole = [_jaxlib.DeviceList(devices_in(device))], [sharding_on(device)]
+    copy = _copy_array
+    always = [_jaxlib.ArrayCopySemantics.ALWAYS_COPY]
+    devices = [_jaxlib.DeviceList(devices_in(device))]
+    whole = [sharding_on(device)]
     grouped = isinstance(device, DeviceGroup)
 
     def run(x: jax.Array) -> jax.Array:
@@ -364,10 +267,12 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that copies a few bytes to a device; on CPUs, in the calling thread."""
     copy = copier(device)
-    grouped = isinstance(device, DeviceGroup)
-    if _put_host is None or grouped or not source.platform == device.platform == "cpu":
+    on_cpus = source.platform == device.platform == "cpu"
+    if _put_host is None or isinstance(device, DeviceGroup) or not on_cpus:
         return copy
-    put, sharding, devices = _put_host, SingleDeviceSharding(device), [device]
+    put = _put_host
+    sharding = sharding_on(device)
+    devices = [device]
 
     def run(x: jax.Array) -> jax.Array:
         if is_plain(x.dtype) and cast(Any, x).is_ready():
@@ -379,15 +284,9 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
     return run
 
 
-def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies to the memory `space`, or to the default if there is none."""
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    kind = space if space in kinds else device.default_memory().kind
-    return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
-
-
 def feeder(
-    device: Device, spec: tuple[Any, ...] = ()
+    device: Device,
+    spec: tuple[Any, ...] = (),
 ) -> Callable[[np.ndarray | jax.Array], jax.Array]:
     """Returns a function that copies an array, usually from the host, to a device.
 
@@ -397,15 +296,18 @@ def feeder(
         device: a device or a group.
         spec: for each dimension of the array, the axes of the group along which it is cut.
     """
-    sharding, devices = sharding_on(device, spec), [device]
+    sharding = sharding_on(device, spec)
     if _put_host is None or isinstance(device, DeviceGroup):
         return lambda x: jax.device_put(x, sharding, may_alias=False)
-    put, copy = _put_host, copier(device)
+    put = _put_host
+    copy = copier(device)
+    devices = [device]
 
     def run(x: np.ndarray | jax.Array) -> jax.Array:
-        if isinstance(x, np.ndarray):
-            return put(_shaped(x.shape, x.dtype), sharding, [x], devices, force_copy=True)
-        return copy(x)
+        if not isinstance(x, np.ndarray):
+            return copy(x)
+        aval = _shaped(x.shape, x.dtype)
+        return put(aval, sharding, [x], devices, force_copy=True)
 
     return run
 
@@ -413,14 +315,14 @@ def feeder(
 def transfer_server(address: str) -> Any:
     """Returns a server at this host's `address`, from which other processes pull arrays."""
     client = cast(Any, jax.local_devices()[0]).client
+    any_port = f"{address}:0"
     return transfer.start_transfer_server(
-        client, f"{address}:0", [f"{address}:0"], max_num_parallel_copies=8, transfer_size=1 << 20
+        client,
+        any_port,
+        [any_port],
+        max_num_parallel_copies=8,
+        transfer_size=1 << 20,
     )
-
-
-def is_own(device: Device) -> bool:
-    """Tells whether a device belongs to this process."""
-    return device.process_index == jax.process_index()
 
 
 def own_address() -> str:
@@ -431,19 +333,6 @@ def own_address() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host.strip("[]"), int(port)))  # nothing is sent
         return probe.getsockname()[0]
-
-
-def placed(
-    like: jax.ShapeDtypeStruct, device: Device, spec: tuple[Any, ...] = ()
-) -> jax.ShapeDtypeStruct:
-    """Returns a shape and type with a place on a device or over a group.
-
-    Args:
-        like: the shape and type.
-        device: a device or a group.
-        spec: for each dimension of the array, the axes of the group along which it is cut.
-    """
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding_on(device, spec))
 
 
 def has_devices() -> bool:
@@ -481,8 +370,11 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
 
 
 _NO_TILES = "find output tile sizes"
-"""A part of the message with which a GPU compiler refuses a program. If the GPU is present, the
-compiler tries several tilings of a product, and then a library. Otherwise, it tries one tiling."""
+"""A part of the message with which a GPU's compiler refuses a program.
+
+If the GPU is present, the compiler tries several tilings of a product, and then a library. If the
+GPU is absent, it tries one tiling.
+"""
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
@@ -502,22 +394,28 @@ def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     except jax.errors.JaxRuntimeError as refusal:
         if _NO_TILES not in str(refusal):
             raise
-        return _compiled_sizes(text, device, flags | {"xla_gpu_enable_triton_gemm": False})
+        by_library = flags | {"xla_gpu_enable_triton_gemm": False}
+        return _compiled_sizes(text, device, by_library)
 
 
 def _compiled_sizes(
-    text: str, device: Device, flags: dict[str, str | bool]
+    text: str,
+    device: Device,
+    flags: dict[str, str | bool],
 ) -> tuple[str, tuple[int, ...]]:
-    client, options = cast(Any, device).client, _jaxlib.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
+    options = _jaxlib.CompileOptions()
+    options.num_replicas = 1
+    options.num_partitions = 1
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
     options.env_option_overrides = list(flags.items())
-    here = _jaxlib.DeviceList((device,))
+    client = cast(Any, device).client
+    # `absent_device` returns CPUs that are here. The client of an absent device only compiles.
+    make = client.compile_and_load if device.platform == "cpu" else client.compile
+    devices = _jaxlib.DeviceList((device,))
     with mlir.make_ir_context():
         module = cast(Any, mlir).ir.Module.parse(text)
-        make = client.compile_and_load if device.platform == "cpu" else client.compile
-        executable = make(module, here, options)
+        executable = make(module, devices, options)
     sizes = executable.get_compiled_memory_stats()
     modules = getattr(executable, "get_hlo_modules", None) or executable.hlo_modules
     header, _, _ = modules()[0].to_string().partition("\n")

@@ -81,7 +81,8 @@ class ScaledLoss:
 
     def __call__(self, params: dict[str, Any], *others: Any) -> Any:
         """Returns the loss, whose gradients are scaled, and its other results as they are."""
-        value, scale = self.loss_fn(params["params"], *others), params["scale"]
+        value = self.loss_fn(params["params"], *others)
+        scale = params["scale"]
         if isinstance(value, tuple) and not isinstance(value, Weighted):
             loss, *beside = value
             return (_with_scale(loss, scale), *beside)
@@ -125,21 +126,30 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
     def init(params: Tree) -> ScaledState:
         return ScaledState(jnp.zeros((), jnp.int32), optimizer.init(params["params"]))
 
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaledState]:
+    def update(
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+    ) -> tuple[Tree, ScaledState]:
         scale = params["scale"]
-        gradient = jax.tree.map(lambda g: g / scale.astype(g.dtype), updates["params"])
-        finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(gradient)]))
+        scaled_gradient = updates["params"]
+        gradient = jax.tree.map(lambda g: g / scale.astype(g.dtype), scaled_gradient)
+        are_finite = [jnp.isfinite(g).all() for g in jax.tree.leaves(gradient)]
+        finite = jnp.all(jnp.array(are_finite))
+
+        def if_finite(new: Any, old: Any) -> jax.Array:
+            return jnp.where(finite, new, old)
+
         moves, inner = optimizer.update(gradient, state.inner, params["params"])
-        moves = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), moves)
-        inner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner, state.inner)
-        count = jnp.where(finite, state.updates + 1, 0)
+        moves = jax.tree.map(lambda u: if_finite(u, jnp.zeros_like(u)), moves)
+        inner = jax.tree.map(if_finite, inner, state.inner)
+        count = if_finite(state.updates + 1, 0)
         grows = count >= growth_updates
-        proposed = jnp.where(
-            finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)
-        )
-        # The pipeline adds the result to the parameters: the scale's entry is a change.
-        return {"params": moves, "scale": proposed - scale}, ScaledState(
-            jnp.where(grows, 0, count), inner
-        )
+        grown = jnp.where(grows, scale * 2, scale)
+        halved = jnp.maximum(scale / 2, 1.0)
+        change = if_finite(grown, halved) - scale
+        # The pipeline adds the result to the parameters, so the scale's entry is a change, too.
+        new_state = ScaledState(jnp.where(grows, 0, count), inner)
+        return {"params": moves, "scale": change}, new_state
 
     return optax.GradientTransformation(init, update)

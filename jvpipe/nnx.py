@@ -1,8 +1,9 @@
 """Losses of Flax NNX modules; dropout differs by micro-batch, and running statistics carry over.
 
 An NNX module holds its parameters, statistics and random streams in one object. A pipeline needs
-the three parts separately. The columns are a part's name, its content, and its origin:
+the three parts separately:
 
+    part           has                         comes from
     parameters     the trained arrays          `NnxLoss.init`
     model state    statistics of batch norm    `NnxLoss.model_state`, then the previous micro-batch
     streams        keys of dropout             the key of the micro-batch
@@ -28,7 +29,8 @@ Tree = Any
 
 
 def loss(
-    model_fn: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, Any], Any]
+    model_fn: Callable[[nnx.Rngs], nnx.Module],
+    loss_fn: Callable[[Any, Any], Any],
 ) -> "NnxLoss":
     """Makes a loss for a pipeline from an NNX module and a function that calls the module.
 
@@ -66,15 +68,17 @@ class NnxLoss:
 
     def init(self, key: jax.Array) -> dict[Any, Any]:
         """Returns new parameters: nested dicts of arrays, by the paths of the module."""
-        _, params, _, _ = self._split(self.model_fn(nnx.Rngs(key)))
+        module = self.model_fn(nnx.Rngs(key))
+        _, params, _, _ = self._split(module)
         return nnx.to_pure_dict(params)
 
     def model_state(self, key: jax.Array) -> dict[Any, Any] | None:
         """Returns the arrays that are neither parameters nor streams, such as running statistics.
 
-        Returns None if there are none.
+        Returns None if the module has no such arrays.
         """
-        _, _, _, state = self._split(self.model_fn(nnx.Rngs(key)))
+        module = self.model_fn(nnx.Rngs(key))
+        _, _, _, state = self._split(module)
         return nnx.to_pure_dict(state) if self.has_state else None
 
     @property
@@ -83,10 +87,27 @@ class NnxLoss:
         _, _, _, state = self._structure
         return bool(jax.tree.leaves(state))
 
-    def module(self, params: Tree, model_state: Tree = None, rng: jax.Array | None = None) -> Any:
-        """Builds the module: in training mode if a key is given, and otherwise for evaluation."""
+    def module(
+        self,
+        params: Tree,
+        model_state: Tree = None,
+        rng: jax.Array | None = None,
+    ) -> Any:
+        """Builds the module: in training mode if a key is given, and otherwise for evaluation.
+
+        Args:
+            params: the parameters.
+            model_state: the model state, if the module has one.
+            rng: the key from which the random streams are derived.
+        """
         graph, _, streams, _ = self._structure
-        module = nnx.merge(graph, params, _streams(streams, rng), model_state or {}, copy=True)
+        module = nnx.merge(
+            graph,
+            params,
+            _streams(streams, rng),
+            model_state or {},
+            copy=True,
+        )
         module.eval() if rng is None else module.train()
         return module
 
@@ -103,7 +124,8 @@ class NnxLoss:
     @cached_property
     def _structure(self) -> Any:
         """The module's graph, and the shapes of its parameters, streams and model state."""
-        return self._split(nnx.eval_shape(lambda: self.model_fn(nnx.Rngs(0))))
+        module = nnx.eval_shape(lambda: self.model_fn(nnx.Rngs(0)))
+        return self._split(module)
 
     @staticmethod
     def _split(module: nnx.Module) -> Any:
@@ -116,9 +138,11 @@ def _streams(shapes: Any, rng: jax.Array | None) -> Any:
     leaves, tree = jax.tree.flatten(shapes)
     key = jax.random.key(0) if rng is None else rng
 
-    def leaf(i: int, shape: Any) -> jax.Array:
+    arrays = []
+    for i, shape in enumerate(leaves):
         if is_key(shape):
-            return jax.random.fold_in(key, i)
-        return jnp.zeros(shape.shape, shape.dtype)  # the count of numbers drawn so far
-
-    return jax.tree.unflatten(tree, [leaf(i, shape) for i, shape in enumerate(leaves)])
+            arrays.append(jax.random.fold_in(key, i))
+        else:
+            # The other leaves count the numbers that a stream has drawn so far.
+            arrays.append(jnp.zeros(shape.shape, shape.dtype))
+    return jax.tree.unflatten(tree, arrays)

@@ -38,9 +38,9 @@ FLOORS = (
     "cost",
     "programs",
     "trace",
+    "_jax",
     "ir",
     "util",
-    "_jax",
 )
 SHELLS = ("jvpipe.train", "jvpipe.plan", "jvpipe.__main__")
 FILES = sorted(

@@ -23,7 +23,7 @@ phase. T_0 is the seconds of a whole step of 1F1B. A schedule without a flush ha
 phase, so for it M_s is minimized in place of T_s.
 """
 
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -97,8 +97,10 @@ def try_adapipe(problem: Problem) -> Decision | None:
     bounds = [0]
     for suffix in suffixes[:-1]:
         bounds.append(int(suffix.end[bounds[-1]]))
-    stages = (recomputation.choices(s, i, j) for s, (i, j) in enumerate(pairwise(bounds)))
-    return Decision(tuple(bounds), tuple(chain.from_iterable(stages)))
+    choices: list[int] = []
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        choices += recomputation.choices(s, i, j)
+    return Decision(tuple(bounds), tuple(choices))
 
 
 def _before(
@@ -116,23 +118,26 @@ def _before(
     for i in cuts[:-1].tolist():
         # All ends with which a stage that begins at i fits are evaluated at once.
         row = segments.row(s, i)
+        extra_s = recomputation.extra_s[s, i]
         ends = cuts[cuts > i]
-        fits = np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])
+        fits = np.isfinite(extra_s[ends] + after.warmup_s[ends])
         ends = ends[fits]
         if not len(ends):
             continue
         f = row.forward_s[0, ends]
-        b = row.compute_s[0, ends] - f + recomputation.extra_s[s, i, ends]
+        b = row.compute_s[0, ends] - f + extra_s[ends]
         c = row.comm_s[0, ends]
         next_comm_s = after.comm_s[ends]
         warmup_s = after.warmup_s[ends] + after.backward_s[ends] + next_comm_s
         ending_s = after.ending_s[ends] + after.forward_s[ends] + next_comm_s
         W = f + np.maximum(warmup_s, later * f)
         E = b + np.maximum(ending_s, later * b)
-        traffic_s = row.traffic_s[0, ends]
-        M = np.maximum.reduce([after.steady_s[ends], f + b, c, traffic_s])
-        T = W + E + steady_steps * M if problem.schedule.synchronous else M
-        best = np.lexsort((W + E, T))[0]  # the least T; if several are equal, the least W + E
+        links_s = np.maximum(c, row.traffic_s[0, ends])
+        stage_s = np.maximum(f + b, links_s)
+        M = np.maximum(after.steady_s[ends], stage_s)
+        unsteady_s = W + E
+        T = unsteady_s + steady_steps * M if problem.schedule.synchronous else M
+        best = np.lexsort((unsteady_s, T))[0]  # the least T; if several are equal, the least W + E
         found = (W, E, M, f, b, c, ends)
         for column, values in zip(suffix, found, strict=True):
             column[i] = values[best]

@@ -30,7 +30,8 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
         stage: the stage of the change.
         change: a change that swaps more.
     """
-    between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
+    others_s = (stage.in_flight - 1) * stage.compute_s
+    between_s = others_s + stage.later_s(change.layer)
     one_way_s = stage.problem.host.seconds(change.swapped_bytes)
     return between_s - 2 * one_way_s
 
@@ -42,7 +43,7 @@ def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
 
     Args:
         stage: the stage of the change.
-        change: the change whose MSPS is wanted.
+        change: any change of its fates.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s
@@ -56,13 +57,23 @@ def optimize(stage: Selection) -> None:
     and the link to the host must have time for its copies while the stage computes. Then come swaps
     and recomputations in order of falling MSPS.
     """
+
+    def free_time(change: FateChange) -> float:
+        return free_time_s(stage, change)
+
+    def per_second(change: FateChange) -> float:
+        return memory_saved_per_second(stage, change)
+
+    def is_hidden(change: FateChange) -> bool:
+        return free_time(change) >= 0 and stage.hides(change)
+
     stage.spend(
         stage.changes.swaps,
-        score=lambda change: free_time_s(stage, change),
-        allowed=lambda change: free_time_s(stage, change) >= 0 and stage.hides(change),
+        score=free_time,
+        allowed=is_hidden,
     )
     stage.spend(
         stage.changes.after,
-        score=lambda change: memory_saved_per_second(stage, change),
+        score=per_second,
         allowed=stage.host_has_room,
     )

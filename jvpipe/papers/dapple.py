@@ -67,7 +67,8 @@ def dapple(problem: Problem) -> Decision:
     >>> dapple(Problem(Costs(layers), 2, find_schedule("1f1b"), 4)).bounds
     (0, 4, 5)
     """
-    kept, devices = KeptStages(problem), problem.stages
+    kept = KeptStages(problem)
+    devices = problem.stages
     places = np.arange(len(kept.cuts))
     comm_s = _finite(kept.comm_s)
     # The plans behind T_PL(., m): `plan` has the seconds of their stages and transfers, each as an
@@ -79,12 +80,16 @@ def dapple(problem: Problem) -> Decision:
         stage_s = _finite(kept.compute_s(m - 1))
         fits = _fits(kept, m - 1) & exists[:, None]
         # A row of the grids is where the last stage begins, a column where it ends.
-        way = [*(seconds[:, None] for seconds in plan), comm_s, stage_s]
+        before = [seconds[:, None] for seconds in plan]
+        way = [*before, comm_s, stage_s]
         if m < devices:
             left_s = _finite(kept.compute_s(m)[:, -1])
             rest_s = left_s / (devices - m)
             way += [comm_s[:, -1], rest_s]
-        latency = latency_s([Phases(0.0, seconds) for seconds in way], problem.microbatches)
+        # Without all-reduces, T_w + T_e is the sum of F_s + B_s for s <= Q. So L depends only on
+        # these sums, and all seconds may count as backward.
+        phases = [Phases(0.0, seconds) for seconds in way]
+        latency = latency_s(phases, problem.microbatches)
         begin = np.where(fits, latency, np.inf).argmin(0)
         plan = [seconds[begin] for seconds in plan]
         plan += [comm_s[begin, places], stage_s[begin, places]]
@@ -92,12 +97,14 @@ def dapple(problem: Problem) -> Decision:
         begins.append(begin)
     if not exists[-1]:
         raise no_cuts_fit("dapple", kept)
-    ends = [len(kept.cuts) - 1]
+    end = len(kept.cuts) - 1
+    ends = [end]
     for begin in reversed(begins):
         # The stages are traced back: the last stage of a plan begins where the plan that it extends
         # ends.
-        ends.append(int(begin[ends[-1]]))
-    return kept.decision([0, *reversed(ends)])
+        end = int(begin[end])
+        ends.insert(0, end)
+    return kept.decision([0, *ends])
 
 
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
@@ -127,8 +134,10 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     backward_s = list(accumulate(x.backward_s for x in stages))
     # AR_s minus the backwards of the stages before s. If the backwards of all stages up to Q are
     # added, this is the ending of a stage s <= Q.
-    up_to_s = zip(stages, backward_s, strict=True)
-    from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
+    from_start_s = []
+    for stage, up_to_s in zip(stages, backward_s, strict=True):
+        from_start_s.append(stage.reduce_s - up_to_s + stage.backward_s)
+    # Entry s: the largest of these endings up to stage s.
     ahead_s = list(accumulate(from_start_s, np.maximum))
     pivot_s = -np.inf
     between_s = 0.0

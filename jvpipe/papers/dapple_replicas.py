@@ -12,7 +12,7 @@ Legend, in the paper's symbols where it has them:
     AR_s        seconds of the all-reduce of stage s's gradients over its devices
 
 Each plan for (j, g) is extended by one more stage, which ends at layer j' and takes m' more
-devices, g'. Three policies each propose which m' devices (figure 5). If the extended plan's L is
+devices, g'. Three policies each propose which m' devices (`dapple_policies.py`). If the extended plan's L is
 less than T_PL(j', g + g'), the plan replaces the one for (j', g + g') (equation 5). Only one plan
 is kept for each (j, g), so the least L of all plans is not always found.
 
@@ -21,14 +21,14 @@ So extensions are left out if this bound is not below the best plan's L.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from typing import Any
+from functools import cache
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.papers.dapple import Phases, latency_s
+from jvpipe.papers.dapple_plans import Places, Plans, at
+from jvpipe.papers.dapple_policies import Free, append_first, fresh_first, scatter_first
 from jvpipe.papers.effort import PAPER
 from jvpipe.planners.joint.rough_plan import kept_or_again
 from jvpipe.planners.model.local_segments import LocalSegments
@@ -36,10 +36,8 @@ from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
-Free = tuple[int, ...]
-"""For each machine, a number of its devices: those that are free, or those that are taken."""
-Places = tuple[int, ...]
-"""Devices, by their numbers."""
+POLICIES = fresh_first, append_first, scatter_first
+"""Each proposes the devices of a new stage."""
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
@@ -70,103 +68,6 @@ def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
     return _Search(segments, size).plan()
 
 
-def in_turn(used: bool, free: Free, whole: Free, m: int) -> Free:
-    """Takes devices machine by machine: those of used machines first, or those of unused ones.
-
-    A machine is used if at least one of its devices is not free.
-
-    Args:
-        used: whether used machines come first; if not, unused ones do.
-        free: the number of free devices of each machine.
-        whole: the number of all devices of each machine.
-        m: how many devices are taken.
-
-    Returns:
-        The number of devices that are taken from each machine.
-
-    >>> in_turn(True, (2, 4, 4), (4, 4, 4), 6), in_turn(False, (2, 4, 4), (4, 4, 4), 6)
-    ((2, 4, 0), (0, 4, 2))
-    """
-    taken = [0] * len(free)
-    for k in sorted(range(len(free)), key=lambda k: (free[k] < whole[k]) != used):
-        taken[k] = min(free[k], m - sum(taken))
-    return tuple(taken)
-
-
-fresh_first = partial(in_turn, False)
-append_first = partial(in_turn, True)
-
-
-def scatter_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes equally many devices of each used machine, then of unused ones.
-
-    Args:
-        free: the number of free devices of each machine.
-        whole: the number of all devices of each machine.
-        m: how many devices are taken.
-
-    Returns:
-        The number of devices that are taken from each machine.
-
-    >>> scatter_first((2, 3, 4), (4, 4, 4), 4), scatter_first((4, 4, 4), (4, 4, 4), 4)
-    ((2, 2, 0), (2, 1, 1))
-    """
-    used = [k for k in range(len(free)) if free[k] < whole[k]]
-    fresh = [k for k in range(len(free)) if k not in used]
-    taken = [0] * len(free)
-    for machines in (used, fresh):
-        for _ in range(max(whole)):
-            for k in machines:
-                if sum(taken) < m and taken[k] < free[k]:
-                    taken[k] += 1
-    return tuple(taken)
-
-
-POLICIES = fresh_first, append_first, scatter_first
-
-
-@dataclass(eq=False)
-class _Plans:
-    """The plans whose L is T_PL(j, g), for one g; each attribute has one item for each j.
-
-    Attributes:
-        latency_s: L of the plan; infinite if there is no plan.
-        before: the plan that this one extends by a stage, as its `_Plans` and its j; None for the
-            empty plan, and if there is no plan.
-        places: the devices of the plan's last stage.
-        phases: the phases of the plan's stages and of the transfers between them, in order.
-    """
-
-    latency_s: Float[np.ndarray, "n"]
-    before: list[tuple["_Plans", int] | None]
-    places: list[Places]
-    phases: list[tuple[Phases, ...]]
-
-    @staticmethod
-    def none(n: int) -> "_Plans":
-        return _Plans(np.full(n, np.inf), [None] * n, [()] * n, [()] * n)
-
-    @cached_property
-    def stacked(self) -> list[Phases]:
-        """The phases of all plans as arrays over j; shorter plans begin with empty stages."""
-        longest = max(map(len, self.phases))
-        every = np.zeros((3, longest, len(self.phases), 1))
-        for j, phases in enumerate(self.phases):
-            if phases:
-                # A stage without work does not change L: it adds nothing to the warm-up, and its
-                # steady phase of 0 seconds cannot make it the pivot.
-                every[:, longest - len(phases) :, j, 0] = np.array(phases).T
-        return [Phases(*every[:, s]) for s in range(longest)]
-
-    def stages(self, j: int) -> list[tuple[int, Places]]:
-        """Lists the stages of the plan for j, each as the index of its last cut and its devices."""
-        before = self.before[j]
-        if before is None:
-            return []
-        plans, end = before
-        return [*plans.stages(end), (j, self.places[j])]
-
-
 class _Search:
     """The dynamic program: T_PL(j, g) for all j and all g that occur, the smallest g first.
 
@@ -180,10 +81,13 @@ class _Search:
 
     def __init__(self, segments: LocalSegments, size: int) -> None:
         shapes = segments.shapes
-        self.segments, self.shapes = segments, shapes
-        self.size, self.cuts = size, segments.coarse
+        cluster = shapes.cluster
+        self.segments = segments
+        self.shapes = shapes
+        self.size = size
+        self.cuts = segments.coarse
         self.microbatches = shapes.batch // size
-        per_machine = shapes.cluster.devices_per_machine
+        per_machine = cluster.devices_per_machine
         self.starts = range(0, shapes.devices, per_machine)
         left = (shapes.devices - start for start in self.starts)
         self.whole = tuple(min(per_machine, devices) for devices in left)
@@ -192,7 +96,7 @@ class _Search:
         self.unit = -(-shapes.devices // PAPER.replica_counts)
         self.inside = self.cuts > self.cuts[:, None]
         self.crossing_bytes = segments.crossing_bytes(size)
-        self.known: dict[Free, _Plans] = {}
+        self.known: dict[Free, Plans] = {}
         self.best: Path | None = None
         self.best_s = np.inf
         self.left_s = self._left_s()
@@ -203,30 +107,34 @@ class _Search:
         # If r devices share a layer, together they take r times the seconds of one share.
         # The least product over all r bounds the layer's seconds from below, whichever r a
         # plan has.
-        counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
-        shares = ((r, self.segments.share(self.size, r)) for r in counts)
-        works = [r * self.segments.compute_s(b) for r, b in shares]
-        every = np.min(works, axis=0)
-        total = sums(every)[self.cuts]
+        multiples = range(self.unit, self.shapes.devices + 1, self.unit)
+        works = []
+        for r in (1, *multiples):
+            share = self.segments.share(self.size, r)
+            works.append(r * self.segments.compute_s(share))
+        least = np.min(works, axis=0)
+        total = sums(least)[self.cuts]
         return total[-1] - total
 
     def plan(self) -> Path | None:
         """Returns the plan with the least L among the kept plans that fit; None if none fits."""
-        begin = self.known[self.whole] = _Plans.none(len(self.cuts))
+        begin = self.known[self.whole] = Plans.none(len(self.cuts))
         begin.latency_s[0] = 0.0
         self.extend(self.whole, self.whole)  # one stage on all devices is the first plan to beat
         for left in range(sum(self.whole), 0, -1):
+            counts = range(self.unit, left + 1, self.unit)
+            fed = [m for m in counts if self.shapes.pins.feeds(m, self.size)]
             for free in [free for free in self.known if sum(free) == left]:
-                for m in range(self.unit, left + 1, self.unit):
-                    if self.shapes.pins.feeds(m, self.size):
-                        self._extend_by(free, m)
+                for m in fed:
+                    self._extend_by(free, m)
         # T_PL counts the fewest micro-batches that can be in flight if a step has two or more.
         # `judge` counts the real number, with which more layers may have to run again. So the L
         # that `judge` finds is not less than T_PL. Plans are judged in order of rising T_PL, until
         # T_PL reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
-            every += [(x, free, j) for j, x in enumerate(plans.latency_s.tolist()) if j]
+            of_j = enumerate(plans.latency_s.tolist())
+            every += [(least_s, free, j) for j, least_s in of_j if j]
         for least_s, free, j in sorted(every):
             if least_s >= self.best_s:
                 break
@@ -247,36 +155,25 @@ class _Search:
         """
         before = self.known[free]
         places = self.places(free, taken)
-        after = tuple(a - b for a, b in zip(free, taken, strict=True))
+        pairs = zip(free, taken, strict=True)
+        after = tuple(count - less for count, less in pairs)
         rest = self.places(after, after)
-        forward_s, backward_s, fits = self.work(len(places))
-        # A row of the grids is where the stage begins, which is the j of the plan before it; a
-        # column is where the stage ends.
-        rest_s = self.left_s / max(1, len(rest))
-        slowest_s = np.maximum(forward_s + backward_s, rest_s)
-        # L is at least the number of micro-batches times the seconds of the slowest stage.
-        may_win = self.microbatches * slowest_s < self.best_s
-        is_reached = np.isfinite(before.latency_s)[:, None]
-        possible = fits & is_reached & may_win
-        if not rest:
-            possible[:, :-1] = False  # no device is left, so the stage must end with the last layer
+        possible = self._possible(before, len(places), len(rest))
         rows = np.flatnonzero(possible.any(1))
         if not len(rows):
             return
-        stage = _at(Phases(forward_s, backward_s, self.reduce_s(places)), rows)
-        into = self.transfer(before, places, rows)
-        way = [*(_at(phases, rows) for phases in before.stacked), into, stage]
+        forward_s, backward_s, _ = self.work(len(places))
+        stage = Phases(forward_s, backward_s, self.reduce_s(places))
+        added = self.transfer(before, places, rows), at(stage, rows)
+        earlier = (at(phases, rows) for phases in before.stacked)
+        way = [*earlier, *added]
         if rest:
-            rates = np.array(self.way(places, rest))
-            onward = halved(self.crossing_bytes[:, -1], rates)
-            last_f, last_b, _ = self.work(len(rest))
-            last_reduce_s = self.reduce_s(rest)[:, -1]
-            way += [onward, Phases(last_f[:, -1], last_b[:, -1], last_reduce_s)]
+            way += self._last(places, rest)
         step_s = latency_s(way, self.microbatches)
         every_s = np.where(possible[rows], step_s, np.inf)
+        plans = self.known.setdefault(after, Plans.none(len(self.cuts)))
         best_rows = every_s.argmin(0)
         ends = np.arange(len(self.cuts))
-        plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
         better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
         for end in better:
             # The plan for (j, g) is replaced if this one has a smaller L.
@@ -285,12 +182,54 @@ class _Search:
             plans.latency_s[end] = every_s[row, end]
             plans.before[end] = before, j
             plans.places[end] = places
-            added = (into, stage) if j else (stage,)
-            phases = (_at(phases, (row, end)) for phases in added)
+            # The first stage has no transfer in front of it.
+            new = added if j else added[1:]
+            phases = (at(phases, (row, end)) for phases in new)
             plans.phases[end] = (*before.phases[j], *phases)
         if len(better):
             fastest = plans.latency_s[better].argmin()
             self.judge(after, int(better[fastest]))
+
+    def _possible(
+        self,
+        before: Plans,
+        replicas: int,
+        left: int,
+    ) -> np.ndarray:
+        """Returns a grid that tells which stages may follow the plans, and lead to a best plan.
+
+        A row of the grid is where the stage begins, which is the j of the plan before it; a column
+        is where the stage ends.
+
+        Args:
+            before: the plans.
+            replicas: the number of devices of the stage.
+            left: the number of devices that are still free after it.
+        """
+        forward_s, backward_s, fits = self.work(replicas)
+        rest_s = self.left_s / max(1, left)
+        slowest_s = np.maximum(forward_s + backward_s, rest_s)
+        # L is at least the number of micro-batches times the seconds of the slowest stage.
+        may_win = self.microbatches * slowest_s < self.best_s
+        is_reached = np.isfinite(before.latency_s)[:, None]
+        possible = fits & is_reached & may_win
+        if not left:
+            possible[:, :-1] = False  # the stage must end with the last layer
+        return possible
+
+    def _last(self, places: Places, rest: Places) -> list[Phases]:
+        """Returns the phases of one stage on all free devices, and of the transfer to it.
+
+        Args:
+            places: the devices of the stage before it.
+            rest: the free devices.
+        """
+        rates = np.array(self.way(places, rest))
+        onward = halved(self.crossing_bytes[:, -1], rates)
+        forward_s, backward_s, _ = self.work(len(rest))
+        stage = Phases(forward_s, backward_s, self.reduce_s(rest))
+        to_the_end = np.s_[:, -1]
+        return [onward, at(stage, to_the_end)]
 
     def judge(self, free: Free, j: int) -> None:
         """Evaluates the plan of T_PL(j, g) with its real number of micro-batches in flight.
@@ -305,17 +244,22 @@ class _Search:
         stages = self.known[free].stages(j)
         if j < last:
             stages.append((last, self.places(free, free)))
-        bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
+        ends = [int(self.cuts[end]) for end, _ in stages]
+        bounds = (0, *ends)
         devices = tuple(places for _, places in stages)
         shape = Shape(devices, self.size)
-        asked = self.shapes.pins.allow(bounds, shape.replicas, self.size)
-        if self.known[free].latency_s[j] < self.best_s and asked:
-            problem = self.shapes.problem(shape)
-            evaluation = evaluate_decision(problem, kept_or_again(problem, bounds))
-            least_s = plan_latency_s(evaluation.stages, self.microbatches)
-            if least_s < self.best_s and keeps_limits(problem, evaluation):
-                self.best = (shape, bounds)
-                self.best_s = least_s
+        pins = self.shapes.pins
+        if not pins.allow(bounds, shape.replicas, self.size):
+            return
+        if self.known[free].latency_s[j] >= self.best_s:
+            return
+        problem = self.shapes.problem(shape)
+        decision = kept_or_again(problem, bounds)
+        evaluation = evaluate_decision(problem, decision)
+        real_s = plan_latency_s(evaluation.stages, self.microbatches)
+        if real_s < self.best_s and keeps_limits(problem, evaluation):
+            self.best = (shape, bounds)
+            self.best_s = real_s
 
     def places(self, free: Free, taken: Free) -> Places:
         """Returns the numbers of the devices that are taken; a machine's are taken in order.
@@ -325,7 +269,8 @@ class _Search:
             taken: how many of them are taken.
         """
         numbers: list[int] = []
-        for start, whole, left, count in zip(self.starts, self.whole, free, taken, strict=True):
+        machines = zip(self.starts, self.whole, free, taken, strict=True)
+        for start, whole, left, count in machines:
             first = start + whole - left
             numbers += range(first, first + count)
         return tuple(numbers)
@@ -337,13 +282,17 @@ class _Search:
         a segment does not fit with everything kept, all its forwards are counted as run again.
         `judge` finds out whether a plan fits with the real numbers in flight.
         """
-        b = self.segments.share(self.size, replicas)
-        fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
-        fitting_s[:, -1] = self.segments.fitting_s(self.size, replicas, 1)[:, -1]
+        segments = self.segments
+        share = segments.share(self.size, replicas)
+        fitting_s = segments.fitting_s(self.size, replicas, 2).copy()
+        of_last = segments.fitting_s(self.size, replicas, 1)
+        fitting_s[:, -1] = of_last[:, -1]
         fits = np.isfinite(fitting_s) & self.inside
-        both_s = np.where(fits, fitting_s, self.segments.again_s(b))
-        forward_s = between(sums(self.segments.layer_s(b)[0]), self.cuts, self.cuts)
-        both_s, forward_s = (np.where(self.inside, x, 0.0) for x in (both_s, forward_s))
+        both_s = np.where(fits, fitting_s, segments.again_s(share))
+        layer_forward_s = segments.layer_s(share)[0]
+        forward_s = between(sums(layer_forward_s), self.cuts, self.cuts)
+        both_s = np.where(self.inside, both_s, 0.0)
+        forward_s = np.where(self.inside, forward_s, 0.0)
         return forward_s, both_s - forward_s, fits
 
     def reduce_s(self, places: Places) -> Grid:
@@ -366,7 +315,7 @@ class _Search:
 
     def transfer(
         self,
-        before: _Plans,
+        before: Plans,
         places: Places,
         rows: Int[np.ndarray, "r"],
     ) -> Phases:
@@ -377,13 +326,20 @@ class _Search:
             places: the devices of the new stage.
             rows: for each plan, the index of the cut at its end.
         """
-        senders = (before.places[j] for j in rows)
-        ways = [self.way(sender, places) if sender else (0.0, 0.0) for sender in senders]
+        ways = []
+        for j in rows:
+            senders = before.places[j]
+            # Nothing is sent to the first stage.
+            way = self.way(senders, places) if senders else (0.0, 0.0)
+            ways.append(way)
         rates = np.array(ways).T[:, :, None]
         return halved(self.crossing_bytes[rows], rates)
 
 
-def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) -> Phases:
+def halved(
+    sizes: Float[np.ndarray, "..."],
+    rate: Float[np.ndarray, "2 ..."],
+) -> Phases:
     """Returns a transfer as phases of a stage: half of the bytes go forth and half come back.
 
     Args:
@@ -405,12 +361,9 @@ def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
     """
     phases = []
     for s, stage in enumerate(stages):
-        phases += [Phases(stage.comm_s / 2, stage.comm_s / 2)] if s else []
+        if s:
+            one_way_s = stage.comm_s / 2
+            phases.append(Phases(one_way_s, one_way_s))
         backward_s = stage.backward_s + stage.recompute_s
         phases.append(Phases(stage.forward_s, backward_s, stage.reduce_s))
     return float(latency_s(phases, microbatches))
-
-
-def _at(phases: Phases, which: Any) -> Phases:
-    """Returns the phases of some of the plans that the arrays of `phases` hold."""
-    return Phases(*(np.asarray(x)[which] for x in phases))

@@ -22,7 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +91,9 @@ class Halving(NamedTuple):
 
     def clip(self, b: int) -> int:
         """Moves a bound inward until each stage on either side of the bound can have a layer."""
-        return max(self.p + self.left, min(self.q - self.right, b))
+        lowest = self.p + self.left
+        highest = self.q - self.right
+        return max(lowest, min(highest, b))
 
 
 class BinaryPartition:
@@ -107,9 +109,11 @@ class BinaryPartition:
         self.segments = segments
         self.bounds: list[int] = segments.cuts.tolist()
         self.crossing = segments.crossing_bytes
-        self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.in_flight)}
+        problem = segments.problem
+        in_flight = set(segments.in_flight)
+        self.changes = {k: FateChanges(problem, k) for k in in_flight}
         self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
-        self.need = [self._need(s, least) for s in range(segments.problem.stages)]
+        self.need = [self._need(s, least) for s in range(problem.stages)]
         self.best = cache(self._best)
 
     def _need(self, s: int, least: bool) -> list[float]:
@@ -123,10 +127,13 @@ class BinaryPartition:
     def compute_balanced(self, of: Halving) -> int:
         """Finds cb: the bound whose sides have the most nearly equal seconds per stage."""
         # The running seconds at which the left side has its share.
-        inside_s = self.seconds[of.q] - self.seconds[of.p]
-        share = self.seconds[of.p] + inside_s * of.left / (of.left + of.right)
+        first_s = self.seconds[of.p]
+        inside_s = self.seconds[of.q] - first_s
+        share = first_s + inside_s * of.left / (of.left + of.right)
         near = bisect_left(self.seconds, share, of.p, of.q)
-        return of.clip(min((near - 1, near), key=lambda b: self.floor_s(of, b)))
+        candidates = near - 1, near
+        nearest = min(candidates, key=lambda b: self.floor_s(of, b))
+        return of.clip(nearest)
 
     def floor_s(self, of: Halving, b: int) -> float:
         """Returns a lower bound on the slowest stage's seconds: the larger mean of the two sides.
@@ -153,14 +160,16 @@ class BinaryPartition:
             for s in stages:
                 bound = at if s == of.middle else bound
                 need = self.need[s]
-                end = bisect_right(need, need[at] + level, at, of.q + 1) - 1
+                full = need[at] + level
+                end = bisect_right(need, full, at, of.q + 1) - 1
                 at = max(at, end)
             return bound, at
 
         # At the level `below` the stages do not hold all layers, at `enough` they do. The first
         # `enough` lets any single stage hold all of them.
         below = 0.0
-        enough = max(self.need[s][of.q] - self.need[s][of.p] for s in stages)
+        needs = [self.need[s] for s in stages]
+        enough = max(need[of.q] - need[of.p] for need in needs)
         # The loop ends because each round halves the distance between `below` and `enough`.
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
@@ -180,7 +189,8 @@ class BinaryPartition:
         bounds = range(cb, mb + step, step)
         if len(bounds) <= PAPER.bounds:
             return bounds
-        by_crossing = sorted(bounds[1:-1], key=lambda b: self.crossing[self.bounds[b]])
+        crossing = {b: self.crossing[self.bounds[b]] for b in bounds}
+        by_crossing = sorted(bounds[1:-1], key=crossing.__getitem__)
         narrow = by_crossing[: PAPER.bounds - 2]
         return [cb, *sorted(narrow, key=bounds.index), mb]
 
@@ -208,8 +218,9 @@ class BinaryPartition:
             last: one more than the last stage.
         """
         if last - first == 1:
-            stage = self.stage(first, self.bounds[p], self.bounds[q])
-            return None if stage.excess_bytes else StageGroup(stage.seconds, (self.bounds[q],))
+            end = self.bounds[q]
+            stage = self.stage(first, self.bounds[p], end)
+            return None if stage.excess_bytes else StageGroup(stage.seconds, (end,))
         middle = first + (last - first + 1) // 2
         of = Halving(p, q, first, middle, last)
         best = None
@@ -221,7 +232,9 @@ class BinaryPartition:
                 # a later bound that wins.
                 break
             left = self.best(p, b, first, middle)
-            if left is None or (best and left.seconds >= best.seconds):
+            if left is None:
+                continue
+            if best and left.seconds >= best.seconds:
                 continue
             right = self.best(b, q, middle, last)
             if right is None:
@@ -235,11 +248,14 @@ class BinaryPartition:
 def try_dawnpiper(problem: Problem) -> Decision | None:
     """Plans under the problem's own limit; None if nothing fits."""
     segments = Segments(problem)
+    # First mb balances the bytes with everything kept, and then the least bytes.
     for least in (False, True):
         search = BinaryPartition(segments, least)
         plan = search.best(0, len(search.bounds) - 1, 0, problem.stages)
         if plan is not None:
             bounds = (0, *plan.ends)
-            stages = (search.stage(s, i, j) for s, (i, j) in enumerate(pairwise(bounds)))
-            return Decision(bounds, tuple(chain.from_iterable(x.choices for x in stages)))
+            choices: list[int] = []
+            for s, (i, j) in enumerate(pairwise(bounds)):
+                choices += search.stage(s, i, j).choices
+            return Decision(bounds, tuple(choices))
     return None

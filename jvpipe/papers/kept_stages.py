@@ -30,7 +30,8 @@ class KeptStages(KeepAll):
 
     def compute_s(self, s: int) -> Grid:
         """Returns the seconds of stage s's forward and backward."""
-        extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
+        layers = self.problem.layers_on(s)
+        extra_s = sums(layer.options[0].extra_s for layer in layers)
         compute_s = self.segments.compute_of(s) + extra_s
         return self._inside(
             between(

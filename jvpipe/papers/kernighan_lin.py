@@ -6,9 +6,9 @@ Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
 A pass of Kernighan-Lin exchanges vertices between the two sides of a graph until each vertex has
 been moved once, and keeps the best division that it meets. Here the layers of each side are
 consecutive, as the layers of a stage are. So only the vertices next to the bound between the sides
-can change sides, and a pass moves that bound to all its possible positions. So the pass finds
-the best bound: of all that balance the sides' seconds within a tolerance, the one that cuts the
-fewest bytes.
+can change sides, and a pass moves the bound through all its possible positions. Among the bounds
+that balance the sides' seconds within a tolerance, the pass takes the one that cuts the fewest
+bytes.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,16 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     The first bound is 0, the last the number of layers.
     """
     problem = segments.problem
-    total, crossing = segments.compute_s, segments.crossing_bytes
+    total = segments.compute_s
+    crossing = segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
     fine: list[int] = segments.cuts.tolist()
-    coarse = coarse_bounds(problem, fine, total, PAPER.heavy * mean_s)
+    coarse = coarse_bounds(
+        problem,
+        fine,
+        total,
+        heaviest_s=PAPER.heavy * mean_s,
+    )
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
         """Cuts the layers between two bounds into stages, and returns where the stages end.
@@ -43,21 +49,32 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         left = stages // 2
         inside_s = total[hi] - total[lo]
         share = total[lo] + inside_s * left / stages
+
+        def distance(b: int) -> float:
+            return abs(total[b] - share)
+
         # Each side needs as many fine vertices as it has stages.
         inside = [b for b in fine if lo <= b <= hi]
-        possible = inside[left : len(inside) - (stages - left)]
+        right = stages - left
+        possible = inside[left : len(inside) - right]
         middles = sorted(set(possible).intersection(coarse)) or possible
-        nearest = min(abs(total[b] - share) for b in middles)
         # The tolerance is never below the distance of the nearest bound to the share, so at least
         # one bound is balanced.
+        nearest = min(map(distance, middles))
         tolerance = max(nearest, PAPER.imbalance * mean_s)
-        balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
+        balanced = [b for b in middles if distance(b) <= tolerance]
         # The fewest bytes win; if they are equal, the best balance.
-        middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
-        return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
+        middle = min(balanced, key=lambda b: (crossing[b], distance(b)))
+        return bisect(lo, middle, left) + bisect(middle, hi, right)
 
-    bounds = [0, *bisect(0, fine[-1], problem.stages)]
-    return refine(bounds, fine, coarse, total, crossing)
+    ends = bisect(0, fine[-1], problem.stages)
+    return refine(
+        [0, *ends],
+        fine,
+        coarse,
+        total,
+        crossing,
+    )
 
 
 def coarse_bounds(
@@ -84,9 +101,12 @@ def coarse_bounds(
     # Entry i: how many edges begin to pass by at layer i, minus how many have ended there.
     passed_by = [0] * (len(problem.costs.layers) + 1)
     for edge in problem.costs.edges:
-        passed_by[edge.producer + 1] += 1
-        passed_by[max(edge.producer + 1, *edge.readers)] -= 1
-    backbone = {layer for layer, depth in enumerate(accumulate(passed_by)) if depth == 0}
+        first = edge.producer + 1
+        end = max(first, *edge.readers)
+        passed_by[first] += 1
+        passed_by[end] -= 1
+    depths = enumerate(accumulate(passed_by))
+    backbone = {layer for layer, depth in depths if depth == 0}
     vertices = [0]
     for b, after in pairwise(fine[1:]):
         beside_backbone = b in backbone or b - 1 in backbone
@@ -118,15 +138,18 @@ def refine(
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]
         # A bound stays between its coarse neighbors, and never passes the bounds beside it.
-        first = max([c for c in coarse if lo < c < b], default=lo + 1)
-        last = min([c for c in coarse if b < c < hi], default=hi - 1)
+        before = [c for c in coarse if lo < c < b]
+        behind = [c for c in coarse if b < c < hi]
+        first = max(before, default=lo + 1)
+        last = min(behind, default=hi - 1)
         slower_s: dict[int, float] = {}
         for c in fine:
             if first <= c <= last:
                 left_s = total[c] - total[lo]
                 right_s = total[hi] - total[c]
                 slower_s[c] = max(left_s, right_s)
-        allowed_s = min(slower_s.values()) * (1 + PAPER.imbalance)
+        balanced_s = min(slower_s.values())
+        allowed_s = balanced_s * (1 + PAPER.imbalance)
         allowed = [c for c in slower_s if slower_s[c] <= allowed_s]
         bounds[s] = min(allowed, key=lambda c: (crossing[c], slower_s[c]))
     return tuple(bounds)

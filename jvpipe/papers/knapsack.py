@@ -55,18 +55,17 @@ def items(segments: Segments) -> list[list[Item]]:
     per_layer = []
     for layer in segments.problem.costs.layers:
         choices = *range(len(layer.options)), RECOMPUTE
-        all_of = [
-            Item(choice, x.kept, x.extra_s, x.working)
-            for choice, x in zip(choices, treatments(layer), strict=True)
-            if not x.swapped
-        ]
+        all_of: list[Item] = []
+        for choice, x in zip(choices, treatments(layer), strict=True):
+            if not x.swapped:
+                all_of.append(Item(choice, x.kept, x.extra_s, x.working))
         all_of.sort(key=lambda x: (x.bytes, x.extra_s, x.working_bytes))
         # Items come in order of bytes. One is dropped if an earlier one takes no more seconds and
         # no more working bytes.
         kept: list[Item] = []
         for x in all_of:
-            as_good = (y.extra_s <= x.extra_s and y.working_bytes <= x.working_bytes for y in kept)
-            if not any(as_good):
+            no_slower = [y for y in kept if y.extra_s <= x.extra_s]
+            if not any(y.working_bytes <= x.working_bytes for y in no_slower):
                 kept.append(x)
         per_layer.append(kept)
     return per_layer
@@ -78,12 +77,14 @@ def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
     Every layer must have an item under each cap. So no cap is below the least working bytes
     of any layer.
     """
-    least = max(min(x.working_bytes for x in layer) for layer in layers)
-    every = chain.from_iterable(layers)
-    caps = sorted({max(least, x.working_bytes) for x in every})
-    count = min(len(caps), max(3, PAPER.caps_times_layers // len(layers)))
-    places = np.linspace(0, len(caps) - 1, count).round().astype(int)
-    return [caps[place] for place in places]
+    of_layers = [[x.working_bytes for x in layer] for layer in layers]
+    least = max(map(min, of_layers))
+    every = chain.from_iterable(of_layers)
+    caps = sorted({max(least, working_bytes) for working_bytes in every})
+    allowed = max(3, PAPER.caps_times_layers // len(layers))
+    count = min(len(caps), allowed)
+    places = np.linspace(0, len(caps) - 1, count).round()
+    return [caps[int(place)] for place in places]
 
 
 class Knapsack:
@@ -105,7 +106,9 @@ class Knapsack:
         limit_bytes: int,
         q: int,
     ) -> None:
-        self.layers = [[x for x in layer if x.working_bytes <= cap_bytes] for layer in layers]
+        self.layers: list[list[Item]] = []
+        for layer in layers:
+            self.layers.append([x for x in layer if x.working_bytes <= cap_bytes])
         smallest = [min(x.bytes for x in layer) for layer in self.layers]
         largest_working = [max(x.working_bytes for x in layer) for layer in self.layers]
         self.base_bytes = np.array([0, *accumulate(smallest)])
@@ -113,14 +116,22 @@ class Knapsack:
         pairs = zip(self.layers, smallest, strict=True)
         more = [[x.bytes - least for x in layer] for layer, least in pairs]
         divisor = reduce(gcd, chain.from_iterable(more)) or 1
-        largest = min(limit_bytes // k, sum(map(max, more)))
-        self.in_flight, self.q = k, q
+        # A micro-batch never takes more than its share of the limit, nor more than its largest items.
+        of_microbatch = limit_bytes // k
+        everything = sum(map(max, more))
+        largest = min(of_microbatch, everything)
+        self.in_flight = k
+        self.q = q
         # The least multiple of the divisor for which q quanta cover all bytes that may be used.
         multiple = -(-largest // (q * divisor))
-        self.quantum_bytes = divisor * max(1, multiple)
-        self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
+        quantum_bytes = divisor * max(1, multiple)
+        self.quantum_bytes = quantum_bytes
+        self.weights = [[-(-w // quantum_bytes) for w in layer] for layer in more]
 
-    def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
+    def tables(
+        self,
+        ends: Sequence[int],
+    ) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
         """Yields i and table[j, q], for i from the last layer down to 0; the table is reused.
 
         Args:
@@ -133,7 +144,8 @@ class Knapsack:
         # Before layer i is added, row j of the table is for [i + 1, j); after that, for [i, j).
         for i in reversed(range(n)):
             rows = table[i + 1 : ends[i] + 1]
-            rows[...] = self._with(i, rows).min(0)
+            by_item = self._with(i, rows)
+            rows[...] = by_item.min(0)
             table[i] = 0
             yield i, table
 
@@ -148,14 +160,15 @@ class Knapsack:
             The extra seconds with the layer, by its item along the first axis and by quanta along
             the last.
         """
-        by_treatment = np.full((len(self.layers[layer]), *rest.shape), np.inf)
-        treatments = zip(self.layers[layer], self.weights[layer], by_treatment, strict=True)
-        for x, w, out in treatments:
+        of_layer = self.layers[layer]
+        by_item = np.full((len(of_layer), *rest.shape), np.inf)
+        rows = zip(of_layer, self.weights[layer], by_item, strict=True)
+        for x, w, out in rows:
             if w <= self.q:
                 left = rest[..., : self.q + 1 - w]
                 # With q quanta the rest gets q - w of them.
                 np.add(left, x.extra_s, out=out[..., w:])
-        return by_treatment
+        return by_item
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
         """Returns for each j the quanta that [i, j) may use of the free bytes.
@@ -169,8 +182,10 @@ class Knapsack:
         working = _most_working(self.working_bytes, i)
         # Quanta count only the bytes beyond the smallest items of [i, j).
         base = self.base_bytes - self.base_bytes[i]
-        left = (free_bytes - working) // self.in_flight - base
-        return np.minimum(left // self.quantum_bytes, self.q).astype(int)
+        of_microbatch = (free_bytes - working) // self.in_flight
+        left = of_microbatch - base
+        quanta = left // self.quantum_bytes
+        return np.minimum(quanta, self.q).astype(int)
 
     def choose(
         self,
@@ -188,9 +203,11 @@ class Knapsack:
         rest = np.zeros(self.q + 1)
         options = []
         for layer in reversed(range(i, j)):
-            options.insert(0, self._with(layer, rest))
-            rest = options[0].min(0)
-        choices, left = [], quanta
+            by_item = self._with(layer, rest)
+            options.insert(0, by_item)
+            rest = by_item.min(0)
+        choices = []
+        left = quanta
         for layer, option in zip(range(i, j), options, strict=True):
             # The least seconds are the minimum of `option` over items. So the item with the
             # smallest entry is the one that gives them.
@@ -207,7 +224,8 @@ def _most_working(working_bytes: np.ndarray, i: int) -> Float[np.ndarray, "J"]:
         working_bytes: the working bytes of each layer.
         i: the first layer.
     """
-    return np.concatenate([np.zeros(i + 1), np.maximum.accumulate(working_bytes[i:])])
+    running = np.maximum.accumulate(working_bytes[i:])
+    return np.concatenate([np.zeros(i + 1), running])
 
 
 class Recomputation:
@@ -222,14 +240,17 @@ class Recomputation:
         layers = segments.problem.costs.layers
         stages = range(segments.problem.stages)
         self.segments = segments
-        kept = [option_bytes(x, x.options[0]) for x in layers]
+        kept = [option_bytes(layer, layer.options[0]) for layer in layers]
         kept_bytes = accumulate(x.kept for x in kept)
-        extra_s = accumulate(x.options[0].extra_s for x in layers)
+        extra_s = accumulate(layer.options[0].extra_s for layer in layers)
+        # With everything kept: prefix sums over layers, and the working bytes of each layer.
         self._kept_bytes = np.array([0, *kept_bytes])
         self._working_bytes = np.array([x.working for x in kept])
         self._extra_s = np.array([0.0, *extra_s])
-        begins = range(len(layers))
-        all_kept = [[self._all_kept(s, i) for i in begins] for s in stages]
+        all_kept = []
+        for s in stages:
+            of_stage = [self._all_kept(s, i) for i in range(len(layers))]
+            all_kept.append(of_stage)
         self.extra_s = np.stack(all_kept)
         self._items: list[list[Item]] = []
         self._caps: list[int] = []
@@ -237,8 +258,11 @@ class Recomputation:
         if np.isinf(self.extra_s).any():
             self._items = items(segments)
             self._caps = working_caps(self._items)
-            for k in sorted(set(segments.in_flight)):
-                of_k = [s for s in stages if segments.in_flight[s] == k]
+            stages_of: dict[int, list[int]] = {}
+            for s in stages:
+                k = segments.in_flight[s]
+                stages_of.setdefault(k, []).append(s)
+            for k, of_k in sorted(stages_of.items()):
                 for knapsack in self._knapsacks(k, PAPER.quanta):
                     self._fill(knapsack, of_k)
 
@@ -253,7 +277,8 @@ class Recomputation:
         k = self.segments.in_flight[s]
         working = _most_working(self._working_bytes, i)
         kept = self._kept_bytes - self._kept_bytes[i]
-        taken = on_device_bytes(k, kept) + working
+        held_bytes = on_device_bytes(k, kept)
+        taken = held_bytes + working
         # An entry with j <= i stands for no segment. It counts as fitting, so that it does not call
         # for a knapsack.
         is_empty = np.arange(len(taken)) <= i
@@ -262,6 +287,7 @@ class Recomputation:
         return np.where(fits, extra_s, np.inf)
 
     def _knapsacks(self, k: int, q: int) -> list[Knapsack]:
+        """Returns the knapsacks of all caps, for k micro-batches in flight and q quanta."""
         limit = self.segments.problem.memory_limit_bytes or 0
         return [Knapsack(self._items, cap, k, limit, q) for cap in self._caps]
 
@@ -271,9 +297,10 @@ class Recomputation:
         for i, table in knapsack.tables(self._ends(knapsack, stages)):
             for s in stages:
                 quanta = knapsack.quanta(self._free_bytes(s, i), i)
-                seconds = table[js, np.maximum(quanta, 0)]
-                seconds = np.where(quanta >= 0, seconds, np.inf)
-                self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
+                column = np.maximum(quanta, 0)
+                seconds = np.where(quanta >= 0, table[js, column], np.inf)
+                so_far = self.extra_s[s, i]
+                np.minimum(so_far, seconds, out=so_far)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
         """Returns for each i the last j for which [i, j) may fit with its smallest items."""
@@ -282,9 +309,11 @@ class Recomputation:
         # A segment takes the fewest bytes on the stage with the fewest versions. A segment
         # that takes more than the limit on that stage fits on none.
         versions = min(segments.versions[s] for s in stages)
-        least = versions * segments.parameter_bytes + segments.state_bytes
-        least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
-        ends = np.searchsorted(least, least[:-1] + limit, side="right")
+        fixed = versions * segments.parameter_bytes + segments.state_bytes
+        held_bytes = on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
+        least = fixed + held_bytes
+        largest = least[:-1] + limit
+        ends = np.searchsorted(least, largest, side="right")
         return [int(end) - 1 for end in ends]
 
     def choices(self, s: int, i: int, j: int) -> list[int]:
@@ -295,14 +324,17 @@ class Recomputation:
             i: its first layer.
             j: one more than its last layer.
         """
-        if np.isfinite(self._all_kept(s, i)[j]):
+        all_kept_s = self._all_kept(s, i)[j]
+        if np.isfinite(all_kept_s):
             return [0] * (j - i)
         free_bytes = self._free_bytes(s, i)
         k = self.segments.in_flight[s]
         every: list[tuple[float, list[int]]] = []
-        coarse, fine = self._knapsacks(k, PAPER.quanta), self._knapsacks(k, PAPER.fine_quanta)
+        coarse = self._knapsacks(k, PAPER.quanta)
+        fine = self._knapsacks(k, PAPER.fine_quanta)
         for knapsack in (*coarse, *fine):
             quanta = int(knapsack.quanta(free_bytes, i)[j])
             if quanta >= 0:
                 every.append(knapsack.choose(i, j, quanta))
-        return min(every)[1]
+        _, choices = min(every)
+        return choices

@@ -57,7 +57,10 @@ def plan_or_raise(
         else:
             enough, decision = middle, nearer
     stages = evaluate_decision(problem, decision).stages
-    peaks = [cost.peak_bytes + problem.less_bytes(s) for s, cost in enumerate(stages)]
+    peaks = []
+    for s, cost in enumerate(stages):
+        # A device with less memory than the others is fuller with the same bytes.
+        peaks.append(cost.peak_bytes + problem.less_bytes(s))
     stage = peaks.index(max(peaks))
     excess = enough - limit
     raise Infeasible(

@@ -25,7 +25,8 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
         ValueError: the devices do not fill the machines, or there are more devices than pieces into
             which the model can be cut.
     """
-    shapes, cuts = segments.shapes, enough(segments)
+    shapes = segments.shapes
+    cuts = enough(segments)
     pieces = len(cuts) - 1
     if shapes.devices > pieces:
         raise ValueError(
@@ -37,7 +38,13 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
         return None
     # Stages take the devices in order, machine by machine.
     starts = [0, *accumulate(found.replicas)][:-1]
-    return Shape.along(shapes.orders[0], starts, found.replicas, size), found.bounds
+    shape = Shape.along(
+        shapes.orders[0],
+        starts,
+        found.replicas,
+        size,
+    )
+    return shape, found.bounds
 
 
 def enough(segments: LocalSegments) -> Cuts:
@@ -48,8 +55,10 @@ def enough(segments: LocalSegments) -> Cuts:
     Args:
         segments: the costs of the model's segments, with their coarse cuts.
     """
-    cuts, count = segments.coarse, segments.most
-    while len(cuts) <= segments.shapes.devices and count < len(segments.cuts):
+    cuts = segments.coarse
+    count = segments.most
+    devices = segments.shapes.devices
+    while len(cuts) <= devices and count < len(segments.cuts):
         count *= 2
         cuts = segments.few(segments.cuts, count)
     return cuts
@@ -70,13 +79,15 @@ def one_each(
         cuts: the bounds at which a stage may begin or end.
     """
     # Layers between two neighboring cuts stay together.
-    spans = [range(a, b) for a, b in pairwise(map(int, cuts))]
+    bounds = [int(cut) for cut in cuts]
+    spans = [range(a, b) for a, b in pairwise(bounds)]
     together = tuple(tuple(span) for span in spans if len(span) > 1)
+    costs = replace(shapes.local.at(size), together=together)
     cluster = shapes.cluster
     is_one_machine = stages <= cluster.devices_per_machine
     return replace(
         shapes.model,
-        costs=replace(shapes.local.at(size), together=together),
+        costs=costs,
         stages=stages,
         microbatches=shapes.batch // size,
         peer=cluster.peer if is_one_machine else cluster.network,

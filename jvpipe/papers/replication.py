@@ -82,8 +82,10 @@ def replicated(problem: Problem) -> Replicated | None:
     last = len(kept.cuts) - 1
     if not np.isfinite(program.cost(top, Fraction(0))[0, last]):
         return None
-    ends, replicas = zip(*program.stages(top, Fraction(0), 0, last, 1), strict=True)
-    return Replicated((0, *(int(kept.cuts[b]) for b in ends)), replicas)
+    stages = program.stages(top, Fraction(0), 0, last, 1)
+    ends = [int(kept.cuts[b]) for b, _ in stages]
+    replicas = tuple(count for _, count in stages)
+    return Replicated((0, *ends), replicas)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,7 @@ class _Program:
         return self._pipelines(k, behind)
 
     def _search(self, k: int, behind: Fraction) -> list[_Pipelines]:
+        """Finds the best pipelines of level k, for one part, two parts and so on."""
         level = self.levels[k - 1]
         n = len(self.kept.cuts)
         rows = 1 if k == len(self.levels) else n  # at the top, only pipelines from layer 0 count
@@ -183,7 +186,8 @@ class _Program:
     ) -> Grid:
         """Returns T^k(., ., last) for a stage that is on the last `last` of m parts."""
         inside = self.cost(k - 1, self._behind(k, behind, m, last))
-        return np.maximum(inside, (last - 1) * self.levels[k - 1].ring_s) / last
+        reduce_s = (last - 1) * self.levels[k - 1].ring_s
+        return np.maximum(inside, reduce_s) / last
 
     def _behind(
         self,
@@ -227,13 +231,16 @@ class _Program:
             last = int(pipelines[m - 1].parts[a, b])
             inside = self._behind(k, behind, m, last)
             stages = self.stages(k - 1, inside, begin, b, replicas * last) + stages
-            b, m = begin, m - last
+            b = begin
+            m -= last
         return stages
 
 
 def _levels(kept: KeptStages) -> list[_Level]:
+    """Returns level 1 and, if the devices are in several machines, level 2."""
     problem = kept.problem
-    devices, cluster = problem.stages, problem.cluster
+    devices = problem.stages
+    cluster = problem.cluster
     if cluster is None:
         return [_level(kept, devices, 1, problem.peer)]
     local = min(devices, cluster.devices_per_machine)
@@ -256,13 +263,27 @@ def _level(
     devices: int,
     link: Link,
 ) -> _Level:
+    """Returns a level whose parts are joined by a link.
+
+    Args:
+        kept: the costs of all segments.
+        parts: the number of parts.
+        devices: the number of devices of each part.
+        link: the link between the parts.
+    """
     weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
-    comm_s = KeptStages(replace(kept.problem, peer=link)).comm_s
-    return _Level(parts, devices, comm_s, link_seconds(link, 2 * weights))
+    over_link = KeptStages(replace(kept.problem, peer=link))
+    return _Level(
+        parts,
+        devices,
+        comm_s=over_link.comm_s,
+        ring_s=link_seconds(link, 2 * weights),
+    )
 
 
 def _join(
-    left: Float[np.ndarray, "I K"], right: Float[np.ndarray, "K J"]
+    left: Float[np.ndarray, "I K"],
+    right: Float[np.ndarray, "K J"],
 ) -> tuple[Float[np.ndarray, "I J"], Int[np.ndarray, "I J"]]:
     """Finds for each (a, b) the least max(left[a, c], right[c, b]) over c > a, and the best c.
 
@@ -278,7 +299,9 @@ def _join(
     values = np.full((rows, columns), np.inf)
     middles = np.zeros((rows, columns), dtype=np.int64)
     for a in range(min(rows, columns - 1)):
-        ways = np.maximum(left[a, a + 1 :, None], right[a + 1 :])
+        first = a + 1  # the first c
+        ways = np.maximum(left[a, first:, None], right[first:])
         least = ways.argmin(0)
-        values[a], middles[a] = ways[least, np.arange(columns)], least + a + 1
+        values[a] = ways[least, np.arange(columns)]
+        middles[a] = least + first
     return values, middles

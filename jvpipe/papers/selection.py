@@ -65,9 +65,10 @@ class FateChanges:
 
     def __init__(self, problem: Problem, k: int) -> None:
         self.layers = [treatments(layer) for layer in problem.costs.layers]
-        self.held_bytes = [
-            [on_device_bytes(k, x.kept, x.swapped) for x in layer] for layer in self.layers
-        ]
+        self.held_bytes: list[list[int]] = []
+        for layer in self.layers:
+            of_layer = [on_device_bytes(k, x.kept, x.swapped) for x in layer]
+            self.held_bytes.append(of_layer)
         self.least_bytes = [0, *accumulate(map(min, self.held_bytes))]
         self.after = cache(self._after)
 
@@ -76,7 +77,9 @@ class FateChanges:
         rows = self.layers[layer]
         held_bytes = self.held_bytes[layer]
         now = rows[choice]
-        taken = [(held_bytes[c], x.swapped, x.extra_s, x.working) for c, x in enumerate(rows)]
+        taken = []
+        for x, bytes_now in zip(rows, held_bytes, strict=True):
+            taken.append((bytes_now, x.swapped, x.extra_s, x.working))
         *options, again = taken
         choices = list(range(len(options)))
         # `RECOMPUTE` is left out if an option needs no more held, swapped or working bytes than it,
@@ -146,7 +149,8 @@ class Selection:
         now = [layer[0] for layer in changes.layers[i:j]]
         extra_s = sum(x.extra_s for x in now)
         self.compute_s = float(row.compute_s[0, j]) + extra_s
-        self.held_bytes = sum(held_bytes[0] for held_bytes in changes.held_bytes[i:j])
+        held_bytes = changes.held_bytes[i:j]
+        self.held_bytes = sum(of_layer[0] for of_layer in held_bytes)
         self.swapped_bytes = sum(x.swapped for x in now)
         self._given = segments.given(i)[i:j].tolist()
 
@@ -183,7 +187,8 @@ class Selection:
         if device is not None:
             over.append(self.peak_bytes - device)
         if host is not None:
-            over.append(self.in_flight * self.swapped_bytes - host // self.problem.stages)
+            swapped = self.in_flight * self.swapped_bytes
+            over.append(swapped - host // self.problem.stages)
         return max(over)
 
     @property
@@ -200,11 +205,11 @@ class Selection:
     def may_fit(self) -> bool:
         """Whether the limit leaves room for each layer's choice that holds the fewest bytes."""
         limit = self.problem.memory_limit_bytes
-        least = self.changes.least_bytes
         if limit is None:
             return True
-        least_bytes = self.fixed_bytes + least[self.layers.stop] - least[self.layers.start]
-        return least_bytes <= limit
+        before = self.changes.least_bytes
+        least = before[self.layers.stop] - before[self.layers.start]
+        return self.fixed_bytes + least <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
         """Returns the seconds of the link to the host per micro-batch, with more bytes swapped."""
@@ -259,9 +264,13 @@ class Selection:
         """
 
         def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
+            """Returns a layer's changes in the order of the heap, with its present choice."""
             choice = self.choices[layer - self.layers.start]
-            found = changes(layer, choice)
-            return [(-float(score(x)), -x.saved_bytes, choice, x) for x in found]
+            found = []
+            for x in changes(layer, choice):
+                entry = -float(score(x)), -x.saved_bytes, choice, x
+                found.append(entry)
+            return found
 
         heap = []
         for layer in self.layers if self.is_over else ():

@@ -36,18 +36,22 @@ def torchgpipe(problem: Problem) -> Decision:
     (0, 3, 4)
     """
     layers = problem.costs.layers
-    return _balanced(problem, [layer.forward_s + layer.backward_s for layer in layers])
+    seconds = [layer.forward_s + layer.backward_s for layer in layers]
+    return _balanced(problem, seconds)
 
 
 def torchgpipe_size(problem: Problem) -> Decision:
     """Plans blocks of about equal bytes of parameters, after torchgpipe's `balance_by_size`."""
-    return _balanced(problem, [float(layer.parameter_bytes) for layer in problem.costs.layers])
+    layers = problem.costs.layers
+    sizes = [float(layer.parameter_bytes) for layer in layers]
+    return _balanced(problem, sizes)
 
 
 def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
     """Plans a block partition by layers' costs; layers that must stay together count as one."""
     cuts = [int(cut) for cut in Segments(problem).cuts]
-    between_cuts = [sum(costs[i:j]) for i, j in pairwise(cuts)]
+    pieces = [costs[i:j] for i, j in pairwise(cuts)]
+    between_cuts = [sum(piece) for piece in pieces]
     blocks = block_partition(between_cuts, problem.stages)
     places = accumulate(blocks, initial=0)
     return Decision.keeping_all([cuts[place] for place in places])

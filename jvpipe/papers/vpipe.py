@@ -17,7 +17,7 @@ the stage that is furthest over its limit counts as the slowest.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from jvpipe.papers.kernighan_lin import initial_bounds
 from jvpipe.papers.limits import plan_or_raise
@@ -69,14 +69,14 @@ def swap_recompute(stage: Selection) -> None:
 def try_vpipe(problem: Problem) -> Decision | None:
     """Plans under the problem's own limit; None if nothing fits."""
     segments = Segments(problem)
-    changes = {k: FateChanges(problem, k) for k in set(segments.in_flight)}
+    in_flight = set(segments.in_flight)
+    changes = {k: FateChanges(problem, k) for k in in_flight}
 
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
-        in_flight = segments.in_flight[s]
         chosen = Selection(
             segments,
-            changes[in_flight],
+            changes[segments.in_flight[s]],
             s,
             i,
             j,
@@ -88,12 +88,15 @@ def try_vpipe(problem: Problem) -> Decision | None:
         return [stage(s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
 
     bounds = initial_bounds(segments)
-    while better := _migrate(bounds, segments.cuts.tolist(), stages):
+    cuts = segments.cuts.tolist()
+    while better := _migrate(bounds, cuts, stages):
         bounds = better
-    chosen = stages(bounds)
-    if any(one.excess_bytes for one in chosen):
-        return None
-    return Decision(bounds, tuple(chain.from_iterable(one.choices for one in chosen)))
+    choices: list[int] = []
+    for chosen in stages(bounds):
+        if chosen.excess_bytes:
+            return None
+        choices += chosen.choices
+    return Decision(bounds, tuple(choices))
 
 
 def _load(stage: Selection) -> tuple[int, float]:
@@ -126,9 +129,12 @@ def _migrate(
     now = [_load(stage) for stage in stages_of(bounds)]
     slowest = now.index(max(now))
     place = {b: at for at, b in enumerate(allowed)}
+
+    def distance_and_load(s: int) -> tuple[int, tuple[int, float]]:
+        return abs(s - slowest), now[s]
+
     # The nearest stage is tried first; of two equally near stages, the lighter.
-    targets = sorted(range(len(now)), key=lambda s: (abs(s - slowest), now[s]))
-    for target in targets:
+    for target in sorted(range(len(now)), key=distance_and_load):
         between = range(min(target, slowest), max(target, slowest) + 1)
         step = -1 if target > slowest else 1
         moved = list(bounds)
@@ -136,7 +142,8 @@ def _migrate(
             # Every bound between the two stages moves to the allowed bound next to it, so that each
             # stage between them gets a layer and passes a layer on.
             moved[s] = allowed[place[bounds[s]] + step]
-        if target == slowest or any(a >= b for a, b in pairwise(moved)):
+        is_empty = any(a >= b for a, b in pairwise(moved))
+        if target == slowest or is_empty:
             continue
         stages = stages_of(moved)
         heaviest = max(_load(stages[s]) for s in between)

@@ -76,8 +76,9 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     for edge in edges.values():
         # NaN must be refused, too, and a comparison with NaN is false: hence `not ... <=`.
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
+            milliseconds = 1e3 * edge.seconds
             raise edge.place.wrong(
-                f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
+                f"the field cost is {milliseconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
                 f"per second of this file's edges that is more than {MOST_BYTES} bytes"
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
@@ -90,6 +91,7 @@ def read_graph_json(text: str, file: str) -> GraphFile:
 
 
 def _nodes(whole: Located) -> dict[int, Operator]:
+    """Reads the nodes of a file, by their ids."""
     nodes: dict[int, Operator] = {}
     lines: dict[int, int] = {}
     for place in whole.objects("nodes"):
@@ -108,6 +110,7 @@ def _nodes(whole: Located) -> dict[int, Operator]:
 
 
 def _operator(number: int, place: Located) -> Operator:
+    """Reads a node; without a class, it has a color that no other node has."""
     has_class = "colorClass" in place
     return Operator(
         number,
@@ -119,10 +122,16 @@ def _operator(number: int, place: Located) -> Operator:
     )
 
 
-def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int], _Edge]:
+def _edges(
+    whole: Located,
+    nodes: Mapping[int, Operator],
+) -> dict[tuple[int, int], _Edge]:
+    """Reads the edges of a file, by their ends, which must be among its nodes."""
     edges: dict[tuple[int, int], _Edge] = {}
     for place in whole.objects("edges"):
-        ends = source, target = place.count("sourceId"), place.count("destId")
+        source = place.count("sourceId")
+        target = place.count("destId")
+        ends = source, target
         for field, end in zip(("sourceId", "destId"), ends, strict=True):
             if end not in nodes:
                 raise place.wrong(
@@ -132,14 +141,16 @@ def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int
             raise place.wrong(
                 f"the edge leads from backward node {source} to forward node {target}"
             )
+        seconds = place.amount("cost") / 1e3  # the file has milliseconds
         size = round(place.amount("size")) if "size" in place else 0
         # If an edge is described twice, the first description counts.
-        edges.setdefault(ends, _Edge(place, place.amount("cost") / 1e3, size))
+        edges.setdefault(ends, _Edge(place, seconds, size))
     return edges
 
 
 def _bytes_per_s(edges: Iterable[_Edge]) -> float:
     """Returns the median of the edges' rates, in bytes per second."""
+    # An edge without bytes or without seconds has no rate.
     real = [edge for edge in edges if edge.bytes and edge.seconds]
     rates = [edge.bytes / edge.seconds for edge in real]
     return statistics.median(rates) if rates else _BYTES_PER_S

@@ -107,9 +107,12 @@ def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
     to source can always go on, and must come to some node a second time. The walk between the two
     visits, turned around, is a cycle.
     """
-    inside = [(source, target) for source, target in edges if source in left and target in left]
-    source_of = {target: source for source, target in inside}
+    source_of: dict[int, int] = {}
+    for source, target in edges:
+        if source in left and target in left:
+            source_of[target] = source
     path = [min(left)]
     while path.count(path[-1]) < 2:
         path.append(source_of[path[-1]])
-    return path[path.index(path[-1]) :][::-1]
+    first_visit = path.index(path[-1])
+    return path[first_visit:][::-1]

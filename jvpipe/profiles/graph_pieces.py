@@ -40,27 +40,48 @@ def pieces_of(
     >>> pieces_of([1, 2, 3, 4], [(1, 2), (2, 3)], [(1, 3)])
     [(1, 2, 3), (4,)]
     """
+    edges = list(edges)
+    joining = list(edges)
+    for first, *rest in classes:
+        for other in rest:
+            joining.append((first, other))
+            joining.append((other, first))
+    # Each piece is named by its lowest node.
+    named = {min(piece): piece for piece in _components(nodes, joining)}
+    name_of: dict[int, int] = {}
+    for name, piece in named.items():
+        name_of |= dict.fromkeys(piece, name)
+    between: dict[tuple[int, int], int] = {}
+    for source, target in edges:
+        ends = name_of[source], name_of[target]
+        if ends[0] != ends[1]:
+            between[ends] = 0  # an edge between pieces has no line in a file
+    order = topological_order(named, between, "pieces")
+    return [named[piece] for piece in order]
+
+
+def _components(
+    nodes: Sequence[int],
+    edges: Sequence[tuple[int, int]],
+) -> list[tuple[int, ...]]:
+    """Returns the strongly connected components of a graph, each in the order of its nodes."""
     # SciPy is imported late because the import takes long and few callers need it.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
-    edges = list(edges)
     place = {node: i for i, node in enumerate(nodes)}
-    # An edge in each direction puts both nodes into one strongly connected component.
-    apart = [(first, other) for first, *rest in classes for other in rest]
-    joining = [*edges, *apart, *((b, a) for a, b in apart)]
-    pairs = [(place[a], place[b]) for a, b in joining]
+    pairs = [(place[a], place[b]) for a, b in edges]
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    ones = np.ones(len(ends))
     shape = len(nodes), len(nodes)
-    joined = csr_array((np.ones(len(ends)), ends.T), shape=shape)
-    # Each node gets the number of its component.
-    labels = connected_components(joined, directed=True, connection="strong")[1]
+    matrix = csr_array((ones, ends.T), shape=shape)
+    # `labels` has the number of each node's component.
+    _, labels = connected_components(
+        matrix,
+        directed=True,
+        connection="strong",
+    )
     members: dict[int, list[int]] = {}
     for node, label in zip(nodes, labels, strict=True):
         members.setdefault(int(label), []).append(node)
-    # Each piece is named by its lowest node.
-    named = {min(piece): tuple(piece) for piece in members.values()}
-    name_of = {node: name for name, piece in named.items() for node in piece}
-    ends_of = [(name_of[a], name_of[b]) for a, b in edges]
-    between = {(a, b): 0 for a, b in ends_of if a != b}
-    return [named[piece] for piece in topological_order(named, between, "pieces")]
+    return [tuple(component) for component in members.values()]

@@ -25,8 +25,8 @@ from jvpipe.profiles.graph_parts import GraphFile, flaw, topological_order, wron
 
 _log = logging.getLogger("jvpipe")
 _NODE = re.compile(r"node([0-9]+)")
-_STAGE = re.compile(r" -- stage_id=\S*$")
-_FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,]*)")
+_STAGE = re.compile(r" -- stage_id=\S*$")  # at the end of a node's line
+_FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,]*)")  # a value may be a list, [a; b]
 _INPUT = re.compile(r"Input[0-9]*")
 
 
@@ -82,7 +82,8 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
         if content[0].isspace():
-            ends = source, target = _read_edge(content.strip(), file, line)
+            ends = _read_edge(content.strip(), file, line)
+            source, target = ends
             for end in ends:
                 if end not in nodes:
                     message = f"the edge dangles: node{end} is not described in this file"
@@ -92,7 +93,8 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
                 _log.warning(warning, file, line, source)
             else:
                 edges.setdefault(ends, line)
-    return GraphFile(_costs(nodes, edges, topological_order(nodes, edges, file)))
+    order = topological_order(nodes, edges, file)
+    return GraphFile(_costs(nodes, edges, order))
 
 
 def _read_node(
@@ -100,7 +102,10 @@ def _read_node(
     file: str,
     line: int,
 ) -> tuple[int, _Node]:
-    """Reads the line of a node, whose description may contain commas, parentheses and ` -- `."""
+    """Reads the line of a node, and returns the node's number with its content.
+
+    The description may contain commas, parentheses and ` -- `.
+    """
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
     if matched is None:
@@ -155,6 +160,7 @@ def _read_number(text: str) -> float:
 
 
 def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:
+    """Reads the line of an edge, and returns the numbers of its source and its target."""
     ends = [_NODE.fullmatch(end.strip()) for end in content.split(" -- ")]
     if len(ends) != 2 or ends[0] is None or ends[1] is None:
         message = f"an indented line is an edge, `nodeA -- nodeB`, not {content!r}"
@@ -167,33 +173,54 @@ def _costs(
     edges: Mapping[tuple[int, int], int],
     order: list[int],
 ) -> Costs:
+    """Returns the costs of a model whose layers are nodes.
+
+    Args:
+        nodes: the content of each node.
+        edges: the pairs of source and target.
+        order: the order of the nodes.
+    """
     place = {node: i for i, node in enumerate(order)}
     readers: dict[int, list[int]] = {node: [] for node in order}
     for source, target in edges:
         readers[source].append(place[target])
-    layers, values = [], []
+    layers = []
+    values = []
     for node in order:
-        name, profile = f"node{node}", nodes[node]
+        name = f"node{node}"
+        profile = nodes[node]
         layers.append(_layer(name, profile))
         if readers[node]:
-            to = tuple(sorted(readers[node]))
-            size, differentiable = profile.activation_bytes, not profile.is_input
-            values.append(Edge(place[node], to, size, name, differentiable))
+            edge = Edge(
+                place[node],
+                tuple(sorted(readers[node])),
+                bytes=profile.activation_bytes,
+                name=name,
+                differentiable=not profile.is_input,
+            )
+            values.append(edge)
     return Costs(tuple(layers), tuple(values), ids=tuple(order))
 
 
 def _layer(name: str, node: _Node) -> LayerCost:
+    """Returns the cost of a node, and the fates of its activation, which has the name `name`."""
     kept = node.activation_bytes
     # The time of an input node is that of the data loader, which runs on no device.
     forward_s = 0.0 if node.is_input else node.forward_s
     backward_s = 0.0 if node.is_input else node.backward_s
+    keeps = Option(kept)
     swaps = Option(0, swapped_bytes=kept, fates={name: Fate.SWAP})
-    recomputes = Option(0, extra_s=forward_s, extra_bytes=kept, fates={name: Fate.RECOMPUTE})
+    recomputes = Option(
+        0,
+        extra_s=forward_s,
+        extra_bytes=kept,
+        fates={name: Fate.RECOMPUTE},
+    )
     return LayerCost(
         node.description,
         forward_s,
         backward_s,
-        (Option(kept), swaps, recomputes) if kept else (Option(0),),
+        (keeps, swaps, recomputes) if kept else (keeps,),
         parameter_bytes=node.parameter_bytes,
         gradient_bytes=node.parameter_bytes,
     )

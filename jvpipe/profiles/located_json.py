@@ -11,6 +11,7 @@ from typing import Any
 
 from jvpipe.profiles.graph_parts import flaw, wrong
 
+# A string, a brace or the end of a line. A brace inside a string is a part of the string.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\n]')
 
 
@@ -93,7 +94,8 @@ def parse_located(text: str, file: str) -> Located:
 
     def locate(pairs: list[tuple[str, Any]]) -> Located:
         located = Located(pairs)
-        located.file, located.line = file, next(lines)
+        located.file = file
+        located.line = next(lines)
         names = [name for name, _ in pairs]
         if twice := [name for name in located if names.count(name) > 1]:
             raise located.wrong(f"the field {twice[0]} is there twice")
@@ -114,7 +116,8 @@ def parse_located(text: str, file: str) -> Located:
 
 def _lines_as_closed(text: str) -> Iterator[int]:
     """Yields the lines where objects open, in the order in which the objects close."""
-    line, opened = 1, list[int]()
+    line = 1
+    opened: list[int] = []
     for token in _TOKEN.finditer(text):
         if token[0] == "\n":
             line += 1

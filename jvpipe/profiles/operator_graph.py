@@ -75,25 +75,22 @@ def operator_costs(
     """
     node = {operator.id: operator for operator in operators}
     layer_of = _layers_of(operators)
-    layers = [operator.id for operator in operators if layer_of[operator.id] == operator.id]
+    layers = [id_ for id_, layer in layer_of.items() if id_ == layer]
     colors: dict[object, list[int]] = {}
+    backward: dict[int, list[Operator]] = {}
     for layer in layers:
         colors.setdefault(node[layer].color, []).append(layer)
-    backward: dict[int, list[Operator]] = {layer: [] for layer in layers}
+        backward[layer] = []
     for operator in operators:
         if operator.is_backward:
             backward[layer_of[operator.id]].append(operator)
-    sent = []
-    for (source, target), seconds in edges.items():
-        # An edge from a forward operator to a backward one needs no transfer of its own if the
-        # target's layer has a forward operator: that operator leaves the value on the device.
-        needs_transfer = node[target].is_backward == node[layer_of[target]].is_backward
-        if node[source].is_backward or needs_transfer:
-            sent.append(_Sent(node[source], layer_of[source], layer_of[target], seconds))
+    sent = _sent(edges, node, layer_of)
     pieces = pieces_of(layers, _order(sent, node), colors.values())
     # In this order, layers that must share a stage are neighbors.
-    place = {layer: i for i, layer in enumerate(chain.from_iterable(pieces))}
-    together = [tuple(place[x] for x in piece) for piece in pieces if len(piece) > 1]
+    order = chain.from_iterable(pieces)
+    place = {layer: i for i, layer in enumerate(order)}
+    several = [piece for piece in pieces if len(piece) > 1]
+    together = [tuple(place[layer] for layer in piece) for piece in several]
     costs = [_layer(node[layer], backward[layer]) for layer in place]
     return Costs(
         tuple(costs),
@@ -105,33 +102,64 @@ def operator_costs(
 
 def _layers_of(operators: Sequence[Operator]) -> dict[int, int]:
     """Returns, for the id of each operator, the id of the layer that it belongs to."""
+    forward = [operator for operator in operators if not operator.is_backward]
     first = {operator.color: operator.id for operator in reversed(operators)}
-    last = {operator.color: operator.id for operator in operators if not operator.is_backward}
+    last = {operator.color: operator.id for operator in forward}
     # A color without a forward operator is a layer of its own, with the id of its first operator.
     of_color = first | last
     return {x.id: of_color[x.color] if x.is_backward else x.id for x in operators}
 
 
+def _sent(
+    edges: Mapping[tuple[int, int], float],
+    node: Mapping[int, Operator],
+    layer_of: Mapping[int, int],
+) -> list[_Sent]:
+    """Lists the values that operators send.
+
+    Args:
+        edges: for each pair of source and target ids, the seconds of the source's output.
+        node: the operator of each id.
+        layer_of: the layer of each operator.
+    """
+    sent = []
+    for (source, target), seconds in edges.items():
+        operator = node[source]
+        layer = layer_of[target]
+        # An edge from a forward operator to a backward one needs no transfer of its own if the
+        # target's layer has a forward operator: that operator leaves the value on the device.
+        needs_transfer = node[target].is_backward == node[layer].is_backward
+        if operator.is_backward or needs_transfer:
+            sent.append(_Sent(operator, layer_of[source], layer, seconds))
+    return sent
+
+
 def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:
-    seconds, size = (0.0, 0) if operator.is_backward else (operator.seconds, operator.bytes)
-    backward_s = sum((x.seconds for x in backward), 0.0)
+    """Returns the cost of a layer.
+
+    Args:
+        operator: the operator whose id the layer has; a backward one if there is no forward one.
+        backward: the backward operators of the layer.
+    """
+    has_forward = not operator.is_backward
     return LayerCost(
         operator.name,
-        seconds,
-        backward_s,
-        (Option(0),),
-        parameter_bytes=size,
+        forward_s=operator.seconds if has_forward else 0.0,
+        backward_s=sum((x.seconds for x in backward), 0.0),
+        options=(Option(0),),
+        parameter_bytes=operator.bytes if has_forward else 0,
         gradient_bytes=sum(x.bytes for x in backward),
     )
 
 
 def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[int, int]]:
     """Lists pairs of layers; the first layer of a pair must come before the second."""
-    pairs = [(x.source, x.target) for x in sent if not x.operator.is_backward]
-    for x in sent:
-        without_forward = node[x.source].is_backward or node[x.target].is_backward
+    forward = [x for x in sent if not x.operator.is_backward]
+    backward = [x for x in sent if x.operator.is_backward]
+    pairs = [(x.source, x.target) for x in forward]
+    for x in backward:
         # Only backward edges order a layer that has no forward operator.
-        if x.operator.is_backward and without_forward:
+        if node[x.source].is_backward or node[x.target].is_backward:
             pairs.append((x.target, x.source))
     return pairs
 
@@ -147,11 +175,17 @@ def _values(
     An operator's output becomes an edge to all layers that read it. If sending it to some readers
     takes longer than to others, there is an edge for each number of seconds.
 
-    An edge has a cotangent (is differentiable) if the backward sends a value from the color
-    of one of its readers to the color of its producer. The backward may also send a value
-    between two colors where the forward sends none, for example past a sum of gradients.
-    Such a value becomes an edge without a cotangent, from the earlier layer to the later
-    one. The direction does not matter, because the link takes equally long both ways.
+    An edge has a cotangent (is differentiable) if the backward sends a value from the color of one
+    of its readers to the color of its producer. The backward may also send a value between two
+    colors where the forward sends none, for example past a sum of gradients. Such a value becomes
+    an edge without a cotangent, from the earlier layer to the later one. The direction does not
+    matter, because the link takes equally long both ways.
+
+    Args:
+        sent: the values that operators send.
+        node: the operator of each id.
+        place: the position of each layer.
+        link: the link that joins the devices.
     """
     ways: list[tuple[_Sent, int, int]] = []
     for x in sent:
@@ -175,6 +209,12 @@ def _values(
             readers.setdefault(output, {})[place[b]] = not back and ends in returned
     edges = []
     for (producer, seconds, number), to in sorted(readers.items()):
-        size, differentiable = round(seconds * link.bytes_per_s), any(to.values())
-        edges.append(Edge(producer, tuple(sorted(to)), size, f"node{number}", differentiable))
+        edge = Edge(
+            producer,
+            tuple(sorted(to)),
+            bytes=round(seconds * link.bytes_per_s),
+            name=f"node{number}",
+            differentiable=any(to.values()),
+        )
+        edges.append(edge)
     return tuple(edges)

@@ -101,16 +101,14 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     """
     numbers = eqn.params["dimension_numbers"]
     operand = _last(*numbers.lhs_spec)
-    filters = (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1])
+    out_features, in_features, *space = numbers.rhs_spec
+    filters = (*space, in_features, out_features)
     result = _last(*numbers.out_spec)
     usual = tuple(range(len(operand)))
     # An image has one axis of features, a filter has two; all of them come last.
     image = _first(usual)
-    inner = type(numbers)(
-        image,
-        (usual[-1], usual[-2], *usual[:-2]),
-        image,
-    )
+    filter_ = (usual[-1], usual[-2], *usual[:-2])
+    inner = type(numbers)(image, filter_, image)
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)

@@ -63,7 +63,9 @@ class Flow:
         global program, which passes the value on.
         """
         # A result is needed by each home that holds a copy of it.
-        readers: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
+        readers: dict[Var, set[Home]] = {}
+        for var in self.placement.places:
+            readers[var] = set()
         for out in self.outputs:
             for var in jaxprs.variables([out.atom]):
                 readers[var] |= self._holders(out)
@@ -87,10 +89,13 @@ class Flow:
         for var, needing in self.readers.items():
             home = self.placement.of(var).home
             if isinstance(home, int) and "global" in needing:
-                vectors.setdefault(self._slot(var, "global"), []).append(var)
+                slot = self._slot(var, "global")
+                vectors.setdefault(slot, []).append(var)
             layers = needing - {home, "global"}
-            if home != "everywhere" and layers:  # all layers read the same vector
-                vectors.setdefault(self._slot(var, next(iter(layers))), []).append(var)
+            if home != "everywhere" and layers:
+                any_layer = next(iter(layers))  # all layers read the same vector
+                slot = self._slot(var, any_layer)
+                vectors.setdefault(slot, []).append(var)
         return vectors
 
     def _home(self, eqn: JaxprEqn) -> Home:
@@ -99,6 +104,7 @@ class Flow:
 
     @cached_property
     def _eqns_of(self) -> dict[Home, list[JaxprEqn]]:
+        """The equations of each home, in their order."""
         eqns: dict[Home, list[JaxprEqn]] = {}
         for eqn in self.eqns:
             eqns.setdefault(self._home(eqn), []).append(eqn)
@@ -116,9 +122,13 @@ class Flow:
         return [*everywhere, *self._eqns_of.get(home, [])]
 
     def _unchanged(self, out: Output) -> bool:
-        return isinstance(out.atom, Var) and self.inputs.get(out.atom) == out.slot
+        """Tells whether a result is the input of the same slot."""
+        if not isinstance(out.atom, Var):
+            return False
+        return self.inputs.get(out.atom) == out.slot
 
     def _holders(self, out: Output) -> set[Home]:
+        """Returns the homes that have a copy of a result."""
         if out.home != "everywhere":
             return {out.home}
         holders: set[Home] = set(self.layers)
@@ -161,9 +171,13 @@ class Flow:
         layer = home if isinstance(home, int) else None
         for phase, run in runs.items():
             is_last = phase == last
-            yielded = [(out.atom, out.slot) for out in results] if is_last else []
-            yielded += [(v, kept[v]) for v in kept if v in run.computed]
-            slots = {v: kept.get(v) or self._slot(v, home) for v in run.reads}
+            yielded: list[tuple[Atom, Slot]] = []
+            if is_last:
+                yielded += [(out.atom, out.slot) for out in results]
+            yielded += [(v, slot) for v, slot in kept.items() if v in run.computed]
+            slots: dict[Var, Slot] = {}
+            for v in run.reads:
+                slots[v] = kept.get(v) or self._slot(v, home)
             vectors = sent.get(phase, [])
             part = Part(
                 run.eqns,
@@ -175,7 +189,11 @@ class Flow:
             )
             yield part.piece(layer, phase, last=is_last)
 
-    def _runs(self, home: Home, needed: Mapping[int, Sequence[Atom]]) -> dict[int, "_Run"]:
+    def _runs(
+        self,
+        home: Home,
+        needed: Mapping[int, Sequence[Atom]],
+    ) -> dict[int, "_Run"]:
         """Returns what a home runs in each phase.
 
         A layer runs a costly equation once, in the first phase that needs it, and a cheap equation
@@ -191,8 +209,9 @@ class Flow:
             run = _Run.of(eqns, atoms, self.constants)
             runs[phase] = run
             # A layer keeps the results of costly equations for later phases.
-            done = {id(eqn) for eqn in run.eqns if home != "global" and not is_cheap(eqn)}
-            eqns = [eqn for eqn in eqns if id(eqn) not in done]
+            if home != "global":
+                done = {id(eqn) for eqn in run.eqns if not is_cheap(eqn)}
+                eqns = [eqn for eqn in eqns if id(eqn) not in done]
         return runs
 
     def _kept(self, home: Home, runs: Mapping[int, "_Run"]) -> dict[Var, Slot]:

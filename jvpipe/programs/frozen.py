@@ -284,14 +284,19 @@ def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
         case "mul" if any(zeros):
             # The other factor must be a known finite number: a computed one might be infinite, and
             # zero times infinity is NaN.
-            others = [x for x, zero in zip(eqn.invars, zeros, strict=True) if not zero]
-            return all(isinstance(x, Literal) and np.all(np.isfinite(x.val)) for x in others)
+            pairs = zip(eqn.invars, zeros, strict=True)
+            return all(is_zero or _is_finite(x) for x, is_zero in pairs)
         case "select_n":
             return all(zeros[1:])
         case "dynamic_slice":
             return zeros[0]
         case name:
             return name in _OF_ZEROS and all(zeros)
+
+
+def _is_finite(atom: Atom) -> bool:
+    """Tells whether a value is a constant of finite numbers."""
+    return isinstance(atom, Literal) and bool(np.all(np.isfinite(atom.val)))
 
 
 def _type(var: Var) -> np.dtype:

@@ -46,7 +46,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
             if program.key not in traced:
                 closed = jax.make_jaxpr(program.fn)(*program.inputs)
                 traced[program.key] = in_order(closed)
-            out = _jax.apart(traced[program.key], [values[i] for i in taken])
+            out = _apart(traced[program.key], [values[i] for i in taken])
             values |= zip(yielded, out, strict=False)  # without the part's mark, its last result
         results = [values[i] for i in writes]
         return (*results, jax.numpy.int32(0))
@@ -61,3 +61,14 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
         taken_by_all,
         overwritten,
     )
+
+
+def _apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Calls a jaxpr with results bitwise identical to those of a program that has only this jaxpr.
+
+    The arguments and results of the jaxpr get barriers, across which compilers do not fuse
+    operations. On CPUs, the compiler is also kept from merging the jaxpr into its caller.
+    """
+    barrier = jax.lax.optimization_barrier
+    results = _jax.outlined(closed, barrier(list(values)))
+    return list(barrier(results))

@@ -46,10 +46,13 @@ class Parts:
 
     def _mean(self, values: Sequence[jax.Array]) -> jax.Array:
         # Each value counts by its number of examples, because slices may differ in size.
-        examples = sum(s.size for s in self.slices)
-        shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
-        pairs = zip(values, shares, strict=True)
-        return added_up([x * share for x, share in pairs])
+        sizes = [s.size for s in self.slices]
+        examples = sum(sizes)
+        parts = []
+        for x, size in zip(values, sizes, strict=True):
+            share = np.asarray(size / examples, values[0].dtype)
+            parts.append(x * share)
+        return added_up(parts)
 
 
 def loss_program(

@@ -14,6 +14,17 @@ global norm:
     1        each layer   clipped gradients, Adam's moments, new parameters
 
 The cut decides where an equation runs, and must never change what the equation computes.
+
+>>> import jax.numpy as jnp, optax
+>>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+>>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+>>> cut = cut_optimizer(optimizer, params, owners=[0, 1], readers=[1, 1], microbatches=4)
+>>> [(piece.layer, piece.phase) for piece in cut.update]
+[(0, 0), (1, 0), (None, 0), (0, 1), (1, 1)]
+>>> [(str(slot.kind), slot.source, slot.dtype) for slot in cut.update[0].writes]
+[('partial', 0, 'float32')]
+>>> cut.cross_layer
+('clip_by_global_norm',)
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,32 +32,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
-
-from jvpipe import _jax
-from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, TreeDef, Var
+from jvpipe._jax import Atom, TreeDef
 from jvpipe.ir.layers import Array, Parameter
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
-from jvpipe.programs.optimizer_trace import (
-    TracedOptimizer,
-    paths_of,
-    scope_of,
-    transformation,
-)
-from jvpipe.programs.ownership import (
-    Input,
-    Output,
-    Placement,
-    check_owned,
-    destinations,
-    place_operands,
-)
+from jvpipe.programs.optimizer_trace import TracedOptimizer, paths_of
+from jvpipe.programs.ownership import Input
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
+from jvpipe.programs.slot_program import EVERYWHERE, SlotProgram, slot_programs
 from jvpipe.programs.stacked_trace import trace_stacked
+from jvpipe.programs.state_homes import check_homes, homes_of, settled
+from jvpipe.programs.transformations import transformation
 from jvpipe.trace import jaxprs
-from jvpipe.trace.flatten import flatten
 from jvpipe.trace.stacks import Stacks
 from jvpipe.util.paths import path_name
 
@@ -148,46 +146,57 @@ def cut_optimizer(
     Raises:
         ValueError: the optimizer mixes large arrays of several layers, or needs more than
             gradients, state and parameters.
-
-    >>> import jax.numpy as jnp
-    >>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
-    >>> import optax
-    >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    >>> cut = cut_optimizer(optimizer, params, owners=[0, 1], readers=[1, 1], microbatches=4)
-    >>> [(piece.layer, piece.phase) for piece in cut.update]
-    [(0, 0), (1, 0), (None, 0), (0, 1), (1, 1)]
-    >>> [(str(slot.kind), slot.source, slot.dtype) for slot in cut.update[0].writes]
-    [('partial', 0, 'float32')]
-    >>> cut.cross_layer
-    ('clip_by_global_norm',)
     """
     if traced is None:
-        options: Any = {"grad_norm": grad_norm, "stacks": stacks, "frozen": frozen}
         traced = trace_stacked(
             optimizer,
             params,
             readers,
             microbatches,
-            **options,
+            grad_norm=grad_norm,
+            stacks=stacks,
+            frozen=frozen,
         )
-    update, init = _programs(
+    programs = slot_programs(
         traced,
         readers,
         weighted=microbatches is None,
         grad_norm=grad_norm,
     )
-    of_leaf = list(map(Input, owners, _names(params, stacks)))
-    homes = _homes(update, init, traced, of_leaf)
+    names = _names(params, stacks)
+    hint = f". {PER_LAYER}" if stacks else ""
+    return _cut_traced(traced, programs, owners, names, hint)
+
+
+def _cut_traced(
+    traced: TracedOptimizer,
+    programs: tuple[SlotProgram, SlotProgram],
+    owners: Sequence[int],
+    names: Sequence[str],
+    hint: str,
+) -> OptimizerCut:
+    """Cuts a traced optimizer.
+
+    Args:
+        traced: the optimizer.
+        programs: its update and its init.
+        owners: the layer that owns each parameter.
+        names: the name of each parameter.
+        hint: is appended to the message if the optimizer cannot be cut.
+    """
+    update, init = programs
+    of_leaf = list(map(Input, owners, names))
+    homes = homes_of(update, init, traced, of_leaf)
     layers = _updated(traced, owners)
     try:
-        flow, homes = _settled(update, homes, layers)
+        flow, homes = settled(update, homes, layers)
     except ValueError as error:
-        if not stacks:
+        if not hint:
             raise
-        raise ValueError(f"{error}. {PER_LAYER}") from error
+        raise ValueError(f"{error}{hint}") from error
     # `init` has to make each leaf of the state in all homes in which the update has it.
     first = replace(init.flow(homes, flow.layers), shared=flow.shared)
-    _check(first, homes)
+    check_homes(first, homes)
     return OptimizerCut(
         init=first.pieces(),
         update=flow.pieces(),
@@ -197,41 +206,16 @@ def cut_optimizer(
     )
 
 
-def _homes(
-    update: "_Program",
-    init: "_Program",
-    traced: TracedOptimizer,
-    of_leaf: Sequence[Input],
-) -> dict[Slot, Input]:
-    """Returns the homes of slots: parameters, with their gradients and state, belong to layers.
-
-    Args:
-        update: the update, with the slots that it takes and yields.
-        init: `init`, with its slots.
-        traced: says which parameter each leaf of the state belongs to.
-        of_leaf: the home of each parameter.
-    """
-    gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
-    homes = {slot: of_leaf[slot.index] for slot in (*gradients, *init.inputs)}
-    states = update.of_kind(SlotKind.STATE)
-    for slot, leaf in zip(states, traced.parameter_of, strict=True):
-        if leaf is not None:
-            homes[slot] = of_leaf[leaf]
-    # The norm is a number about all layers, which the global program yields.
-    for slot in update.of_kind(SlotKind.GRAD_NORM):
-        homes[slot] = Input("global")
-    return homes
-
-
 def _state_leaves(
-    update: "_Program",
+    update: SlotProgram,
     traced: TracedOptimizer,
     homes: Mapping[Slot, Input],
 ) -> tuple[StateLeaf, ...]:
+    """Returns the leaves of the state with their owners; those without an owner are everywhere."""
     slots = update.of_kind(SlotKind.STATE)
     leaves = []
     for array, slot, parameter in zip(traced.state, slots, traced.parameter_of, strict=True):
-        home = homes.get(slot, _EVERYWHERE).home
+        home = homes.get(slot, EVERYWHERE).home
         owner = home if isinstance(home, int) else None
         leaves.append(StateLeaf(array, owner, parameter))
     return tuple(leaves)
@@ -265,74 +249,6 @@ def laid_state(
     return replace(cut, state=tuple(map(laid, cut.state)))
 
 
-_EVERYWHERE = Input("everywhere")
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A traced function whose inputs and results have names."""
-
-    closed: ClosedJaxpr
-    inputs: tuple[Slot, ...]
-    results: tuple[Slot, ...]
-
-    def of_kind(self, kind: SlotKind) -> list[Slot]:
-        """Returns the results of a kind."""
-        return [slot for slot in self.results if slot.kind is kind]
-
-    def outputs(self, homes: Mapping[Slot, Input]) -> list[Output]:
-        """Returns the results, each with its home; a slot that `homes` lacks is everywhere."""
-        named = zip(self.closed.jaxpr.outvars, self.results, strict=True)
-        return [Output(atom, homes.get(slot, _EVERYWHERE).home, slot) for atom, slot in named]
-
-    def origins(self, homes: Mapping[Slot, Input]) -> dict[Var, Input]:
-        """Returns the home of each input; constants and slots that `homes` lacks are everywhere."""
-        named = zip(self.closed.jaxpr.invars, self.inputs, strict=True)
-        constants = dict.fromkeys(self.closed.jaxpr.constvars, _EVERYWHERE)
-        inputs = {var: homes.get(slot, _EVERYWHERE) for var, slot in named}
-        return constants | inputs
-
-    def placed(self, homes: Mapping[Slot, Input]) -> tuple["_Program", Placement]:
-        """Places all equations; a scan over several layers is split first into one per layer.
-
-        After a split everything is placed again. The recursion ends, because the parts of a split
-        scan work on one layer each, so they are not split again.
-        """
-        eqns = self.closed.jaxpr.eqns
-        placement = place_operands(
-            eqns,
-            self.origins(homes),
-            self.outputs(homes),
-        )
-        if not placement.splits:
-            return self, placement
-        splits = {id(eqns[i]): split for i, split in placement.splits.items()}
-
-        def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-            with jax.named_scope(scope_of(eqn)):
-                split = splits.get(id(eqn))
-                return _jax.bind(eqn, values) if split is None else split(values)
-
-        def run(*values: Any) -> list[Any]:
-            return jaxprs.evaluate(self.closed, values, apply)
-
-        closed = flatten(run, *self.closed.in_avals)
-        return replace(self, closed=closed).placed(homes)
-
-    def flow(self, homes: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
-        """Returns the placed equations, with the slots of inputs and results, for some layers."""
-        program, placement = self.placed(homes)
-        jaxpr = program.closed.jaxpr
-        return Flow(
-            eqns=jaxpr.eqns,
-            constants=dict(zip(jaxpr.constvars, program.closed.consts, strict=True)),
-            inputs=dict(zip(jaxpr.invars, self.inputs, strict=True)),
-            outputs=program.outputs(homes),
-            placement=placement,
-            layers=layers,
-        )
-
-
 def _names(params: Any, stacks: Stacks | None) -> list[str]:
     """Returns the names of the parameters; a slice has the name of the stack that it belongs to."""
     if not stacks:
@@ -352,101 +268,11 @@ def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
     return sorted({owners[i] for i in changed | with_state})
 
 
-def _programs(
-    traced: TracedOptimizer,
-    readers: Sequence[int],
-    *,
-    weighted: bool,
-    grad_norm: bool,
-) -> tuple[_Program, _Program]:
-    """Returns a traced optimizer's update and init, with the slots of their inputs and results."""
-    gradients: list[Slot] = []
-    for leaf, count in enumerate(readers):
-        gradients += [Slot(SlotKind.GRADIENT, leaf, reader) for reader in range(count)]
-    weight = [Slot(SlotKind.WEIGHT)] if weighted else []
-    parameters = tuple(Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(readers)))
-    state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
-    norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
-    inputs = (*gradients, *weight, *parameters, *state)
-    results = (*parameters, *state, *norm)
-    update = _Program(traced.update, inputs, results)
-    return update, _Program(traced.init, parameters, state)
-
-
-def _settled(
-    update: _Program,
-    homes: Mapping[Slot, Input],
-    layers: Sequence[int],
-) -> tuple[Flow, dict[Slot, Input]]:
-    """Places an update, again and again until the homes of the state no longer change.
-
-    Placing may show that a leaf of state is a single layer's. With this leaf at its layer, other
-    equations may get other places, so everything is placed again. The rounds end, because each
-    gives another leaf to a layer, and a leaf that has a layer keeps it.
-
-    Args:
-        update: the traced update.
-        homes: the homes that are known.
-        layers: the layers that own parameters.
-
-    Returns:
-        The placed update, and all homes.
-    """
-    homes = dict(homes)
-    flow = update.flow(homes, layers)
-    claims = _claims(flow)
-    # With the claimed leaves placed, further leaves may turn out to be a single layer's.
-    while claims:
-        homes |= claims
-        flow = update.flow(homes, layers)
-        claims = _claims(flow)
-    _check(flow, homes)
-    # The global program has copies of the shared state that it reads. To update these copies, it
-    # may read further shared state. The rounds end, because each makes another leaf shared.
-    while (shared := _read_globally(flow)) != flow.shared:
-        flow = replace(flow, shared=shared)
-    return flow, homes
-
-
-def _claims(flow: Flow) -> dict[Slot, Input]:
-    """Returns the state that belongs to no parameter, but that one layer alone makes and reads."""
-    maker: dict[Slot, int] = {}
-    for out in flow.outputs:
-        home = flow.placement.of(out.atom).home
-        if out.home == "everywhere" and isinstance(home, int):
-            maker[out.slot] = home
-    # A result in `maker` has no home yet. If it were one of `others`, it would count as needed
-    # everywhere. So would the values that it is made of, such as its leaf before the update.
-    others = [out for out in flow.outputs if out.slot not in maker]
-    goes_to = destinations(flow.eqns, others)
-    variables = {slot: var for var, slot in flow.inputs.items()}
-    claims: dict[Slot, Input] = {}
-    for slot, home in maker.items():
-        reader = goes_to.get(variables[slot], home)
-        if reader == home:
-            claims[slot] = Input(home)
-    return claims
-
-
-def _check(flow: Flow, homes: Mapping[Slot, Input]) -> None:
-    inputs = {var: homes.get(slot, _EVERYWHERE) for var, slot in flow.inputs.items()}
-    check_owned(flow.eqns, inputs, flow.outputs, flow.placement)
-
-
-def _read_globally(flow: Flow) -> frozenset[Slot]:
-    """Returns the state of which each layer has a copy and which the global program reads, too."""
-    read = set()
-    for v, slot in flow.inputs.items():
-        is_copied = flow.placement.of(v).home == "everywhere"
-        if slot.kind is not SlotKind.STATE or not is_copied:
-            continue
-        if "global" in flow.readers[v]:
-            read.add(slot)
-    return frozenset(read)
-
-
 def _cross_layer(flow: Flow) -> tuple[str, ...]:
-    """Returns the transformations that use the values of one layer for results of another."""
+    """Returns the transformations that use values of one layer for results of another one.
+
+    The norm of all gradients does not count as a result.
+    """
     results = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
     # If one layer makes a result that another one needs, the result crosses layers, even if its
     # equation reads values of one layer only.

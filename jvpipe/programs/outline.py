@@ -100,7 +100,8 @@ def calls(
         if is_candidate or is_shared:
             # This equation is the last of a new call. The calls that need its results read them,
             # and no longer contain the equations that make them.
-            yielded[position] = [v for v in eqn.outvars if v in candidates or callers[v]]
+            needed = [v for v in eqn.outvars if v in candidates or callers[v]]
+            yielded[position] = needed
             needing = {position}
         for call in needing:
             eqns[call].append(eqn)

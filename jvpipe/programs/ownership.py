@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
-from jvpipe.programs.optimizer_trace import transformation
 from jvpipe.programs.pieces import Slot
 from jvpipe.programs.scans import SplitScan, split_scan
+from jvpipe.programs.transformations import transformation
 from jvpipe.trace import jaxprs
 
 Home = int | Literal["everywhere", "global"]
@@ -97,7 +97,8 @@ def place_operands(
     work = _Placing(eqns, inputs, destinations(eqns, outputs))
     for index, eqn in enumerate(eqns):
         work.place(index, eqn)
-    work.send_early(jaxprs.variables(out.atom for out in outputs if out.home != "global"))
+    for_layers = [out.atom for out in outputs if out.home != "global"]
+    work.send_early(jaxprs.variables(for_layers))
     return Placement(work.places, work.splits)
 
 
@@ -120,11 +121,14 @@ def check_owned(
     """
     for out in outputs:
         home = at.of(out.atom).home
-        if isinstance(home, int) and home != out.home and not _is_small(out.atom):
-            name = next((transformation(eqn) for eqn in eqns if out.atom in eqn.outvars), "")
+        is_elsewhere = isinstance(home, int) and home != out.home
+        if is_elsewhere and not _is_small(out.atom):
+            makers = (transformation(eqn) for eqn in eqns if out.atom in eqn.outvars)
+            name = next(makers, "") or "it"
+            origins = _origins(eqns, inputs, [out.atom])
             raise ValueError(
-                f"the optimizer cannot be cut by layers: {name or 'it'} makes {out.slot.kind} {out.slot.index} of "
-                f"{_origins(eqns, inputs, [out.atom])}, which belong to another layer"
+                f"the optimizer cannot be cut by layers: {name} makes {out.slot.kind} {out.slot.index} of "
+                f"{origins}, which belong to another layer"
             )
 
 
@@ -182,7 +186,8 @@ class _Placing:
         layers = {place.home for place in operands.values() if isinstance(place.home, int)}
         # Large arrays of several layers cannot meet: a scan is split by layers if possible,
         # and otherwise the optimizer is refused.
-        large_homes = {place.home for v, place in operands.items() if not _is_small(v)}
+        large_operands = [v for v in operands if not _is_small(v)]
+        large_homes = {operands[v].home for v in large_operands}
         large = layers & large_homes
         if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
@@ -248,7 +253,8 @@ class _Placing:
         """
         if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):
             return False
-        types = {_jax.aval(v).dtype for v, p in operands.items() if p.home == "global"}
+        global_operands = [v for v, p in operands.items() if p.home == "global"]
+        types = {_jax.aval(v).dtype for v in global_operands}
         reduces = eqn.primitive.name.startswith("reduce_")
         read = sum(map(jaxprs.size_of, eqn.invars))
         for v in eqn.outvars:
@@ -273,9 +279,8 @@ class _Placing:
         if not (mixes and serves_others):
             return False
         of_layer = [v for v, place in operands.items() if place.home == layer]
-        return self.reductions.issuperset(of_layer) and all(
-            jaxprs.size_of(v) == 1 for v in operands
-        )
+        are_numbers = all(jaxprs.size_of(v) == 1 for v in operands)
+        return are_numbers and self.reductions.issuperset(of_layer)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
         """Tells whether an equation makes a number from an array, or from such numbers."""
@@ -283,9 +288,8 @@ class _Placing:
             return False
         if eqn.primitive.name.startswith(("reduce_", "dot_general")):
             return True
-        return any(
-            jaxprs.size_of(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars)
-        )
+        operands = jaxprs.variables(eqn.invars)
+        return any(jaxprs.size_of(v) > 1 or v in self.reductions for v in operands)
 
     def _split(
         self,
@@ -294,8 +298,10 @@ class _Placing:
         operands: Mapping[Var, Place],
     ) -> None:
         """Places the results of a scan over several layers as if each layer had its own scan."""
-        homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
-        layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
+        layers: list[frozenset[int]] = []
+        for v in eqn.invars:
+            home = operands[v].home if isinstance(v, Var) else "everywhere"
+            layers.append(frozenset([home] if isinstance(home, int) else []))
         used = [v in self.goes_to for v in eqn.outvars]
         # Only for a scan can the body show which results depend on which operands.
         split = split_scan(eqn, layers, used) if eqn.primitive.name == "scan" else None
@@ -307,14 +313,17 @@ class _Placing:
             self.places[var] = Place(min(of_result) if of_result else "everywhere", phase)
 
     def _complaint(self, eqn: JaxprEqn) -> str:
+        """Returns the message for an equation that mixes large arrays of several layers."""
         large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
         # If the equation only stacks arrays, the equation that reads the stack is what mixes them.
         readers = (reader for reader in self.eqns if eqn.outvars[0] in reader.invars)
         mixing = next(readers, eqn) if _stacks(eqn) else eqn
+        name = transformation(mixing) or "it"
+        origins = _origins(self.eqns, self.inputs, large)
         return (
-            f"the optimizer cannot be cut by layers: {transformation(mixing) or 'it'} mixes, in one "
+            f"the optimizer cannot be cut by layers: {name} mixes, in one "
             f"{mixing.primitive.name}, arrays of several layers, made of "
-            f"{_origins(self.eqns, self.inputs, large)}. Only values under {SMALL_BYTES} bytes, such as a norm, "
+            f"{origins}. Only values under {SMALL_BYTES} bytes, such as a norm, "
             "and vectors of which each layer has one, may cross from layer to layer"
         )
 
@@ -345,7 +354,13 @@ def _stacks(eqn: JaxprEqn) -> bool:
 
 def _stacks_vectors(eqn: JaxprEqn) -> bool:
     """Tells whether an equation stacks vectors, such as sums over layers of a norm per column."""
-    return _stacks(eqn) and all(sum(n > 1 for n in _jax.aval(v).shape) <= 1 for v in eqn.invars)
+    return _stacks(eqn) and all(map(_is_vector, eqn.invars))
+
+
+def _is_vector(atom: Atom) -> bool:
+    """Tells whether an array has at most one axis of more than one element."""
+    longer = [size for size in _jax.aval(atom).shape if size > 1]
+    return len(longer) <= 1
 
 
 def _is_scalar_arithmetic(eqn: JaxprEqn) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Var
 from jvpipe.programs.layer import program_key
-from jvpipe.programs.optimizer_trace import scope_of
+from jvpipe.programs.transformations import scope_of
 from jvpipe.trace import jaxprs
 from jvpipe.trace.structure import comparable, structure
 
@@ -185,9 +185,12 @@ class Part:
     def _traced(self) -> ClosedJaxpr:
         # A slot that is not a vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
-        shapes = [
-            self._vector(s) if s in self.vectors else jaxprs.shape_of(single[s]) for s in self.reads
-        ]
+        shapes = []
+        for slot in self.reads:
+            if slot in self.vectors:
+                shapes.append(self._vector(slot))
+            else:
+                shapes.append(jaxprs.shape_of(single[slot]))
         return jax.make_jaxpr(self._run)(*shapes)
 
     def _run(self, *arrays: jax.Array) -> list[Any]:
@@ -195,10 +198,15 @@ class Part:
         env = {**self.constants}
         for var, slot in self.read.items():
             array = array_of[slot]
-            env[var] = self._unpack(array, slot, var) if slot in self.vectors else array
+            if slot in self.vectors:
+                array = self._unpack(array, slot, var)
+            env[var] = array
         # The name scopes are kept, because profiles and messages show the transformation.
         jaxprs.run_jaxpr(self.eqns, env, _bind_in_scope)
-        packed = [_packed(jaxprs.read_by(self.vectors[slot], env)) for slot in self.sent]
+        packed = []
+        for slot in self.sent:
+            values = jaxprs.read_by(self.vectors[slot], env)
+            packed.append(_packed(values))
         results = jaxprs.read_by([atom for atom, _ in self.yielded], env)
         return packed + list(map(_strong, results))
 

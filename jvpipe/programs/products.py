@@ -51,8 +51,13 @@ def _exchange(product: JaxprEqn) -> tuple[int, ...]:
     """Returns the permutation of a product's result that exchanges the axes of its two operands."""
     (contracting, _), (batch, _) = product.params["dimension_numbers"]
     rank = len(_jax.aval(product.outvars[0]).shape)
+    # A product's axes are those of the batch, then those of the first operand, up to `first`, and
+    # then those of the second one.
     first = len(_jax.aval(product.invars[0]).shape) - len(contracting)
-    return (*range(len(batch)), *range(first, rank), *range(len(batch), first))
+    of_batch = range(len(batch))
+    of_first = range(len(batch), first)
+    of_second = range(first, rank)
+    return (*of_batch, *of_second, *of_first)
 
 
 def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:

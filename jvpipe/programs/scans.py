@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
-from jvpipe.programs.optimizer_trace import straight_body
+from jvpipe.programs.straight_line import straight_body
 from jvpipe.trace import jaxprs
 
 Layers = frozenset[int]
@@ -65,18 +65,26 @@ class SplitScan:
         kept_out = [jaxpr.outvars[i] for i in kept]
         ys_out = [jaxpr.outvars[i] for i in ys]
         fixed = dict(zip(jaxpr.constvars, self.body.consts, strict=True))
-        fixed |= dict(zip(fixed_in, constants, strict=True))
+        fixed |= zip(fixed_in, constants, strict=True)
 
-        def step(carry: list[Any], xs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-            env = fixed | dict(zip(kept_in, carry, strict=True))
+        def step(
+            carry: list[Any],
+            xs: dict[int, Any],
+        ) -> tuple[list[Any], list[Any]]:
+            env = fixed.copy()
+            env |= zip(kept_in, carry, strict=True)
             for i, x in xs.items():
                 env[scanned_in[i]] = x
             jaxprs.run_jaxpr(eqns, env)
-            return jaxprs.read_by(kept_out, env), jaxprs.read_by(ys_out, env)
+            new_carry = jaxprs.read_by(kept_out, env)
+            return new_carry, jaxprs.read_by(ys_out, env)
 
         # Arrays that no equation of the part reads are left out: they may be another layer's.
         read = jaxprs.all_reads(eqns, [*kept_out, *ys_out])
-        xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
+        xs: dict[int, Any] = {}
+        for i, (var, x) in enumerate(zip(scanned_in, scanned, strict=True)):
+            if var in read:
+                xs[i] = x
         init = [_as_array(start[i]) for i in kept]
         options = scan_options(self.eqn)
         carry, stacked = jax.lax.scan(
@@ -91,7 +99,9 @@ class SplitScan:
         return {i: values_of[i] for i in outputs}
 
     def _narrowed(
-        self, outputs: Sequence[int], carry_in: Sequence[Var]
+        self,
+        outputs: Sequence[int],
+        carry_in: Sequence[Var],
     ) -> tuple[list[int], list[JaxprEqn]]:
         """Returns the carries that some results need, and the equations of carries and results.
 
@@ -105,7 +115,8 @@ class SplitScan:
             needed_results = [results[i] for i in needed]
             eqns = jaxprs.prune(self.body.jaxpr.eqns, needed_results)
             read = jaxprs.all_reads(eqns, needed_results)
-            added = {i for i, var in enumerate(carry_in) if var in read}
+            numbered = enumerate(carry_in)
+            added = {i for i, var in numbered if var in read}
             if added <= carries:
                 return sorted(carries), eqns
             carries |= added
@@ -129,22 +140,27 @@ def split_scan(
     while True:
         results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)
-        grown = [before | after for before, after in zip(carry, results, strict=False)]
+        pairs = zip(carry, results, strict=False)
+        grown = [before | after for before, after in pairs]
         if grown == carry:
-            pairs = zip(results, used, strict=True)
-            layers = tuple(result if is_used else None for result, is_used in pairs)
-            return SplitScan(eqn, body, layers)
+            layers: list[Layers | None] = []
+            for result, is_used in zip(results, used, strict=True):
+                layers.append(result if is_used else None)
+            return SplitScan(eqn, body, tuple(layers))
         operands = [*constants, *grown, *xs]
 
 
 def _layers_of_results(body: ClosedJaxpr, operands: Sequence[Layers]) -> list[Layers]:
     """Returns the layers that each result of a scan's body depends on, in one iteration."""
     nothing = Layers()
-    layers: dict[_jax.Atom, Layers] = dict(zip(body.jaxpr.invars, operands, strict=True))
+    layers: dict[_jax.Atom, Layers] = {}
+    layers |= zip(body.jaxpr.invars, operands, strict=True)
 
     def layers_of(atom: _jax.Atom) -> Layers:
         # A literal belongs to no layer, and neither does a value that depends on no operand.
-        return nothing if isinstance(atom, _jax.Literal) else layers.get(atom, nothing)
+        if isinstance(atom, _jax.Literal):
+            return nothing
+        return layers.get(atom, nothing)
 
     for eqn in body.jaxpr.eqns:
         mixed = nothing.union(*map(layers_of, eqn.invars))

@@ -76,8 +76,10 @@ def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Pr
     """Returns the program that adds up parts of one shape in their order, each times its weight."""
 
     def weigh(*parts: jax.Array) -> list[jax.Array]:
-        pairs = zip(parts, weights, strict=True)
-        return [added_up([x * jnp.asarray(w, x.dtype) for x, w in pairs])]
+        products = []
+        for x, w in zip(parts, weights, strict=True):
+            products.append(x * jnp.asarray(w, x.dtype))
+        return [added_up(products)]
 
     key = "weighted", part.shape, str(part.dtype), tuple(weights)
     return Program(key, weigh, (part,) * len(weights))

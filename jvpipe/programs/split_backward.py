@@ -135,7 +135,8 @@ def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
         if is_move(eqn) and not read.isdisjoint(eqn.outvars):
             read.difference_update(eqn.outvars)
             read.update(jaxprs.variables(eqn.invars))
-    return {id(eqns[i]): call for i, call in calls(eqns, read, ()).items()}
+    by_position = calls(eqns, candidates=read, outputs=())
+    return {id(eqns[i]): call for i, call in by_position.items()}
 
 
 def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
@@ -197,11 +198,13 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
         taken,
         sums,
     )
-    handed = tuple(array_of(v, f"handed{i}") for i, v in enumerate(cut.handed))
+    handed = []
+    for i, v in enumerate(cut.handed):
+        handed.append(array_of(v, f"handed{i}"))
     return Halves(
         input_half,
         weight_half,
-        SplitSignature(handed, first, second),
+        SplitSignature(tuple(handed), first, second),
     )
 
 

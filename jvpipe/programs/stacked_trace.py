@@ -2,30 +2,31 @@
 
 A loss that scans over layers has the parameters of these layers stacked in one array. Each slice of
 the array belongs to a layer, but the optimizer is to see the stacks that the user gave it. So the
-optimizer is traced over the stacks, and the trace is run on slices (`slicewise`) as far as its
+optimizer is traced over the stacks, and the trace is run on slices (`jvpipe.programs.slicewise`) as far as its
 equations leave the slices apart.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import jax
 import numpy as np
 
 from jvpipe.ir.optimizer import Optimizer
+from jvpipe.programs.cut_arrays import Rows, slices_of, stacked, whole
 from jvpipe.programs.frozen import without_frozen
 from jvpipe.programs.optimizer_trace import (
     TracedOptimizer,
     arrays_of,
     mean,
     norm,
-    straight_line,
     trace_optimizer,
 )
-from jvpipe.programs.slicewise import Rows, apply, slices_of, stacked, whole
+from jvpipe.programs.slicewise import apply
+from jvpipe.programs.straight_line import straight_line
 from jvpipe.trace import jaxprs
 from jvpipe.trace.stacks import Slices, Stacks
 
@@ -57,7 +58,14 @@ def trace_stacked(
         frozen: leaves of `params` that the optimizer does not see; of a stack all slices or none.
     """
     trace = partial(_trace_stacks, stacks=stacks) if stacks else trace_optimizer
-    traced = trace(optimizer, params, readers, microbatches, grad_norm=grad_norm, frozen=frozen)
+    traced = trace(
+        optimizer,
+        params,
+        readers,
+        microbatches,
+        grad_norm=grad_norm,
+        frozen=frozen,
+    )
     return without_frozen(traced, readers)
 
 
@@ -72,22 +80,12 @@ def _trace_stacks(
     frozen: Collection[int],
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks (`trace_stacked` has the arguments)."""
-    joined = stacks.join(params, _stacked_shape)
+    core = _core(optimizer, params, stacks, frozen)
     parameters = _Split(stacks.lengths)
-    hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
-    one_reader = [1] * len(stacks.lengths)
-    # `core` gets one gradient per stack: sums, quotients and the norm are computed outside of it.
-    core = trace_optimizer(
-        optimizer,
-        joined,
-        one_reader,
-        1,
-        grad_norm=False,
-        frozen=hidden,
-    )
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
-    state = _settled(core, parameters, leaves)
-    shapes = state.shapes(_state(core))
+    first = _Split(_stack_lengths(core, parameters))
+    on_slices = _OnSlices(core, parameters, first).settled(leaves)
+    state, shapes = on_slices.state, on_slices.shapes
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
@@ -103,35 +101,47 @@ def _trace_stacks(
         for i, parts in enumerate(sums):
             if i not in frozen:
                 grads[i] = mean(parts, by, params[i].dtype)
-        split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-        results = jaxprs.evaluate(
-            core.update,
-            list(chain(*split)),
-            apply,
-        )
-        new = parameters.taken_apart(results)
-        new += state.taken_apart(results[len(stacks.lengths) :])
+        new = on_slices.updated(grads, params, moments)
         seen = [grad for i, grad in enumerate(grads) if i not in frozen]
         return [*new, norm(seen)] if grad_norm else new
-
-    def init(params: Any) -> list[Any]:
-        return state.taken_apart(
-            jaxprs.evaluate(
-                core.init,
-                parameters.joined(params),
-                apply,
-            )
-        )
 
     # The pipeline sees the state with `Slices` in place of the leaves that were taken apart.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
     return TracedOptimizer(
-        straight_line(update, sums, weight, leaves, shapes),
-        straight_line(init, leaves),
-        arrays_of(tree),
-        jax.tree.structure(tree),
-        state.parameter_of(parameters, core.parameter_of),
-        frozenset(frozen),
+        update=straight_line(update, sums, weight, leaves, shapes),
+        init=straight_line(on_slices.first_state, leaves),
+        state=arrays_of(tree),
+        state_tree=jax.tree.structure(tree),
+        parameter_of=state.parameter_of(parameters, core.parameter_of),
+        frozen=frozenset(frozen),
+    )
+
+
+def _core(
+    optimizer: Optimizer,
+    params: Tree,
+    stacks: Stacks,
+    frozen: Collection[int],
+) -> TracedOptimizer:
+    """Traces an optimizer over stacks as one that takes a gradient for each stack.
+
+    The gradients and their norm are computed outside of it, slice by slice.
+
+    Args:
+        optimizer: any `optax.GradientTransformation`.
+        params: arrays or shapes; in place of each stack its slices.
+        stacks: which leaves of `params` form stacks.
+        frozen: leaves of `params` that the optimizer does not see.
+    """
+    first_slices = _Split(stacks.lengths).starts[:-1]
+    hidden = [i for i, start in enumerate(first_slices) if start in frozen]
+    return trace_optimizer(
+        optimizer,
+        stacks.join(params, _stacked_shape),
+        readers=[1] * len(stacks.lengths),
+        microbatches=1,
+        grad_norm=False,
+        frozen=hidden,
     )
 
 
@@ -204,50 +214,84 @@ class _Split:
         return tuple(of_slices)
 
 
-def _settled(
-    core: TracedOptimizer,
-    parameters: _Split,
-    leaves: Shapes,
-) -> _Split:
-    """Returns how the state is taken apart.
+@dataclass(frozen=True)
+class _OnSlices:
+    """An optimizer that is traced over stacks, and that runs on their slices.
 
-    A leaf is taken apart if it belongs to a stack and is as long as the stack, or if an update
-    yields it in slices. Leaves of the second kind are found by running the update on shapes until
-    it yields no further leaf in slices. The loop ends, because each turn takes another leaf apart.
-
-    Args:
+    Attributes:
         core: the optimizer, traced over stacks.
         parameters: how the parameters are taken apart.
-        leaves: the shapes of the parameters' slices.
+        state: how the state is taken apart.
     """
-    shapes = _state(core)
-    state = _Split(_stack_lengths(core, parameters))
-    while True:
+
+    core: TracedOptimizer
+    parameters: _Split
+    state: _Split
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the state's slices."""
+        return self.state.shapes(_state(self.core))
+
+    def first_state(self, params: Sequence[Any]) -> list[Any]:
+        """Returns the state's slices at the start, given those of the parameters."""
+        joined = self.parameters.joined(params)
+        state = jaxprs.evaluate(self.core.init, joined, apply)
+        return self.state.taken_apart(state)
+
+    def updated(
+        self,
+        grads: Sequence[Any],
+        params: Sequence[Any],
+        moments: Sequence[Any],
+    ) -> list[Any]:
+        """Returns the slices of the parameters and then of the state after an update."""
+        results = self._results(grads, params, moments)
+        count = len(self.parameters.lengths)
+        new_params = self.parameters.taken_apart(results[:count])
+        new_state = self.state.taken_apart(results[count:])
+        return new_params + new_state
+
+    def _results(
+        self,
+        grads: Sequence[Any],
+        params: Sequence[Any],
+        moments: Sequence[Any],
+    ) -> list[Any]:
+        """Runs the update; each result may be an array, `Rows` or `Even`."""
+        arrays = [
+            *self.parameters.joined(grads),
+            *self.parameters.joined(params),
+            *self.state.joined(moments),
+        ]
+        return jaxprs.evaluate(self.core.update, arrays, apply)
+
+    def settled(self, leaves: Shapes) -> "_OnSlices":
+        """Returns the same optimizer, with all leaves of the state taken apart that can be.
+
+        A leaf is taken apart if it belongs to a stack and is as long as the stack, or if an update
+        yields it in slices. Leaves of the second kind are found by running the update on shapes.
+        With such a leaf in slices, the update may yield further leaves in slices, so it runs again.
+        The recursion ends, because each turn takes another leaf apart.
+
+        Args:
+            leaves: the shapes of the parameters' slices.
+        """
         results: list[Any] = []
 
-        def update(
-            grads: Any,
-            params: Any,
-            moments: Any,
-            state: _Split = state,
-        ) -> None:
-            split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-            arrays = list(chain(*split))
-            new = jaxprs.evaluate(core.update, arrays, apply)
-            results[:] = new  # noqa: B023 - called at once
+        def update(*arguments: Any) -> None:
+            results[:] = self._results(*arguments)
 
-        jax.eval_shape(
-            update,
-            leaves,
-            leaves,
-            state.shapes(shapes),
-        )
-        new = results[len(parameters.lengths) :]
-        pairs = zip(state.lengths, new, strict=True)
-        grown = tuple(len(x.pieces) if n is None and _is_stack(x) else n for n, x in pairs)
-        if grown == state.lengths:
-            return state
-        state = _Split(grown)
+        jax.eval_shape(update, leaves, leaves, self.shapes)
+        lengths: list[int | None] = []
+        new_state = results[len(self.parameters.lengths) :]
+        for n, x in zip(self.state.lengths, new_state, strict=True):
+            is_new_stack = n is None and _is_stack(x)
+            lengths.append(len(x.pieces) if is_new_stack else n)
+        if tuple(lengths) == self.state.lengths:
+            return self
+        grown = replace(self, state=_Split(tuple(lengths)))
+        return grown.settled(leaves)
 
 
 def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:

@@ -174,11 +174,20 @@ class ProgramStore:
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
         """Returns the executables of programs on devices; missing ones are compiled in parallel."""
         # By key: a program that several layers share is compiled once.
-        missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}
+        missing: dict[tuple[Hashable, Device], tuple[Program, Device]] = {}
+        for program, device in programs:
+            key = program.key, device
+            if key not in self._compiled:
+                missing[key] = program, device
         if missing:
             # `jax_enable_x64` may be set for this thread alone, so the pool's threads get it, too.
             wide = jax.config.read("jax_enable_x64")
-            done = in_parallel(lambda item: self._compiled_for(*item, wide=wide), missing.values())
+
+            def compiled(item: tuple[Program, Device]) -> Any:
+                program, device = item
+                return self._compiled_for(program, device, wide=wide)
+
+            done = in_parallel(compiled, missing.values())
             self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in programs]
 
@@ -296,12 +305,15 @@ def _layer_key(
 ) -> Hashable:
     """Returns a value that is equal for layers that are alike and keep the same candidates."""
     # The kinds of the values that a layer reads and writes count, but not their numbers.
-    are_partial = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
+    are_partial = []
+    for ref in body.reads:
+        is_tensor = ref.kind is ValueKind.TENSOR
+        are_partial.append(is_tensor and ref.index in partial)
     reads = tuple(ref.kind for ref in body.reads)
     writes = tuple(ref.kind for ref in body.writes)
     return (
         body.structure,
-        are_partial,
+        tuple(are_partial),
         reads,
         writes,
         body.differentiable,

@@ -28,8 +28,11 @@ def shifted(shapes: Shapes, factor: int) -> Program:
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        pairs = zip(values[:n], values[n:], strict=True)
-        return [w + np.asarray(factor, w.dtype) * v for w, v in pairs]
+        results = []
+        for w, v in zip(values[:n], values[n:], strict=True):
+            by = np.asarray(factor, w.dtype)
+            results.append(w + by * v)
+        return results
 
     key = "shifted", factor, types_of(shapes)
     return Program(key, run, (*shapes, *shapes))
@@ -40,8 +43,9 @@ def difference(shapes: Shapes) -> Program:
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        pairs = zip(values[:n], values[n : 2 * n], strict=True)
-        return [after - before for before, after in pairs]
+        before = values[:n]
+        after = values[n : 2 * n]
+        return [new - old for old, new in zip(before, after, strict=True)]
 
     # The program takes the last updates only to overwrite them.
     last_updates = tuple(range(2 * n, 3 * n))
@@ -97,7 +101,8 @@ def settled(
         for a, b in zip(old, new, strict=True):
             updates.append((b - a) * by.astype(a.dtype))
         after = [a + update for a, update in zip(old, updates, strict=True)]
-        return [*after, *map(mean, delta, updates), t + np.int32(1)]
+        means = map(mean, delta, updates)
+        return [*after, *means, t + np.int32(1)]
 
     key = "settled", tau, decay, anneal_updates, types_of(shapes)
     # Everything is overwritten except the weights before the update, which others may still read.

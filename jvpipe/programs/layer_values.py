@@ -1,0 +1,74 @@
+"""The values of a layer's candidates and outputs, bitwise identical in all programs.
+
+A candidate may be kept by the forward or recomputed by the backward, and both programs have to give
+the same value. So its value comes from a call that is compiled alike in all programs (see
+`jvpipe.programs.outline`), and only its derivative comes from the layer's own equations. A candidate
+also passes an optimization barrier, so the compiler never fuses it with its readers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jvpipe import _jax
+from jvpipe.programs.outline import outline
+from jvpipe.trace import jaxprs
+from jvpipe.trace.graph import Body
+
+
+def run_layer(body: Body, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a layer.
+
+    Everything is computed twice: by the layer's equations, through which gradients flow, and by
+    calls, which no gradient enters. A candidate or output takes its value from the call and its
+    derivative from the equations. The compiler drops results that nobody reads.
+
+    Args:
+        body: the layer's equations.
+        inputs: the values of its inputs.
+    """
+    env = dict(zip(body.inputs, inputs, strict=True))  # the values of the equations
+    fixed = {v: jax.lax.stop_gradient(x) for v, x in env.items()}
+    calls = outline(body)
+    for position, eqn in enumerate(body.eqns):
+        jaxprs.run_jaxpr([eqn], env)
+        if eqn.effects:  # an equation with effects runs once, and calls read its results
+            fixed |= {v: jax.lax.stop_gradient(env[v]) for v in eqn.outvars}
+        elif position in calls:
+            fixed |= calls[position](fixed)
+        for v in eqn.outvars:
+            if name := body.candidates.get(v):
+                valued = _valued(env[v], fixed[v])
+                env[v] = _candidate(valued, name)
+                fixed[v] = jax.lax.stop_gradient(env[v])
+    last = calls.get(len(body.eqns))
+    if last:
+        fixed |= last(fixed)
+    results = []
+    for v in body.outputs:
+        if isinstance(v, _jax.Literal):
+            results.append(v.val)
+        else:
+            results.append(_valued(env[v], fixed[v]))
+    return results
+
+
+# Has the value of the second argument and the derivative of the first. The two arguments differ only
+# by how they are rounded.
+_valued = jax.custom_jvp(lambda differentiable, value: value)
+_valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+
+
+def _candidate(x: jax.Array, name: str) -> jax.Array:
+    """Returns a value that can be saved under a name.
+
+    `jax.checkpoint` saves no complex values: they are saved as their real and imaginary parts.
+    """
+    if not jnp.iscomplexobj(x):
+        return checkpoint_name(jax.lax.optimization_barrier(x), name)
+    stacked = jnp.stack([x.real, x.imag])
+    parts = checkpoint_name(jax.lax.optimization_barrier(stacked), name)
+    return jax.lax.complex(parts[0], parts[1])

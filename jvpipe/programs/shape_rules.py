@@ -1,0 +1,149 @@
+"""Rules for equations that change shapes or work along some axes, if their operand is in parts.
+
+A rule says how the equation runs on each part by itself. For example, [6, 4] in 3 parts along axis 0
+is transposed in 3 parts, and the results are parts of [4, 6] along axis 1.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jvpipe import _jax
+from jvpipe._jax import JaxprEqn
+from jvpipe.programs.cut_arrays import cut_shape
+
+Params = dict[str, Any]
+
+
+def on_a_part(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
+    """Returns how an equation runs on each part of its operand by itself.
+
+    Args:
+        eqn: the equation.
+        axis: the axis along which the operand is cut.
+        count: the number of parts.
+
+    Returns:
+        The parameters of the equation that runs on a part, and the axis along which the whole result
+        is then cut; None if the parts do not stay apart, or if the equation has no rule.
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    return None if rule is None else rule(eqn, axis, count)
+
+
+_Rule = Callable[[JaxprEqn, int, int], tuple[Params, int] | None]
+"""A rule for some equations, with the arguments and results of `on_a_part`."""
+
+
+def _broadcast_in_dim(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int]:
+    target = int(eqn.params["broadcast_dimensions"][axis])
+    return {"shape": cut_shape(eqn.params["shape"], target, count)}, target
+
+
+def _reshape(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
+    """Finds the axis of a reshaped array along which the parts of the operand stay apart.
+
+    The sizes in front of this axis must have the same product as the sizes in front of the
+    operand's axis, and the number of parts must divide the size of this axis.
+    """
+    # Example: [2, 6, 5] in 3 parts along axis 1 becomes [2, 3, 10] in 3 parts along axis 1. The
+    # product in front of both axes is 2, and 3 parts divide the size 3.
+    if eqn.params["dimensions"] is not None:
+        return None
+    before = math.prod(_jax.aval(eqn.invars[0]).shape[:axis])
+    shape = eqn.params["new_sizes"]
+    for target, size in enumerate(shape):
+        is_there = math.prod(shape[:target]) == before
+        if is_there and size % count == 0:
+            return {"new_sizes": cut_shape(shape, target, count)}, target
+    return None
+
+
+def _transpose(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int]:
+    return {}, list(eqn.params["permutation"]).index(axis)
+
+
+def _without(name: str) -> _Rule:
+    """Returns the rule for equations that remove the axes in their parameter `name`."""
+
+    def shaped(
+        eqn: JaxprEqn,
+        axis: int,
+        count: int,
+    ) -> tuple[Params, int] | None:
+        removed = eqn.params[name]
+        if axis in removed:
+            return None
+        before = sum(int(d < axis) for d in removed)
+        return {}, axis - before
+
+    return shaped
+
+
+def _along(name: str) -> _Rule:
+    """Returns the rule for equations that work along the axes in their parameter `name`."""
+
+    def shaped(
+        eqn: JaxprEqn,
+        axis: int,
+        count: int,
+    ) -> tuple[Params, int] | None:
+        axes = eqn.params[name]
+        works_along = axis in axes if isinstance(axes, tuple) else axis == axes
+        return None if works_along else ({}, axis)
+
+    return shaped
+
+
+def _slice(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
+    size = _jax.aval(eqn.invars[0]).shape[axis]
+    if _jax.aval(eqn.outvars[0]).shape[axis] != size:
+        return None
+    return {"limit_indices": cut_shape(eqn.params["limit_indices"], axis, count)}, axis
+
+
+def _pad(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
+    return None if any(eqn.params["padding_config"][axis]) else ({}, axis)
+
+
+REDUCTIONS = frozenset(
+    f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")
+)
+
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys([*REDUCTIONS, "argmax", "argmin"], _without("axes")),
+    **dict.fromkeys(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"], _along("axis")),
+    "broadcast_in_dim": _broadcast_in_dim,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _along("dimensions"),
+    "slice": _slice,
+    "sort": _along("dimension"),
+    "squeeze": _without("dimensions"),
+    "transpose": _transpose,
+}

@@ -1,0 +1,123 @@
+"""A traced optimizer's `update` and `init` as functions whose inputs and results are slots.
+
+A slot is the name of an array (see `jvpipe.programs.pieces`). Given the homes of the slots, every
+equation of such a function gets a place, and the placed equations become a `Flow`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
+from jvpipe.programs.flow import Flow
+from jvpipe.programs.optimizer_trace import TracedOptimizer
+from jvpipe.programs.ownership import Input, Output, Placement, place_operands
+from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.transformations import scope_of
+from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
+
+EVERYWHERE = Input("everywhere")
+"""The home of slots of which each layer has a copy."""
+
+
+@dataclass(frozen=True)
+class SlotProgram:
+    """A traced `update` or `init`.
+
+    Attributes:
+        closed: its equations.
+        inputs: the slot of each input.
+        results: the slot of each result.
+    """
+
+    closed: ClosedJaxpr
+    inputs: tuple[Slot, ...]
+    results: tuple[Slot, ...]
+
+    def of_kind(self, kind: SlotKind) -> list[Slot]:
+        """Returns the results of a kind."""
+        return [slot for slot in self.results if slot.kind is kind]
+
+    def outputs(self, homes: Mapping[Slot, Input]) -> list[Output]:
+        """Returns the results, each with its home; a slot that `homes` lacks is everywhere."""
+        named = zip(self.closed.jaxpr.outvars, self.results, strict=True)
+        return [Output(atom, homes.get(slot, EVERYWHERE).home, slot) for atom, slot in named]
+
+    def origins(self, homes: Mapping[Slot, Input]) -> dict[Var, Input]:
+        """Returns the home of each input; constants and slots that `homes` lacks are everywhere."""
+        named = zip(self.closed.jaxpr.invars, self.inputs, strict=True)
+        constants = dict.fromkeys(self.closed.jaxpr.constvars, EVERYWHERE)
+        inputs = {var: homes.get(slot, EVERYWHERE) for var, slot in named}
+        return constants | inputs
+
+    def placed(self, homes: Mapping[Slot, Input]) -> tuple["SlotProgram", Placement]:
+        """Places all equations; a scan over several layers is split first into one per layer.
+
+        After a split everything is placed again. The recursion ends, because the parts of a split
+        scan work on one layer each, so they are not split again.
+        """
+        eqns = self.closed.jaxpr.eqns
+        placement = place_operands(
+            eqns,
+            self.origins(homes),
+            self.outputs(homes),
+        )
+        if not placement.splits:
+            return self, placement
+        splits = {id(eqns[i]): split for i, split in placement.splits.items()}
+
+        def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+            with jax.named_scope(scope_of(eqn)):
+                split = splits.get(id(eqn))
+                return _jax.bind(eqn, values) if split is None else split(values)
+
+        def run(*values: Any) -> list[Any]:
+            return jaxprs.evaluate(self.closed, values, apply)
+
+        closed = flatten(run, *self.closed.in_avals)
+        return replace(self, closed=closed).placed(homes)
+
+    def flow(self, homes: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
+        """Returns the placed equations, with the slots of inputs and results, for some layers."""
+        program, placement = self.placed(homes)
+        jaxpr = program.closed.jaxpr
+        return Flow(
+            eqns=jaxpr.eqns,
+            constants=dict(zip(jaxpr.constvars, program.closed.consts, strict=True)),
+            inputs=dict(zip(jaxpr.invars, self.inputs, strict=True)),
+            outputs=program.outputs(homes),
+            placement=placement,
+            layers=layers,
+        )
+
+
+def slot_programs(
+    traced: TracedOptimizer,
+    readers: Sequence[int],
+    *,
+    weighted: bool,
+    grad_norm: bool,
+) -> tuple[SlotProgram, SlotProgram]:
+    """Returns a traced optimizer's update and init, with the slots of their inputs and results.
+
+    Args:
+        traced: the optimizer.
+        readers: the number of gradient accumulators of each parameter.
+        weighted: whether the update takes the number by which it divides the gradients.
+        grad_norm: whether the update also yields the norm of the gradients.
+    """
+    gradients: list[Slot] = []
+    for leaf, count in enumerate(readers):
+        gradients += [Slot(SlotKind.GRADIENT, leaf, reader) for reader in range(count)]
+    weight = [Slot(SlotKind.WEIGHT)] if weighted else []
+    parameters = tuple(Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(readers)))
+    state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
+    norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
+    inputs = (*gradients, *weight, *parameters, *state)
+    results = (*parameters, *state, *norm)
+    update = SlotProgram(traced.update, inputs, results)
+    return update, SlotProgram(traced.init, parameters, state)

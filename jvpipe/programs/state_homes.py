@@ -1,0 +1,126 @@
+"""The homes of an optimizer's slots: which layer has each gradient, parameter and leaf of the state.
+
+A parameter belongs to its owner, and so do its gradients and the state that mirrors it. A placed
+update shows that some other leaves of the state, too, are made and read by a single layer: they
+belong to that layer. Each layer has a copy of the remaining state, such as a count of updates. The
+global program has a copy of the part of it that it reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jvpipe.programs.flow import Flow
+from jvpipe.programs.optimizer_trace import TracedOptimizer
+from jvpipe.programs.ownership import Input, check_owned, destinations
+from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.slot_program import EVERYWHERE, SlotProgram
+
+
+def homes_of(
+    update: SlotProgram,
+    init: SlotProgram,
+    traced: TracedOptimizer,
+    of_leaf: Sequence[Input],
+) -> dict[Slot, Input]:
+    """Returns the homes of slots: parameters, with their gradients and state, belong to layers.
+
+    Args:
+        update: the update, with the slots that it takes and yields.
+        init: `init`, with its slots.
+        traced: says which parameter each leaf of the state belongs to.
+        of_leaf: the home of each parameter.
+    """
+    gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
+    homes = {slot: of_leaf[slot.index] for slot in (*gradients, *init.inputs)}
+    states = update.of_kind(SlotKind.STATE)
+    for slot, leaf in zip(states, traced.parameter_of, strict=True):
+        if leaf is not None:
+            homes[slot] = of_leaf[leaf]
+    # The norm is a number about all layers, which the global program yields.
+    for slot in update.of_kind(SlotKind.GRAD_NORM):
+        homes[slot] = Input("global")
+    return homes
+
+
+def settled(
+    update: SlotProgram,
+    homes: Mapping[Slot, Input],
+    layers: Sequence[int],
+) -> tuple[Flow, dict[Slot, Input]]:
+    """Places an update, again and again until the homes of the state no longer change.
+
+    Placing may show that a leaf of state is a single layer's. With this leaf at its layer, other
+    equations may get other places, so everything is placed again. The rounds end, because each
+    gives another leaf to a layer, and a leaf that has a layer keeps it.
+
+    Args:
+        update: the traced update.
+        homes: the homes of gradients, parameters and their state.
+        layers: the layers that own parameters.
+
+    Returns:
+        The placed update, and all homes.
+
+    Raises:
+        ValueError: the update mixes large arrays of several layers, or has side effects.
+    """
+    homes = dict(homes)
+    flow = update.flow(homes, layers)
+    claims = _claims(flow)
+    # With the claimed leaves placed, further leaves may turn out to be a single layer's.
+    while claims:
+        homes |= claims
+        flow = update.flow(homes, layers)
+        claims = _claims(flow)
+    check_homes(flow, homes)
+    # The global program has copies of the shared state that it reads. To update these copies, it
+    # may read further shared state. The rounds end, because each makes another leaf shared.
+    while (shared := _read_globally(flow)) != flow.shared:
+        flow = replace(flow, shared=shared)
+    return flow, homes
+
+
+def _claims(flow: Flow) -> dict[Slot, Input]:
+    """Returns the state that belongs to no parameter, but that one layer alone makes and reads."""
+    maker: dict[Slot, int] = {}
+    for out in flow.outputs:
+        home = flow.placement.of(out.atom).home
+        if out.home == "everywhere" and isinstance(home, int):
+            maker[out.slot] = home
+    # A result in `maker` has no home yet. If it were one of `others`, it would count as needed
+    # everywhere. So would the values that it is made of, such as its leaf before the update.
+    others = [out for out in flow.outputs if out.slot not in maker]
+    goes_to = destinations(flow.eqns, others)
+    variables = {slot: var for var, slot in flow.inputs.items()}
+    claims: dict[Slot, Input] = {}
+    for slot, home in maker.items():
+        reader = goes_to.get(variables[slot], home)
+        if reader == home:
+            claims[slot] = Input(home)
+    return claims
+
+
+def check_homes(flow: Flow, homes: Mapping[Slot, Input]) -> None:
+    """Checks that each home makes by itself the large results that it needs.
+
+    Args:
+        flow: a placed `update` or `init`.
+        homes: the homes of its slots; other slots are everywhere.
+
+    Raises:
+        ValueError: a layer makes a large result that another home needs.
+    """
+    inputs = {var: homes.get(slot, EVERYWHERE) for var, slot in flow.inputs.items()}
+    check_owned(flow.eqns, inputs, flow.outputs, flow.placement)
+
+
+def _read_globally(flow: Flow) -> frozenset[Slot]:
+    """Returns the state of which each layer has a copy and which the global program reads, too."""
+    read = set()
+    for v, slot in flow.inputs.items():
+        is_copied = flow.placement.of(v).home == "everywhere"
+        if slot.kind is not SlotKind.STATE or not is_copied:
+            continue
+        if "global" in flow.readers[v]:
+            read.add(slot)
+    return frozenset(read)
