@@ -26,11 +26,11 @@ from jvpipe.ir.layers import LayerGraph, Signature, SplitSignature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import AddRun, ConcatRun, JoinRun, Row, SliceRun, StateRun
 from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.exchange import REDUCED
 from jvpipe.lowering.graph_arrays import graph_array
 from jvpipe.lowering.layout import SliceLayout
 from jvpipe.lowering.placement import Placement, written_state
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
-from jvpipe.lowering.slicing import REDUCED
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.loss import Parts
 from jvpipe.programs.model import Share, programs_of
