@@ -110,7 +110,12 @@ def _losses(
             run.forget()
 
 
-def _begun(session: Session, versions: VersionLedger, params: Tree, model_state: Tree) -> Replay:
+def _begun(
+    session: Session,
+    versions: VersionLedger,
+    params: Tree,
+    model_state: Tree,
+) -> Replay:
     """Returns a replay at the start of a run, with a fresh optimizer state."""
     compiled, settings = session.compiled, session.settings
     stacks, cut = session.trees.stacks, compiled.optimizer

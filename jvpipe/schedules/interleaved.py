@@ -55,7 +55,13 @@ class InterleavedLists:
         late = range(devices) if self.late is None else self.late
         return tuple(self._device(d, devices, microbatches, late[d]) for d in range(devices))
 
-    def _device(self, d: int, devices: int, microbatches: int, late: int) -> tuple[Task, ...]:
+    def _device(
+        self,
+        d: int,
+        devices: int,
+        microbatches: int,
+        late: int,
+    ) -> tuple[Task, ...]:
         """Makes the list of device d: some forwards, then one forward and one backward in turn."""
         rounds = _rounds(devices, microbatches)
         chunks = range(self.chunks)
@@ -117,7 +123,11 @@ class Interleaved(Schedule):
     """
 
     def __init__(
-        self, *, chunks: int = 2, split: bool = False, late: Sequence[int] | None = None
+        self,
+        *,
+        chunks: int = 2,
+        split: bool = False,
+        late: Sequence[int] | None = None,
     ) -> None:
         checked_flag("split", split)
         at_least(1, chunks=chunks)

@@ -330,7 +330,11 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
 
 
 @lru_cache(maxsize=256)
-def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Holding, ...], ...]:
+def _held(
+    schedule: Schedule,
+    devices: int,
+    microbatches: int,
+) -> tuple[tuple[Holding, ...], ...]:
     count = microbatches
     if not schedule.synchronous:
         # After so many micro-batches the pipeline of a stream is full, and holds no more later.
@@ -339,7 +343,11 @@ def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Ho
     return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
 
 
-def _largest_holdings(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ...]:
+def _largest_holdings(
+    tasks: Sequence[Task],
+    chunks: int,
+    devices: int,
+) -> tuple[Holding, ...]:
     """Finds the holdings of a device, except any that another one equals or exceeds in every entry.
 
     Only the moments before a task that releases something are looked at, because between them a

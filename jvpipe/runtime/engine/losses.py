@@ -59,7 +59,13 @@ class LossWatch:
         """Adds the losses of a step that has been dispatched."""
         self._steps.append(losses)
 
-    def check(self, params: Callable[[], Tree], *, wait: bool = False, last: bool = True) -> None:
+    def check(
+        self,
+        params: Callable[[], Tree],
+        *,
+        wait: bool = False,
+        last: bool = True,
+    ) -> None:
         """Warns of losses that are not finite, or raises an error if training cannot go on.
 
         Args:

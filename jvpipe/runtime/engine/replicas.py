@@ -126,7 +126,9 @@ class Replicas:
         return self._programs[key]
 
     def layouts(
-        self, layout: int, split: Mapping[int, SplitSignature]
+        self,
+        layout: int,
+        split: Mapping[int, SplitSignature],
     ) -> dict[Examples, SliceLayout]:
         """Returns the signatures of layers on each slice: the values that programs take and give.
 
@@ -286,7 +288,12 @@ def check_replicable(schedule: Schedule, *, has_order: bool = False) -> None:
         )
 
 
-def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatches: int) -> None:
+def check_replicas(
+    plan: Plan,
+    schedule: Schedule,
+    graph: LayerGraph,
+    microbatches: int,
+) -> None:
     """Checks that a plan with replicas can run.
 
     Args:

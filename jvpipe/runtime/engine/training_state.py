@@ -187,7 +187,10 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
 
 
 def _made_leaf(
-    store: ProgramStore, eqns: Sequence[_jax.JaxprEqn], out: _jax.Atom, env: dict[_jax.Atom, Any]
+    store: ProgramStore,
+    eqns: Sequence[_jax.JaxprEqn],
+    out: _jax.Atom,
+    env: dict[_jax.Atom, Any],
 ) -> Leaf:
     """Returns the leaf that makes one array.
 

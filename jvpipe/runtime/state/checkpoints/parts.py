@@ -41,7 +41,12 @@ class _Part:
     raw: list[list[Any]]
 
 
-def save_parts(hosts: Hosts, path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
+def save_parts(
+    hosts: Hosts,
+    path: str | Path,
+    arrays: Arrays,
+    meta: Mapping[str, Any],
+) -> None:
     """Writes a checkpoint together with all other processes; if one fails, nothing changes.
 
     Args:
