@@ -150,8 +150,8 @@ class Hosts(Channel):
         other = next(i for i, theirs in enumerate(texts) if theirs != text)
         line, their_line = unlike(text, texts[other])
         raise Disagreement(
-            f"{name} differ between processes: {part} is {line!r} in process {self.process} and {their_line!r} in "
-            f"process {other}"
+            f"{name} differ between processes: {part} is {line!r} in process "
+            f"{self.process} and {their_line!r} in process {other}"
         )
 
     def together(self, name: str, act: Callable[[], T]) -> T:

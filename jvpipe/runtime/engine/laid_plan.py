@@ -63,7 +63,8 @@ class LaidPlan:
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
             raise ValueError(
-                f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last micro-batch"
+                f"checkpoint='except_last' means nothing under {self.schedule.name}: "
+                "a stream has no last micro-batch"
             )
         self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
         graph = self.traced.graph

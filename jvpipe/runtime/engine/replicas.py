@@ -119,8 +119,9 @@ class Replicas:
             if _interface(programs.signature) != _interface(whole[layer].signature):
                 name = self.traced.graph.label(self.traced.graph.layers[layer])
                 raise ValueError(
-                    f"layer {name} leaves other values for its backward on {examples.size} examples than on "
-                    f"{self.traced.graph.examples}: give its stage one device, or use larger micro-batches"
+                    f"layer {name} leaves other values for its backward on {examples.size} "
+                    f"examples than on {self.traced.graph.examples}: "
+                    "give its stage one device, or use larger micro-batches"
                 )
             self._programs[key] = programs
         return self._programs[key]
@@ -251,9 +252,9 @@ class Replicas:
             can_be_shared = spread.over in REDUCED and is_number and not divides
             if not can_be_shared:
                 raise ValueError(
-                    f"tensor '{tensor.array.name}' goes from stage to stage without an axis of examples, and stages "
-                    f"{stages} have {replicas} replicas: give them as many as each other, or move "
-                    "the cut"
+                    f"tensor '{tensor.array.name}' goes from stage to stage without an "
+                    f"axis of examples, and stages {stages} have {replicas} replicas: "
+                    "give them as many as each other, or move the cut"
                 )
 
 
@@ -283,8 +284,8 @@ def check_replicable(schedule: Schedule, *, has_order: bool = False) -> None:
     """
     if has_order or schedule == AUTO or isinstance(schedule.lists, GivenLists):
         raise ValueError(
-            "replicated stages cannot run under an order that a planner has chosen, yet: use '1f1b', 'zb-h1' or "
-            "another rule, or one device for each stage"
+            "replicated stages cannot run under an order that a planner has chosen, yet: "
+            "use '1f1b', 'zb-h1' or another rule, or one device for each stage"
         )
 
 
@@ -311,13 +312,16 @@ def check_replicas(
         check_turns(schedule, plan, microbatches)
         if written := sorted(graph.state[k].name for k in written_state(graph)):
             raise ValueError(
-                f"model state '{written[0]}' goes from micro-batch to micro-batch, and under {schedule.name} the "
-                "devices of a stage take turns in these: use a synchronous schedule, or one device for each stage"
+                f"model state '{written[0]}' goes from micro-batch to micro-batch, "
+                f"and under {schedule.name} the devices of a stage take turns in these: "
+                "use a synchronous schedule, or one device for each stage"
             )
         return
     widest = max(plan.replicas)
     if widest > graph.examples:
         raise ValueError(
-            f"stage {plan.replicas.index(widest)} has {widest} replicas, and a micro-batch {graph.examples} examples: "
-            "each replica needs one at least. Use fewer replicas, fewer micro-batches or larger batches"
+            f"stage {plan.replicas.index(widest)} has {widest} replicas, "
+            f"and a micro-batch {graph.examples} examples: "
+            "each replica needs one at least. "
+            "Use fewer replicas, fewer micro-batches or larger batches"
         )

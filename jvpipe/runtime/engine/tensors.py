@@ -185,7 +185,8 @@ def _exceeded(
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(
-        f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. It holds {holders}. "
-        f"A limit of {peak.bytes:,} bytes would do; so may more stages or more micro-batches",
+        f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. "
+        f"It holds {holders}. A limit of {peak.bytes:,} bytes would do; "
+        "so may more stages or more micro-batches",
         max(fullest, peak.bytes),
     )

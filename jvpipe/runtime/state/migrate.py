@@ -79,8 +79,9 @@ class PlanChange:
     def __str__(self) -> str:
         moved = ", ".join(f"{layer} from {a} to {b}" for layer, a, b in self.layers)
         return (
-            f"step {self.step}, micro-batch {self.microbatch}: {self.why}; cuts {list(self.old.cuts)} to "
-            f"{list(self.new.cuts)}, {self.moved_bytes:,} bytes moved {self.how}; "
+            f"step {self.step}, micro-batch {self.microbatch}: {self.why}; "
+            f"cuts {list(self.old.cuts)} to {list(self.new.cuts)}, "
+            f"{self.moved_bytes:,} bytes moved {self.how}; "
             f"{f'layers {moved}' if moved else 'only fates changed'}"
         )
 

@@ -75,9 +75,10 @@ class Origins:
             old = before.get((kind, array.name), array)
             if kind in self.values and old != array:
                 raise ValueError(
-                    f"{kind} '{array.name}' is {array.dtype}{list(array.shape)} in the new model, "
-                    f"{old.dtype}{list(old.shape)} in the present one: give it another path, for instance a name that "
-                    "tells its shape, so that each keeps its own values"
+                    f"{kind} '{array.name}' is {array.dtype}{list(array.shape)} in the new "
+                    f"model, {old.dtype}{list(old.shape)} in the present one: "
+                    "give it another path, for instance a name that tells its shape, "
+                    "so that each keeps its own values"
                 )
         for arrival in self.arrivals:
             kind, array = arrival.identity

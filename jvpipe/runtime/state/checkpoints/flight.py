@@ -211,8 +211,9 @@ def restore_in_flight(
     # buffers differently cannot restore them.
     if unknown := sorted(values.keys() ^ set(names)):
         raise ValueError(
-            f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): another version wrote it. "
-            "Restore it there, save what pipe.drain returns, and go on from that here"
+            f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): "
+            "another version wrote it. Restore it there, save what pipe.drain returns, "
+            "and go on from that here"
         )
     arrays = []
     for b, name in zip(step.lowered.final, names, strict=True):

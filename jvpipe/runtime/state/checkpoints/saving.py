@@ -169,9 +169,11 @@ class Saving:
         if in_flight["bound_to"] != self._binding or then != now:
             saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
             raise ValueError(
-                f"{path} was saved in flight under {saved['name']} with cuts {cuts} on devices {then} and {micro} "
-                "micro-batches: only the same schedule, cuts, devices, fates and micro-batches can go on. Use these "
-                "(its plan is jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
+                f"{path} was saved in flight under {saved['name']} with cuts {cuts} on "
+                f"devices {then} and {micro} micro-batches: "
+                "only the same schedule, cuts, devices, fates and micro-batches can go on. "
+                "Use these (its plan is jvpipe.checkpoint_plan(path)), "
+                "or save a state that pipe.drain returned"
             )
 
     @property
@@ -241,7 +243,8 @@ def saved_inputs(
     unknown = [name for name, shape in shapes.items() if shape is None]
     if unknown:
         raise ValueError(
-            f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
+            f"{path} does not tell the containers of its {' and '.join(unknown)}: "
+            "call init before restore"
         )
     try:
         trees = {name: skeleton.load_container(shape) for name, shape in shapes.items()}
