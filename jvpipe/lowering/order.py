@@ -174,7 +174,11 @@ class _Neighbors:
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]
         for tensor in graph.tensors:
-            self._connect(tensor.producer, tensor.readers, back=tensor.differentiable)
+            self._connect(
+                tensor.producer,
+                tensor.readers,
+                back=tensor.differentiable,
+            )
         for parameter in graph.parameters:
             if not parameter.frozen:
                 self._connect(parameter.owner, parameter.readers, back=True)
@@ -212,7 +216,9 @@ class Waits:
         # Most micro-batches share a plan.
         neighbors = {id(plan): _Neighbors(graph, plan) for plan in plans}
         self.at = [neighbors[id(plan)] for plan in plans]
-        writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
+        writer: dict[int, int] = {}  # by leaf of the model state: the layer that writes it
+        for layer in graph.layers:
+            writer |= dict.fromkeys(layer.writing(ValueKind.STATE), layer.id)
         self._carried: list[tuple[int, int]] = []  # a layer that reads model state, and its writer
         for layer in graph.layers:
             for k in layer.reading(ValueKind.STATE):
@@ -232,7 +238,8 @@ class Waits:
             case Kind.B | Kind.I:
                 yield Task(s, Kind.F, m)
                 for p in here.after[s]:
-                    yield Task(p, Kind.I if (p, m) in self._split else Kind.B, m)
+                    half = Kind.I if (p, m) in self._split else Kind.B
+                    yield Task(p, half, m)
             case Kind.W:
                 yield Task(s, Kind.I, m)
             case Kind.U:
@@ -295,9 +302,12 @@ def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
         task: any task; only backwards add to sums.
     """
     s, kind, m = task
-    if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:
-        layers = plans[m].stages[s].layers
-        before = plans[m - 1]
-        for p in {before.stage_of(layer) for layer in layers}:
-            if p != s:
-                yield Task(p, kind, m - 1)
+    if not (KINDS[kind].accumulates and m):
+        return
+    before, now = plans[m - 1], plans[m]
+    if before is now:
+        return
+    stages = {before.stage_of(layer) for layer in now.stages[s].layers}
+    for p in stages:
+        if p != s:
+            yield Task(p, kind, m - 1)

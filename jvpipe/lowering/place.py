@@ -17,6 +17,7 @@ runs cannot change what it computes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from jvpipe.ir.buffers import Copy, Spot
 from jvpipe.ir.kinds import KINDS, Kind
@@ -50,7 +51,13 @@ class Placer(Carrier):
         """Begins a block of rows: for a task, or for rows that belong to no task (None)."""
         self.blocks.append(Block(task))
 
-    def perform(self, op: Operation, *, keeps: bool = False, place: int | None = None) -> None:
+    def perform(
+        self,
+        op: Operation,
+        *,
+        keeps: bool = False,
+        place: int | None = None,
+    ) -> None:
         """Writes an operation's row, between the copies of what it reads and of what it delivers.
 
         Args:
@@ -83,22 +90,30 @@ class Placer(Carrier):
         for value in op.forgets:
             holder = self.holder_near(value, here)
             if holder is not None:
-                self.rename(self.current[value, holder], Spot(value, holder, Copy.STALE))
+                forgotten = self.current[value, holder]
+                self.rename(forgotten, Spot(value, holder, Copy.STALE))
 
     def _deliver(self, op: Operation, here: int) -> None:
         """Sends the values that an operation delivers to all other places where they are read."""
-        for value, layers, examples in op.delivers:
-            targets = [self.where.of(layer, e) for layer in layers for e in examples]
+        layer, m = op.layer, op.microbatch
+        for value, readers, examples in op.delivers:
+            pairs = product(readers, examples)
+            targets = [self.where.of(reader, part) for reader, part in pairs]
             for target in dict.fromkeys(targets):
                 if target != here:
-                    self.bring(value, here, op.layer, op.microbatch)
-                    self.send(value, here, target, op.layer, op.microbatch)
+                    self.bring(value, here, layer, m)
+                    self.send(value, here, target, layer, m)
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
         """Returns the buffer that an operation reads. A value that lies elsewhere is brought first.
 
         Batches and seeds are fed from the host. Values that an update or a sum of gradients takes
         from other layers or replicas are sent. Any other value belongs to the layer and is moved.
+
+        Args:
+            value: the value that is read.
+            op: the operation.
+            here: the place of the operation.
         """
         layer, m = op.layer, op.microbatch
         # Optimizer state may be here with a new fate. Then `bring` moves it to or from the host.
@@ -128,6 +143,11 @@ class Placer(Carrier):
 
         If the operation reads the buffer, its contents are fetched. If it only writes the buffer,
         nothing is fetched.
+
+        Args:
+            op: the operation.
+            reads: the buffers that it reads.
+            writes: the buffers that it writes.
         """
         fetched: dict[int, int] = {}
         for b in dict.fromkeys((*reads, *writes)):
@@ -150,7 +170,8 @@ class Placer(Carrier):
         """
         for away, b in written.items():
             value, place, _ = self.spots[away]
-            new = self.fresh(value, place, self.buffers[away].bytes, Copy.AWAY)
+            size = self.buffers[away].bytes
+            new = self.fresh(value, place, size, Copy.AWAY)
             self.row(Kind.OUT, place, op.layer, op.microbatch, [b], [new])
 
     def _fed_bytes(self, value: Value) -> int:
@@ -161,9 +182,10 @@ class Placer(Carrier):
         match value.kind:
             case ValueKind.BATCH:
                 size = self.graph.batch[value.index].bytes
-                if value.examples is not None:
-                    size = size // self.graph.examples * value.examples.size
-                return size
+                if value.examples is None:
+                    return size
+                bytes_per_example = size // self.graph.examples
+                return bytes_per_example * value.examples.size
             case ValueKind.SEED:
                 return self.graph.seed_bytes
             case _:
@@ -173,12 +195,18 @@ class Placer(Carrier):
         """Returns the buffer that an operation writes.
 
         The next version of a parameter overwrites the version before it, unless `keeps` is true.
+
+        Args:
+            write: the value that is written.
+            here: the place of the operation.
+            keeps: see `perform`.
         """
         value, size, copy = write
         if copy is Copy.OWN and (value, here) in self.current:
             return self.current[value, here]
         if value.kind is ValueKind.PARAMETER and not keeps:
-            before = self.current[value._replace(version=value.version - 1), here]
+            old = value._replace(version=value.version - 1)
+            before = self.current[old, here]
             self.rename(before, Spot(value, here))
             return before
         return self.buffer(value, here, size, copy)

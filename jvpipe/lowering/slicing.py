@@ -80,7 +80,8 @@ class Slicing(Exchange):
                     delivers += self.to_all_replicas(value, layers)
                 examples = None
                 if op.layer != NONE:
-                    examples = self.where.slices(op.layer)[self.where.updating_replica[op.layer]]
+                    replica = self.where.updating_replica[op.layer]
+                    examples = self.where.slices(op.layer)[replica]
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
@@ -101,10 +102,12 @@ class Slicing(Exchange):
             if len(slices) == 1:
                 continue
             by_replica: dict[int, list[int]] = {}
-            for p in graph.trained(graph.layers[layer].reading(ValueKind.PARAMETER)):
+            read = graph.layers[layer].reading(ValueKind.PARAMETER)
+            for p in graph.trained(read):
                 owner = graph.parameters[p].owner
-                is_owned = where.stage[owner] == where.stage[layer]
-                replica = where.updating_replica[owner] if is_owned else layer % len(slices)
+                replica = layer % len(slices)
+                if where.stage[owner] == where.stage[layer]:
+                    replica = where.updating_replica[owner]
                 by_replica.setdefault(replica, []).append(p)
             for replica, parameters in sorted(by_replica.items()):
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in parameters]
@@ -121,7 +124,8 @@ class Slicing(Exchange):
         """
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
-        return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
+        arrays = [self.graph.parameters[p].array for p in trained]
+        return 2 * sum(array.bytes for array in arrays)
 
     def left_bytes(self, op: Operation) -> int:
         """Returns the fewest bytes that a backward (B or W) frees at any replica.
@@ -144,6 +148,11 @@ class Slicing(Exchange):
         """Returns the residuals, or the handed values, that a replica's layer leaves.
 
         Their bytes need not be in proportion to the number of examples.
+
+        Args:
+            op: an operation of the layer.
+            kind: RESIDUAL or HANDED.
+            examples: the examples of the replica.
         """
         assert isinstance(op.run, LayerRun)
         sliced = self._layouts[op.run.layout].sliced[examples]
@@ -164,18 +173,36 @@ class Slicing(Exchange):
         return parts
 
     def _part(self, op: Operation, write: Write, examples: Slice) -> Write:
-        """Names the part of a layer's result that one of its replicas writes."""
+        """Names the part of a layer's result that one of its replicas writes.
+
+        Args:
+            op: the operation of all replicas.
+            write: the whole result.
+            examples: the examples of the replica.
+        """
         value, size, copy = write
         if examples is not None and value.kind in (ValueKind.RESIDUAL, ValueKind.HANDED):
             size = self._left(op, value.kind, examples)[value.index].bytes
-        is_shared = self.is_shared(value)
-        part = value._replace(examples=examples) if is_shared else self.named(value, examples)
+        part = self.named(value, examples)
+        if self.is_shared(value):
+            part = value._replace(examples=examples)
         return Write(part, self.part_bytes(value, size, examples), copy)
 
     # Operations
 
-    def _replica(self, op: Operation, examples: Slice, delivers: Sequence[Delivery]) -> Operation:
-        """Makes the operation of one replica."""
+    def _replica(
+        self,
+        op: Operation,
+        examples: Slice,
+        delivers: Sequence[Delivery],
+    ) -> Operation:
+        """Makes the operation of one replica.
+
+        Args:
+            op: the operation of all replicas.
+            examples: the examples of the replica.
+            delivers: the values that the replica delivers whole.
+        """
         run = op.run
         if examples is not None and KINDS[op.kind].runs is Runs.LAYER:
             layout = run.layout if isinstance(run, LayerRun) else 0
