@@ -4,12 +4,14 @@ The ledger says which version of the weights each forward and backward read. So 
 the same tasks one after another, with bitwise identical results.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
 
+from jvpipe.ir.use import Use
 from jvpipe.pipeline import Pipeline
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.versions import VersionLedger
@@ -63,49 +65,80 @@ def replay(
     versions, session = ledger.versions, pipe.session
     if not versions.complete:
         raise ValueError(
-            "this run was resumed in flight, and its ledger does not go back to its start: replay a run that was not"
+            "this run was resumed in flight, and its ledger does not go back to its start: "
+            "replay a run that was not"
         )
     run = _begun(session, versions, params, model_state)
-    losses: list[float] = []
     words = None if rng is None else key_words(rng)
     uses_of = versions.microbatches()
+    losses: list[float] = []
     for batch in batches:
-        feeds: Any = None
-        for m, (uses, drained) in zip(range(session.settings.microbatches), uses_of, strict=False):
-            first = uses[0]
-            feeds = feeds or session.feeds(
-                batch, words, first.microbatch // session.settings.microbatches
-            )
-            leaves = [feeds["batch", i][m] for i in range(len(jax.tree.leaves(batch)))]
-            compiled = session.compiled_in_the_past(batch, first.microbatch, first.version)
-            losses.append(
-                run.microbatch(compiled, uses, leaves, None if rng is None else feeds["seed", 0][m])
-            )
-            if drained:
-                run.forget()
+        uses_of_step = islice(uses_of, session.settings.microbatches)
+        losses += _losses(session, run, batch, words, uses_of_step)
     return jax.tree.map(np.asarray, session.trees.join_params(run.parameters)), losses
 
 
-def _begun(session: Session, versions: VersionLedger, params: Tree, model_state: Tree) -> Replay:
+def _losses(
+    session: Session,
+    run: Replay,
+    batch: Tree,
+    words: np.ndarray | None,
+    uses_of_step: Iterable[tuple[Sequence[Use], bool]],
+) -> Iterator[float]:
+    """Computes the micro-batches of one batch again, and yields the loss of each.
+
+    Args:
+        session: the session that ran them.
+        run: the replay, which has computed all micro-batches before these.
+        batch: the batch.
+        words: the words of the run's key, or None.
+        uses_of_step: for each micro-batch, the versions that its tasks read, and whether the
+            pipeline was drained after it.
+    """
+    count = len(jax.tree.leaves(batch))
+    feeds: Any = None
+    for m, (uses, drained) in enumerate(uses_of_step):
+        first = uses[0]
+        if feeds is None:
+            step = first.microbatch // session.settings.microbatches
+            feeds = session.feeds(batch, words, step)
+        leaves = [feeds["batch", i][m] for i in range(count)]
+        seed = None if words is None else feeds["seed", 0][m]
+        compiled = session.compiled_in_the_past(batch, first.microbatch, first.version)
+        yield run.microbatch(compiled, uses, leaves, seed)
+        if drained:
+            run.forget()
+
+
+def _begun(
+    session: Session,
+    versions: VersionLedger,
+    params: Tree,
+    model_state: Tree,
+) -> Replay:
     """Returns a replay at the start of a run, with a fresh optimizer state."""
-    compiled = session.compiled
-    stacks, cut, settings = session.trees.stacks, compiled.optimizer, session.settings
-    split, init = stacks.split(params), settings.optimizer.init
+    compiled, settings = session.compiled, session.settings
+    stacks, cut = session.trees.stacks, compiled.optimizer
+    split = stacks.split(params)
     shapes = jax.tree.unflatten(cut.state_tree, cut.state)
+    init = settings.optimizer.init
     if settings.stacked:
-        named = stacks.slices_named(settings.frozen)
-        first = _kept(shapes, init(_seen(split, named)))
+        frozen = stacks.slices_named(settings.frozen)
+        first = _kept(shapes, init(_seen(split, frozen)))
     else:
-        named = [i for i, matched in enumerate(stacks.named(settings.frozen)) if matched]
+        matches = stacks.named(settings.frozen)
+        frozen = [i for i, matched in enumerate(matches) if matched]
         joined = stacks.join(shapes, lambda *slices: slices[0])
-        first = stacks.split_like(shapes, _kept(joined, init(_seen(params, named))))
-    moments = jax.tree.leaves(first)
+        first = stacks.split_like(shapes, _kept(joined, init(_seen(params, frozen))))
+    leaves = jax.tree.leaves(first)
+    of_layers = {(j, layer): leaves[j] for j, layer in cut.holders if layer is not None}
+    first_version = min((use.version for use in versions.uses()), default=0)
     return Replay(
         compiled,
         jax.tree.leaves(split),
-        {(j, layer): moments[j] for j, layer in compiled.optimizer.holders if layer is not None},
+        of_layers,
         jax.tree.leaves(model_state),
-        min((use.version for use in versions.uses()), default=0),
+        first_version,
     )
 
 
@@ -130,6 +163,7 @@ def _kept(shapes: Tree, state: Tree) -> Tree:
     def is_nothing(leaf: Any) -> bool:
         return isinstance(leaf, optax.MaskedNode)
 
-    return jax.tree.map(
-        lambda like, x: like if is_nothing(like) else x, shapes, state, is_leaf=is_nothing
-    )
+    def kept(like: Any, leaf: Any) -> Any:
+        return like if is_nothing(like) else leaf
+
+    return jax.tree.map(kept, shapes, state, is_leaf=is_nothing)

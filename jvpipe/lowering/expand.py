@@ -28,20 +28,19 @@ differently, so results would depend on the plan.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import assert_never
 
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.kinds import KINDS, Kind
-from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Signature, Source
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.rows import LayerRun, Run, ZeroRun
 from jvpipe.ir.values import NONE, Value, ValueKind
+from jvpipe.lowering.layer_values import LayerValues
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write
-from jvpipe.lowering.placement import state_layers, written_state
 from jvpipe.lowering.weight_rule import Weights
 
 
-class Expander:
+class Expander(LayerValues):
     """The maker of operations: it takes tasks one by one and tracks which values exist.
 
     Args:
@@ -51,10 +50,8 @@ class Expander:
     """
 
     def __init__(self, graph: LayerGraph, weights: Weights, existing: set[Value]) -> None:
-        self.graph = graph
-        self.weights = weights
+        super().__init__(graph, weights)
         self.existing = existing
-        self._written = written_state(graph)
         self._recomputed: set[tuple[int, int]] = set()  # layers and micro-batches
 
     def operation(
@@ -89,59 +86,6 @@ class Expander:
             delivers=tuple(delivers),
         )
 
-    # Names
-
-    def read_by(
-        self,
-        layer: Layer,
-        ref: Ref,
-        m: int,
-        *,
-        back: bool = False,
-    ) -> Value:
-        """Names a value that a layer reads for a micro-batch.
-
-        A layer reads the model state as the micro-batch before `m` left it.
-
-        Args:
-            layer: the layer that reads.
-            ref: one of the layer's inputs.
-            m: the micro-batch.
-            back: whether the layer's backward reads the value, rather than its forward.
-        """
-        match ref.kind:
-            case ValueKind.PARAMETER:
-                return self.weights.reading(
-                    ref.index,
-                    layer.id,
-                    m,
-                    back=back,
-                )
-            case ValueKind.CONSTANT:
-                return Value(ValueKind.CONSTANT, ref.index)
-            case ValueKind.STATE if ref.index not in self._written:  # one for all micro-batches
-                return Value(ValueKind.STATE, ref.index)
-            case ValueKind.STATE | ValueKind.BATCH | ValueKind.SEED | ValueKind.TENSOR:
-                return Value(ref.kind, ref.index, microbatch=m)
-            case _:
-                raise AssertionError(f"no layer reads {ref}")
-
-    def written_by(self, ref: Ref, m: int) -> Value:
-        """Names a value that a layer writes for a micro-batch.
-
-        The model state that the layer writes is named after the next micro-batch, which reads it.
-
-        Args:
-            ref: one of the layer's outputs.
-            m: the micro-batch.
-        """
-        if ref.kind is ValueKind.STATE:
-            m += 1
-        return Value(ref.kind, ref.index, microbatch=m)
-
-    def _write(self, ref: Ref, m: int, copy: Copy = Copy.OWN) -> Write:
-        return Write.of(self.graph, self.written_by(ref, m), copy)
-
     # Tasks
 
     def forward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
@@ -159,12 +103,12 @@ class Expander:
             back=False,
         )
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
-        writes = [self._write(ref, m) for ref in layer.writes]
+        writes = [self.write(ref, m) for ref in layer.writes]
         # If the layer will be recomputed, these residuals are unused: R makes them again.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         residuals = layout.signatures[layer.id].residuals
-        writes += self._left(ValueKind.RESIDUAL, layer, m, residuals, copy)
-        delivers = self._deliveries(layer, m)
+        writes += self.left(ValueKind.RESIDUAL, layer, m, residuals, copy)
+        delivers = self.deliveries(layer, m)
         run = LayerRun(layout.number)
         yield self.operation(
             Kind.F,
@@ -193,8 +137,8 @@ class Expander:
         writes = []
         for ref in layer.writes:
             copy = Copy.UNUSED if ref.kind is ValueKind.STATE else Copy.OWN
-            writes.append(self._write(ref, m, copy))
-        deliveries = self._deliveries(layer, m)
+            writes.append(self.write(ref, m, copy))
+        deliveries = self.deliveries(layer, m)
         delivers = [x for x in deliveries if x.value.kind is not ValueKind.STATE]
         yield self.operation(
             Kind.E,
@@ -259,13 +203,13 @@ class Expander:
         if signature.is_idle:
             return
         yield from self._before_backward(layer, m, layout, signature)
-        sums = self._sums(layer, m, signature)
+        sums = self.sums(layer, m, signature)
         halves = layout.halves.get(layer.id)
-        handed = self._left(ValueKind.HANDED, layer, m, halves.handed) if halves else []
+        handed = self.left(ValueKind.HANDED, layer, m, halves.handed) if halves else []
         between = KINDS[kind].between
-        reads = [self._source(layer, source, m) for source in signature.sources]
-        reads += [self._cotangent(layer.writes[i], m) for i in signature.cotangents]
-        reads += [self._cotangent(layer.reads[i], m) for i in signature.partial]
+        reads = [self.source(layer, source, m) for source in signature.sources]
+        reads += [self.cotangent(layer.writes[i], m) for i in signature.cotangents]
+        reads += [self.cotangent(layer.reads[i], m) for i in signature.partial]
         if between < 0:
             reads += [write.value for write in handed]
         if self.weights.accumulates:
@@ -275,7 +219,7 @@ class Expander:
         for i in signature.returned:
             ref = layer.reads[i]
             tensor = self.graph.tensors[ref.index]
-            cotangent = self._cotangent(ref, m)
+            cotangent = self.cotangent(ref, m)
             writes.append(Write.of(self.graph, cotangent))
             # The sum so far goes to the next earlier reader or, if there is none, to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
@@ -310,7 +254,7 @@ class Expander:
             yield from self._ensure(layer, ref, m, layout)
         if layer.id in layout.fates.recomputed:
             yield from self._recompute(layer, m, layout)
-        sums = self._sums(layer, m, signature)
+        sums = self.sums(layer, m, signature)
         if self.weights.accumulates and sums and sums[0] not in self.existing:
             yield self._zeros(layer, m)
         parameters = [ref.index for ref in inputs if ref.kind == ValueKind.PARAMETER]
@@ -348,69 +292,6 @@ class Expander:
             reads,
             writes,
         )
-
-    # Parts of operations
-
-    def _left(
-        self,
-        kind: ValueKind,
-        layer: Layer,
-        m: int,
-        arrays: Sequence[Array],
-        copy: Copy = Copy.OWN,
-    ) -> list[Write]:
-        """Names the values that one program of a layer leaves for a later one.
-
-        Args:
-            kind: RESIDUAL or HANDED.
-            layer: the layer.
-            m: the micro-batch.
-            arrays: the values' arrays.
-            copy: which copies of the values the program makes.
-        """
-        values = [Value(kind, i, layer.id, m) for i in range(len(arrays))]
-        pairs = zip(values, arrays, strict=True)
-        return [Write(value, array.bytes, copy) for value, array in pairs]
-
-    def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
-        """Lists a forward's outputs for other layers. Losses are summed where they are made."""
-        graph = self.graph
-        delivers = []
-        for ref in layer.writes:
-            match ref.kind:
-                case ValueKind.TENSOR:
-                    readers = graph.tensors[ref.index].readers
-                case ValueKind.STATE:
-                    readers = tuple(state_layers(graph, ref.index))
-                case ValueKind.AUX:
-                    readers = (graph.loss_layer,)
-                case ValueKind.LOSS:
-                    continue
-                case _:
-                    raise AssertionError(f"no layer writes {ref}")
-            delivers.append(Delivery(self.written_by(ref, m), readers))
-        return delivers
-
-    def _sums(self, layer: Layer, m: int, signature: Signature) -> list[Value]:
-        """Names the sums to which a backward adds its gradients."""
-        parameters = [layer.reads[i].index for i in signature.gradients]
-        return [self.weights.gradient(p, layer.id, m) for p in parameters]
-
-    def _cotangent(self, ref: Ref, m: int) -> Value:
-        return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
-
-    def _source(self, layer: Layer, source: Source, m: int) -> Value:
-        """Names an input, an output or a residual of a forward that its backward reads."""
-        kind, i = source
-        match kind:
-            case "input":
-                return self.read_by(layer, layer.reads[i], m, back=True)
-            case "output":
-                return self.written_by(layer.writes[i], m)
-            case "residual":
-                return Value(ValueKind.RESIDUAL, i, layer.id, m)
-            case _:
-                assert_never(kind)
 
     def _zeros(self, layer: Layer, m: int) -> Operation:
         """Makes fresh accumulators for a layer."""
@@ -453,9 +334,9 @@ class Expander:
         writes = []
         for ref in layer.writes:
             copy = Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED
-            writes.append(self._write(ref, m, copy))
+            writes.append(self.write(ref, m, copy))
         residuals = layout.signatures[layer.id].residuals
-        writes += self._left(ValueKind.RESIDUAL, layer, m, residuals)
+        writes += self.left(ValueKind.RESIDUAL, layer, m, residuals)
         run = LayerRun(layout.number)
         yield self.operation(Kind.R, layer.id, m, reads, writes, run)
 

@@ -9,10 +9,10 @@ drawing each column is one unit of time. A forward takes one unit and a backward
 
     the one list    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 0B1 1F2 ...
 
-The start times are simulated. Once a task has started, its end is known. The next task of a stage
-is ready when the ends of all tasks that it waits for are known. It can start at the latest of these
-ends, or when its device is free if that is later. Each turn of the loop starts the ready task that
-can start first. The loop ends, because each turn starts another task.
+The start times are simulated. Once a task has started, its end is known. The next task of a list
+enters a queue when the ends of all tasks that it waits for are known. It can start at the latest of
+these ends, or when its device is free if that is later. Each turn of the loop starts the task of
+the queue that can start first. The loop ends, because each turn starts another task.
 
 Several tasks may be able to start at the same time. Backwards are then dispatched before forwards.
 Backwards send to earlier stages, so the order among them is from the last list to the first.
@@ -22,9 +22,9 @@ device that receives. This saves time: a copy needs a new buffer on the receivin
 all work that this GPU got before the buffer was made. The receiver's own task is not yet among it.
 """
 
+import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph
@@ -34,12 +34,55 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.lowering.layout import stages_of
 
 
-class _Ready(NamedTuple):
-    """A task's device, the time at which its inputs have arrived, and its rank at equal times."""
+class _Queue:
+    """The tasks whose inputs arrive at a known time, at most one from each list.
 
-    may_start_s: float
-    device: int
-    rank: int
+    Args:
+        device: where a task runs.
+    """
+
+    def __init__(self, device: Callable[[Task], int]) -> None:
+        self._device = device
+        self._free: dict[int, float] = defaultdict(float)  # by device: when it is free
+        # Entries are compared as described above: start, rank, and minus the number of the list.
+        # The start is a time before which the task cannot start.
+        self._heap: list[tuple[float, int, int, Task]] = []
+
+    def put(self, number: int, task: Task, arrival_s: float) -> None:
+        """Puts a task into the queue.
+
+        Args:
+            number: the number of its list.
+            task: the task.
+            arrival_s: when the last of its inputs arrives.
+        """
+        is_forward = KINDS[task.kind].in_flight > 0
+        rank = 1 + self._device(task) if is_forward else 0
+        heapq.heappush(self._heap, (arrival_s, rank, -number, task))
+
+    def start(self, seconds: Callable[[Task], float]) -> tuple[int, Task, float]:
+        """Takes the task that can start first, and starts it.
+
+        A device may have become busy since a task was put into the queue. Such a task goes back
+        into the queue, with the time at which its device is free. No device becomes busy in this
+        loop, so each task goes back at most once, and the loop ends.
+
+        Args:
+            seconds: how long a task takes.
+
+        Returns:
+            The number of the task's list, the task, and the time at which it ends.
+        """
+        while True:
+            start_s, rank, turn, task = heapq.heappop(self._heap)
+            d = self._device(task)
+            if self._free[d] <= start_s:
+                self._free[d] = start_s + seconds(task)
+                return -turn, task, self._free[d]
+            heapq.heappush(self._heap, (self._free[d], rank, turn, task))
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
 
 
 def dispatch_order(
@@ -69,40 +112,51 @@ def dispatch_order(
     ['0F0', '1F0', '1B0', '0B0']
     """
     ended = dict.fromkeys(done, 0.0)
-    free: dict[int, float] = defaultdict(float)  # by device: when it is free
-    left = [deque(tasks) for tasks in lists]  # by stage
-    ready: dict[int, _Ready] = {}  # by stage: its next task, if all that it waits for has started
+    left = [deque(tasks) for tasks in lists]
+    waiting = set(range(len(lists)))  # the lists whose next task is not in the queue
+    queue = _Queue(device)
     order: list[Task] = []
-
-    def urgency(stage: int) -> tuple[float, int, int]:
-        """Returns what is compared to choose the next task, in the order described above."""
-        may_start_s, d, rank = ready[stage]
-        return max(may_start_s, free[d]), rank, -stage
-
     while True:
-        for stage, tasks in enumerate(left):
-            if not tasks or stage in ready:
+        for number in tuple(waiting):
+            if not left[number]:
                 continue
-            needed = list(waits_for(tasks[0]))
-            if all(task in ended for task in needed):
-                may_start_s = max([ended[task] for task in needed], default=0.0)
-                d = device(tasks[0])
-                rank = 1 + d if KINDS[tasks[0].kind].in_flight > 0 else 0
-                ready[stage] = _Ready(may_start_s, d, rank)
-        if not ready:
+            task = left[number][0]
+            needed = list(waits_for(task))
+            if all(other in ended for other in needed):
+                arrival_s = max([ended[other] for other in needed], default=0.0)
+                queue.put(number, task, arrival_s)
+                waiting.remove(number)
+        if not queue:
             break
-        stage = min(ready, key=urgency)
-        start_s, *_ = urgency(stage)
-        task = left[stage].popleft()
-        ended[task] = free[ready.pop(stage).device] = start_s + seconds(task)
+        number, task, end_s = queue.start(seconds)
+        ended[task] = end_s
         order.append(task)
-    # No task can start any more. If tasks are left, they wait for each other.
+        left[number].popleft()
+        waiting.add(number)
+    _check_none_left(left, waits_for, ended)
+    return order
+
+
+def _check_none_left(
+    left: Iterable[Sequence[Task]],
+    waits_for: Callable[[Task], Iterable[Task]],
+    ended: Collection[Task],
+) -> None:
+    """Checks that no task is left when no task can start any more.
+
+    Args:
+        left: the tasks of each list that have not started.
+        waits_for: the tasks that a task waits for.
+        ended: the tasks that have started, whose ends are known.
+
+    Raises:
+        ValueError: tasks are left, so they wait for each other.
+    """
     missing: dict[Task, list[Task]] = {}
     for tasks in filter(None, left):
         missing[tasks[0]] = [other for other in waits_for(tasks[0]) if other not in ended]
     if missing:
         raise cannot_progress(missing)
-    return order
 
 
 class _Neighbors:
@@ -120,7 +174,11 @@ class _Neighbors:
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]
         for tensor in graph.tensors:
-            self._connect(tensor.producer, tensor.readers, back=tensor.differentiable)
+            self._connect(
+                tensor.producer,
+                tensor.readers,
+                back=tensor.differentiable,
+            )
         for parameter in graph.parameters:
             if not parameter.frozen:
                 self._connect(parameter.owner, parameter.readers, back=True)
@@ -158,7 +216,9 @@ class Waits:
         # Most micro-batches share a plan.
         neighbors = {id(plan): _Neighbors(graph, plan) for plan in plans}
         self.at = [neighbors[id(plan)] for plan in plans]
-        writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
+        writer: dict[int, int] = {}  # by leaf of the model state: the layer that writes it
+        for layer in graph.layers:
+            writer |= dict.fromkeys(layer.writing(ValueKind.STATE), layer.id)
         self._carried: list[tuple[int, int]] = []  # a layer that reads model state, and its writer
         for layer in graph.layers:
             for k in layer.reading(ValueKind.STATE):
@@ -178,7 +238,8 @@ class Waits:
             case Kind.B | Kind.I:
                 yield Task(s, Kind.F, m)
                 for p in here.after[s]:
-                    yield Task(p, Kind.I if (p, m) in self._split else Kind.B, m)
+                    half = Kind.I if (p, m) in self._split else Kind.B
+                    yield Task(p, half, m)
             case Kind.W:
                 yield Task(s, Kind.I, m)
             case Kind.U:
@@ -241,9 +302,12 @@ def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
         task: any task; only backwards add to sums.
     """
     s, kind, m = task
-    if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:
-        layers = plans[m].stages[s].layers
-        before = plans[m - 1]
-        for p in {before.stage_of(layer) for layer in layers}:
-            if p != s:
-                yield Task(p, kind, m - 1)
+    if not (KINDS[kind].accumulates and m):
+        return
+    before, now = plans[m - 1], plans[m]
+    if before is now:
+        return
+    stages = {before.stage_of(layer) for layer in now.stages[s].layers}
+    for p in stages:
+        if p != s:
+            yield Task(p, kind, m - 1)

@@ -90,11 +90,17 @@ class Placement:
 
         The global program is the part of the optimizer that mixes layers, such as a gradient norm.
         """
-        return self.home if layer == NONE else self.places[layer][self.updating_replica[layer]]
+        if layer == NONE:
+            return self.home
+        replica = self.updating_replica[layer]
+        return self.places[layer][replica]
 
     def _of_all(self, layers: Iterable[int]) -> tuple[int, ...]:
         """Returns the places of some layers, each once."""
-        return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
+        places: dict[int, None] = {}
+        for layer in layers:
+            places |= dict.fromkeys(self.places[layer])
+        return tuple(places)
 
     def holding(self, k: int) -> tuple[int, ...]:
         """Returns the places that hold a leaf of the model state."""

@@ -71,10 +71,11 @@ class _Visit:
 
     def frees(self) -> list[Row]:
         """Makes the rows that wait until the new state is on the host, and then free it."""
-        return [
-            replace(row, kind=Kind.FREE, reads=row.reads + row.writes, writes=())
-            for row in self.outs
-        ]
+        frees = []
+        for row in self.outs:
+            reads = row.reads + row.writes
+            frees.append(replace(row, kind=Kind.FREE, reads=reads, writes=()))
+        return frees
 
 
 @dataclass
@@ -123,7 +124,9 @@ class _Round:
             return sum(buffers[b].bytes for b in ids)
 
         room = UPDATES_HELD * max(total(visit.fetched | visit.written) for visit in visits)
-        coming = deque((k, row) for k, visit in enumerate(visits) for row in visit.ins)
+        coming: deque[tuple[int, Row]] = deque()
+        for k, visit in enumerate(visits):
+            coming.extend((k, row) for row in visit.ins)
         leaving: deque[tuple[int, Row]] = deque()
         for k in range(-1, len(visits)):
             if k >= 0:
@@ -198,7 +201,14 @@ def _with(
     group: Sequence[Row],
     moved: Collection[tuple[int, int]],
 ) -> Iterator[Row]:
-    """Yields the rows of a group, with the rows added there and without the rows moved away."""
+    """Yields the rows of a group, with the rows added there and without the rows moved away.
+
+    Args:
+        added: the rows to add, by their positions.
+        g: the number of the group.
+        group: the rows of the group.
+        moved: the numbers of groups and rows of the rows that are moved away.
+    """
     for i, row in enumerate(group):
         yield from added.get((g, i, BEFORE), ())
         if (g, i) not in moved:
@@ -207,7 +217,8 @@ def _with(
 
 
 def _rounds(
-    groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]
+    groups: Sequence[Sequence[Row]],
+    buffers: Sequence[Buffer],
 ) -> tuple[list[_Round], set[tuple[int, int]]]:
     """Finds the rounds of updates of all places, and the positions of the rows that copy for them.
 

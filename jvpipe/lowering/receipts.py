@@ -196,7 +196,8 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
 
 
 def _following(
-    lowered: Lowered, deadlines: Iterable[_Deadline]
+    lowered: Lowered,
+    deadlines: Iterable[_Deadline],
 ) -> list[tuple[list[Crossing], int]]:
     """Groups crossings that can share a mark.
 

@@ -13,42 +13,30 @@ Tensor 7 goes from layer 3 to layer 4.
     F(layer 3) makes model state        F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE
                                                                            at the first, for both
 
-A value between two stages is cut at the bounds of the slices of both stages, so that each example
-is sent once to each stage:
-
-    slices of a stage of two     |     0:3     |     3:6     |
-    slices of a stage of three   |   0:2   |   2:4   |   4:6 |
-    parts that are sent          |   0:2   |2:3|3:4|   4:6   |
-
-A part is named by its examples and never by its replica. A value that depends on no example keeps
-its name, and every replica makes the same value. Each replica adds up its own gradients over the
-micro-batches of an update. Then REDUCE adds up the replicas' sums, in ascending order of their
-slices. It runs at the replica that updates the layer and then sends the new parameters to the
-others. So the order of summation follows from the plan, and never from which replica was faster.
+How values between stages are cut, sent and joined is the subject of exchange.py. A part is named by
+its examples and never by its replica. A value that depends on no example keeps its name, and every
+replica makes the same value. Each replica adds up its own gradients over the micro-batches of an
+update. Then REDUCE adds up the replicas' sums, in ascending order of their slices. It runs at the
+replica that updates the layer and then sends the new parameters to the others. So the order of
+summation follows from the plan, and never from which replica was faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from jvpipe.ir.examples import Batching, Examples, Over
 from jvpipe.ir.kinds import KINDS, Kind, Runs
-from jvpipe.ir.layers import Array, Ref
-from jvpipe.ir.rows import ConcatRun, JoinRun, LayerRun, SliceRun, StateRun
+from jvpipe.ir.layers import Array
+from jvpipe.ir.rows import LayerRun, StateRun
 from jvpipe.ir.values import NONE, Value, ValueKind
+from jvpipe.lowering.exchange import Exchange
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.placement import Placement
-from jvpipe.lowering.replica_parts import ReplicaParts, Slice
-
-REDUCED = (Over.SUM, Over.MEAN)
-"""How values depend on the examples if they are weighted sums of the replicas' values.
-
-Such a value has no axis of examples.
-"""
+from jvpipe.lowering.replica_parts import Slice
 
 
-class Slicing(ReplicaParts):
+class Slicing(Exchange):
     """A function that divides operations among replicas, called for one operation after another.
 
     Args:
@@ -65,7 +53,6 @@ class Slicing(ReplicaParts):
     ) -> None:
         super().__init__(where, batching)
         self._layouts = layouts or {}
-        self._joined: set[tuple[Value, int]] = set()  # a part, and a stage that has joined it
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
         """Yields one operation per replica.
@@ -76,8 +63,8 @@ class Slicing(ReplicaParts):
         match op.kind:
             case Kind.F | Kind.B | Kind.I | Kind.W | Kind.R | Kind.E | Kind.ZERO:
                 for number, examples in enumerate(self.where.slices(op.layer)):
-                    yield from self._joins(op, examples)
-                    direct, cut = self._delivered(op, number, examples)
+                    yield from self.joins(op, examples)
+                    direct, cut = self.delivered(op, number, examples)
                     yield self._replica(op, examples, direct)
                     yield from cut
                 if op.kind is Kind.F:
@@ -90,10 +77,11 @@ class Slicing(ReplicaParts):
             case Kind.U:
                 delivers: list[Delivery] = []
                 for value, layers, _ in op.delivers:
-                    delivers += self._to_all_replicas(value, layers)
+                    delivers += self.to_all_replicas(value, layers)
                 examples = None
                 if op.layer != NONE:
-                    examples = self.where.slices(op.layer)[self.where.updating_replica[op.layer]]
+                    replica = self.where.updating_replica[op.layer]
+                    examples = self.where.slices(op.layer)[replica]
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
@@ -114,10 +102,12 @@ class Slicing(ReplicaParts):
             if len(slices) == 1:
                 continue
             by_replica: dict[int, list[int]] = {}
-            for p in graph.trained(graph.layers[layer].reading(ValueKind.PARAMETER)):
+            read = graph.layers[layer].reading(ValueKind.PARAMETER)
+            for p in graph.trained(read):
                 owner = graph.parameters[p].owner
-                is_owned = where.stage[owner] == where.stage[layer]
-                replica = where.updating_replica[owner] if is_owned else layer % len(slices)
+                replica = layer % len(slices)
+                if where.stage[owner] == where.stage[layer]:
+                    replica = where.updating_replica[owner]
                 by_replica.setdefault(replica, []).append(p)
             for replica, parameters in sorted(by_replica.items()):
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in parameters]
@@ -134,7 +124,8 @@ class Slicing(ReplicaParts):
         """
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
-        return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
+        arrays = [self.graph.parameters[p].array for p in trained]
+        return 2 * sum(array.bytes for array in arrays)
 
     def left_bytes(self, op: Operation) -> int:
         """Returns the fewest bytes that a backward (B or W) frees at any replica.
@@ -157,6 +148,11 @@ class Slicing(ReplicaParts):
         """Returns the residuals, or the handed values, that a replica's layer leaves.
 
         Their bytes need not be in proportion to the number of examples.
+
+        Args:
+            op: an operation of the layer.
+            kind: RESIDUAL or HANDED.
+            examples: the examples of the replica.
         """
         assert isinstance(op.run, LayerRun)
         sliced = self._layouts[op.run.layout].sliced[examples]
@@ -177,18 +173,36 @@ class Slicing(ReplicaParts):
         return parts
 
     def _part(self, op: Operation, write: Write, examples: Slice) -> Write:
-        """Names the part of a layer's result that one of its replicas writes."""
+        """Names the part of a layer's result that one of its replicas writes.
+
+        Args:
+            op: the operation of all replicas.
+            write: the whole result.
+            examples: the examples of the replica.
+        """
         value, size, copy = write
         if examples is not None and value.kind in (ValueKind.RESIDUAL, ValueKind.HANDED):
             size = self._left(op, value.kind, examples)[value.index].bytes
-        is_shared = self.is_shared(value)
-        part = value._replace(examples=examples) if is_shared else self.named(value, examples)
+        part = self.named(value, examples)
+        if self.is_shared(value):
+            part = value._replace(examples=examples)
         return Write(part, self.part_bytes(value, size, examples), copy)
 
     # Operations
 
-    def _replica(self, op: Operation, examples: Slice, delivers: Sequence[Delivery]) -> Operation:
-        """Makes the operation of one replica."""
+    def _replica(
+        self,
+        op: Operation,
+        examples: Slice,
+        delivers: Sequence[Delivery],
+    ) -> Operation:
+        """Makes the operation of one replica.
+
+        Args:
+            op: the operation of all replicas.
+            examples: the examples of the replica.
+            delivers: the values that the replica delivers whole.
+        """
         run = op.run
         if examples is not None and KINDS[op.kind].runs is Runs.LAYER:
             layout = run.layout if isinstance(run, LayerRun) else 0
@@ -228,7 +242,7 @@ class Slicing(ReplicaParts):
             mine = [value._replace(examples=e) for e in slices]
             reads += mine
             parts += mine
-            delivers += self._to_all_replicas(value, (op.layer, *readers[value]))
+            delivers += self.to_all_replicas(value, (op.layer, *readers[value]))
         yield Operation(
             Kind.REDUCE,
             op.layer,
@@ -239,236 +253,4 @@ class Slicing(ReplicaParts):
             delivers=tuple(delivers),
             forgets=tuple(parts),
             examples=slices[0],
-        )
-
-    def _to_all_replicas(self, value: Value, layers: Sequence[int]) -> list[Delivery]:
-        """Makes deliveries of a whole value to all replicas of some layers."""
-        return [Delivery(value, (layer,), self.where.slices(layer)) for layer in layers]
-
-    def _joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
-        """Yields the operations that join the parts which other stages have sent.
-
-        A value is joined once per stage, even if several of the stage's layers read it.
-
-        Args:
-            op: the operation that reads the parts.
-            examples: the examples of the replica that runs the operation.
-        """
-        stage = self.where.stage
-        for value in op.reads:
-            if value.kind not in (ValueKind.TENSOR, ValueKind.COTANGENT):
-                continue
-            key = self.named(value, examples), stage[op.layer]
-            source = self.source(value, op.layer)
-            is_elsewhere = stage[source] != stage[op.layer]
-            if is_elsewhere and key not in self._joined:
-                self._joined.add(key)
-                yield from self._join(op, value, source, examples)
-
-    def _join(
-        self,
-        op: Operation,
-        value: Value,
-        source: int,
-        examples: Slice,
-    ) -> Iterator[Operation]:
-        """Yields the operation that makes a replica's part of an edge or of an edge's cotangent.
-
-        Yields nothing if the value has arrived as the very part that is read.
-
-        Args:
-            op: the operation that reads the part.
-            value: the whole value.
-            source: the layer that the value comes from.
-            examples: the examples of the replica that reads the part.
-        """
-        whole = Write.of(self.graph, value)
-        size = self.part_bytes(value, whole.bytes, examples)
-        write = Write(self.named(value, examples), size)
-        joined = partial(
-            Operation,
-            layer=op.layer,
-            microbatch=op.microbatch,
-            writes=(write,),
-            examples=examples,
-        )
-        ref = Ref(value.kind, value.index)
-        spread = self.spread(value)
-        slices = self.where.slices(op.layer)
-        others = self.where.slices(source)
-        theirs = tuple(self.named(value, other) for other in others)
-        if spread.over is Over.ALONG:
-            parts = [self.overlap(examples, other) for other in self.meeting(examples, source)]
-            if parts != [examples]:
-                reads = tuple(self.named(value, part) for part in parts)
-                run = ConcatRun(ref, spread.axis)
-                yield joined(
-                    Kind.CONCAT,
-                    reads=reads,
-                    run=run,
-                    forgets=reads,
-                )
-        elif slices == others:
-            return
-        elif spread.over in REDUCED:
-            run = JoinRun(ref, self._weights(value, examples, others))
-            yield joined(Kind.REDUCE, reads=theirs, run=run)
-        elif value.kind is ValueKind.COTANGENT:
-            # All replicas of this stage made the same edge, and their gradients will be added up.
-            # To count the cotangent once, the first replica takes it, and the others take zeros.
-            if examples == slices[0]:
-                yield joined(Kind.REDUCE, reads=theirs, run=JoinRun(ref))
-            else:
-                yield joined(Kind.ZERO, reads=(), run=JoinRun(ref))
-
-    def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
-        """Returns the weight of each sender's value in the value that a replica receives.
-
-        If the value is a sum, replica e of the reading stage gets its share, so that the values of
-        all replicas there again add up to the whole. If it is a mean, the replica gets the whole.
-        Cotangents go the other way, by the transposed weights. With v and c at the producing stage,
-        v' and c' at the reading stage, and `share` the fraction of all examples in a slice:
-
-                        a sum                       a mean
-            tensor      v'_e = share_e sum(v)       v'_e = sum(share v)
-            cotangent   c_e = sum(share' c')        c_e = share_e sum(c')
-
-        Args:
-            value: a tensor or its cotangent.
-            examples: the slice of the replica that gets a value.
-            others: the slices of the replicas that send values.
-        """
-        is_sum = self.spread(value).over is Over.SUM
-        if is_sum == (value.kind is ValueKind.TENSOR):
-            return (self.share(examples),) * len(others)
-        return tuple(map(self.share, others))
-
-    def _delivered(
-        self,
-        op: Operation,
-        number: int,
-        examples: Slice,
-    ) -> tuple[list[Delivery], list[Operation]]:
-        """Returns the values that a replica delivers whole, and the operations that cut out parts.
-
-        Args:
-            op: the operation of all replicas.
-            number: the replica's number.
-            examples: the replica's examples.
-        """
-        where = self.where
-        stage = where.stage[op.layer]
-        direct: list[Delivery] = []
-        to_cut: dict[Value, list[Delivery]] = {}  # by part
-        for value, layers, _ in op.delivers:
-            elsewhere = [layer for layer in layers if where.stage[layer] != stage]
-            # An edge is delivered only to other stages: this stage reads it where it is made.
-            match value.kind:
-                case ValueKind.TENSOR | ValueKind.COTANGENT:
-                    mine = self.named(value, examples)
-                    for delivery in self._edges(op.layer, value, elsewhere, number, examples):
-                        if delivery.value == mine:
-                            direct.append(delivery)
-                        else:
-                            to_cut.setdefault(delivery.value, []).append(delivery)
-                case ValueKind.AUX:
-                    if examples in self.makers(value):
-                        direct.append(Delivery(self.named(value, examples), layers))
-                case ValueKind.STATE:
-                    if examples is not None and self.is_shared(value):
-                        # The first replica joins all parts (see `_remembered`).
-                        first = where.slices(op.layer)[:1]
-                        part = value._replace(examples=examples)
-                        direct.append(Delivery(part, (op.layer,), first))
-                    elif number == 0:
-                        # All replicas of the stage make the whole leaf. The first delivers it.
-                        readers = layers if examples is None else elsewhere
-                        direct += self._to_all_replicas(value, readers)
-                case _:
-                    raise AssertionError(f"nobody says where {value} goes to")
-        if examples is not None:  # losses are summed at the place of the first replica
-            for write in op.writes:
-                if write.value.kind is ValueKind.LOSS:
-                    direct.append(Delivery(self.named(write.value, examples), (op.layer,)))
-        cuts = [self._cut(op, part, delivers, examples) for part, delivers in to_cut.items()]
-        return direct, cuts
-
-    def _edges(
-        self,
-        maker: int,
-        value: Value,
-        layers: Sequence[int],
-        number: int,
-        examples: Slice,
-    ) -> Iterator[Delivery]:
-        """Yields the parts of an edge or a cotangent that a replica sends to other stages.
-
-        Args:
-            maker: the layer that makes the value.
-            value: the edge or its cotangent, of all replicas.
-            layers: the layers of other stages that read the value.
-            number: the replica's number.
-            examples: the replica's examples.
-        """
-        over = self.spread(value).over
-        mine = self.named(value, examples)
-        senders = self.where.slices(maker)
-        for layer in layers:
-            receivers = self.where.slices(layer)
-            if over is Over.ALONG:
-                for theirs in self.meeting(examples, layer):
-                    part = self.named(value, self.overlap(examples, theirs))
-                    yield Delivery(part, (layer,), (theirs,))
-            elif value.kind is ValueKind.TENSOR and over is Over.NONE:
-                # Every replica has the whole value, so each sends it to some of the receivers.
-                producer = self.graph.tensors[value.index].producer
-                count = len(self.where.slices(producer))
-                for e in receivers[number::count]:
-                    yield Delivery(mine, (layer,), (e,))
-            elif examples in receivers and len(receivers) == len(senders):
-                yield Delivery(mine, (layer,), (examples,))
-            elif over in REDUCED:
-                yield Delivery(mine, (layer,), receivers)
-            else:
-                assert over is Over.NONE, (
-                    f"stages of unequal width, and {value} has no axis of examples"
-                )
-                yield Delivery(mine, (layer,), receivers[:1])
-
-    def _cut(
-        self,
-        op: Operation,
-        part: Value,
-        delivers: Sequence[Delivery],
-        examples: Slice,
-    ) -> Operation:
-        """Makes the operation that cuts a part out of a replica's result.
-
-        Args:
-            op: the operation that makes the result.
-            part: the part to cut out.
-            delivers: where the part goes.
-            examples: the replica's examples.
-        """
-        array = self.graph.tensors[part.index].array
-        spread = self.spread(part)
-        first = self.whole(examples).start
-        rows = array.shape[spread.axis] // self.graph.examples  # of the axis, per example
-        start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
-        write = Write(part, self.part_bytes(part, array.bytes, part.examples))
-        run = SliceRun(
-            Ref(part.kind, part.index),
-            spread.axis,
-            start,
-            stop,
-        )
-        return Operation(
-            Kind.SLICE,
-            op.layer,
-            op.microbatch,
-            reads=(part._replace(examples=examples),),
-            writes=(write,),
-            run=run,
-            delivers=tuple(delivers),
-            examples=examples,
         )

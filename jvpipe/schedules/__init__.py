@@ -16,8 +16,20 @@ from jvpipe.schedules.xpipe import XPipe
 from jvpipe.util.names import did_you_mean
 
 _USUAL = (
-    *(GPIPE, ONE_F_ONE_B, Interleaved(), ZBH1(), VSchedule(), VSchedule(memory="half"), AUTO),
-    *(PipeDream(), PipeDream(vertical_sync=True), TwoBW(), PipeMare(), XPipe()),
+    # synchronous
+    GPIPE,
+    ONE_F_ONE_B,
+    Interleaved(),
+    ZBH1(),
+    VSchedule(),
+    VSchedule(memory="half"),
+    AUTO,
+    # asynchronous
+    PipeDream(),
+    PipeDream(vertical_sync=True),
+    TwoBW(),
+    PipeMare(),
+    XPipe(),
 )
 SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from jvpipe.ir.task import Task, TaskLists, text
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -35,11 +36,12 @@ class GivenLists:
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Reads the lines; raises ValueError if they are for other devices or micro-batches."""
         lists = read_lines(self.lines)
-        count = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
+        last = max([task.microbatch for task in chain(*lists)], default=0)
+        count = last + 1
         if (len(lists), count) != (devices, microbatches):
             raise ValueError(
-                f"the plan's lists are for {len(lists)} devices and {count} micro-batches, not for {devices} and "
-                f"{microbatches}: plan again"
+                f"the plan's lists are for {len(lists)} devices and {count} micro-batches, "
+                f"not for {devices} and {microbatches}: plan again"
             )
         return lists
 
@@ -59,7 +61,9 @@ def given_lists(lines: Sequence[str]) -> Schedule:
     (2, True, 1)
     """
     lists = GivenLists(tuple(lines))
-    places = {task.stage: d for d, tasks in enumerate(read_lines(lists.lines)) for task in tasks}
+    places: dict[int, int] = {}  # by stage: its device
+    for d, tasks in enumerate(read_lines(lists.lines)):
+        places |= {task.stage: d for task in tasks}
     devices, stages = len(lines), 1 + max(places, default=0)
     chunks = max(1, stages // devices)
     # Both ways to place stages are tried; the lines must agree with one of them.

@@ -24,8 +24,13 @@ def gpipe(stages: int, microbatches: int) -> TaskLists:
     >>> text(gpipe(2, 2)[1])
     '1F0 1F1 1B0 1B1'
     """
-    order = [(kind, m) for kind in (Kind.F, Kind.B) for m in range(microbatches)]
-    return tuple(tuple(Task(s, kind, m) for kind, m in order) for s in range(stages))
+    batch = range(microbatches)
+    lists = []
+    for s in range(stages):
+        forwards = [Task(s, Kind.F, m) for m in batch]
+        backwards = [Task(s, Kind.B, m) for m in batch]
+        lists.append((*forwards, *backwards))
+    return tuple(lists)
 
 
 GPIPE = Schedule(name="gpipe", lists=gpipe)

@@ -24,7 +24,7 @@ backwards run in ascending order of micro-batches, as under every other schedule
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import MOST_LAYERS
@@ -50,18 +50,37 @@ class InterleavedLists:
         """Makes a list per device."""
         if self.late is not None and len(self.late) != devices:
             raise ValueError(
-                f"late={self.late} names {len(self.late)} devices, there are {devices}: give a number each"
+                f"late={self.late} names {len(self.late)} devices, there are {devices}: "
+                "give a number each"
             )
         late = range(devices) if self.late is None else self.late
-        return tuple(self._device(d, devices, microbatches, late[d]) for d in range(devices))
+        lists = [self._device(d, devices, microbatches, late[d]) for d in range(devices)]
+        return tuple(lists)
 
-    def _device(self, d: int, devices: int, microbatches: int, late: int) -> tuple[Task, ...]:
-        """Makes the list of device d: some forwards, then one forward and one backward in turn."""
+    def _device(
+        self,
+        d: int,
+        devices: int,
+        microbatches: int,
+        late: int,
+    ) -> tuple[Task, ...]:
+        """Makes the list of a device: some forwards, then one forward and one backward in turn.
+
+        Args:
+            d: the number of the device.
+            devices: the number of devices.
+            microbatches: the number of micro-batches.
+            late: after how many further first halves a second half runs, if backwards are split.
+        """
         rounds = _rounds(devices, microbatches)
         chunks = range(self.chunks)
-        forwards = [(chunk, m) for batch in rounds for chunk in chunks for m in batch]
-        backwards = [(chunk, m) for batch in rounds for chunk in reversed(chunks) for m in batch]
-        warm = min(self._warm(devices - 1 - d, len(rounds[0])), len(forwards))
+        forwards: list[tuple[int, int]] = []  # chunks and micro-batches, in order
+        backwards: list[tuple[int, int]] = []
+        for batch in rounds:
+            forwards += product(chunks, batch)
+            backwards += product(reversed(chunks), batch)
+        warm = self._warm(devices - 1 - d, len(rounds[0]))
+        warm = min(warm, len(forwards))
         # A device whose `late` the user gives as 0 runs whole backwards.
         split = self.split and (late > 0 or self.late is None)
         work = [(Kind.F, one) for one in forwards[:warm]]
@@ -74,7 +93,8 @@ class InterleavedLists:
             if split and i >= late:  # the second half of an earlier backward
                 work.append((Kind.W, backwards[i - late]))
         if split:  # the remaining second halves fill the drain
-            work += [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]]
+            first = max(0, len(backwards) - late)
+            work += [(Kind.W, one) for one in backwards[first:]]
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
 
     def _warm(self, hops: int, first_round: int) -> int:
@@ -117,7 +137,11 @@ class Interleaved(Schedule):
     """
 
     def __init__(
-        self, *, chunks: int = 2, split: bool = False, late: Sequence[int] | None = None
+        self,
+        *,
+        chunks: int = 2,
+        split: bool = False,
+        late: Sequence[int] | None = None,
     ) -> None:
         checked_flag("split", split)
         at_least(1, chunks=chunks)

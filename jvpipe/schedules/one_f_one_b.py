@@ -21,7 +21,7 @@ takes the maximum, over stages a <= b, of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -36,15 +36,25 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
     >>> text(one_f_one_b(2, 3)[0])
     '0F0 0F1 0B0 0F2 0B1 0B2'
     """
-    return tuple(_stage(s, min(stages - s, microbatches), microbatches) for s in range(stages))
+    limits = [min(stages - s, microbatches) for s in range(stages)]
+    return tuple(_stage(s, warm, microbatches) for s, warm in enumerate(limits))
 
 
 def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
-    """Makes a stage's list: `warm` forwards, then B and F in turn, then the remaining B."""
+    """Makes a stage's list: `warm` forwards, then B and F in turn, then the remaining B.
+
+    Args:
+        s: the stage.
+        warm: the number of forwards before the first backward.
+        microbatches: the number of micro-batches.
+    """
     forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
     backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
-    steady = [task for pair in zip(backwards, forwards[warm:], strict=False) for task in pair]
-    return (*forwards[:warm], *steady, *backwards[microbatches - warm :])
+    # Each backward makes room for one more forward. The last `warm` backwards have no partner.
+    pairs = zip(backwards, forwards[warm:], strict=False)
+    steady = chain(*pairs)
+    rest = backwards[microbatches - warm :]
+    return (*forwards[:warm], *steady, *rest)
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,11 @@ class EagerLists:
             limits = [2 * (devices - d) - 1 for d in range(devices)]
         if len(limits) != devices:
             raise ValueError(
-                f"most={limits} names {len(limits)} devices, there are {devices}: give a number for each"
+                f"most={limits} names {len(limits)} devices, there are {devices}: "
+                "give a number for each"
             )
-        return tuple(_stage(d, min(k, microbatches), microbatches) for d, k in enumerate(limits))
+        warm = [min(limit, microbatches) for limit in limits]
+        return tuple(_stage(d, count, microbatches) for d, count in enumerate(warm))
 
 
 class OneFOneB(Schedule):
@@ -89,13 +101,15 @@ class OneFOneB(Schedule):
         most = None if most is None else numbers_of("most", most)
         if eager and most is not None:
             raise ValueError(
-                f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others"
+                "eager means 2 (S - d) - 1 micro-batches in flight on device d, "
+                f"most={list(most)} others"
             )
         # If a device has fewer micro-batches in flight than the next, the latter waits.
         rises = most is not None and any(a < b for a, b in pairwise(most))
         if most is not None and (rises or min(most, default=0) < 1):
             raise ValueError(
-                f"most={list(most)} must fall from device to device, to 1 or more: a device would wait"
+                f"most={list(most)} must fall from device to device, to 1 or more: "
+                "a device would wait"
             )
         words = ["1f1b"]
         if eager:

@@ -1,7 +1,7 @@
 """Finds the task lists of a plan: its own if it has some, otherwise those of its schedule."""
 
 from collections import Counter
-from itertools import product
+from itertools import chain, product
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
@@ -26,8 +26,9 @@ def pipeline_length(plan: Plan, schedule: Schedule) -> int:
     length, rest = divmod(len(plan.stages), schedule.chunks)
     if rest or not length:
         raise ValueError(
-            f"{schedule.name} runs {schedule.chunks} stages per device, the plan has {len(plan.stages)} stages: their "
-            f"number must be a multiple of {schedule.chunks}"
+            f"{schedule.name} runs {schedule.chunks} stages per device, "
+            f"the plan has {len(plan.stages)} stages: "
+            f"their number must be a multiple of {schedule.chunks}"
         )
     return length
 
@@ -56,9 +57,10 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
         if len(groups) > 1:
             devices = sorted(d for group in groups for d in group)
             raise ValueError(
-                f"under {schedule.name} one device runs stages {stages}, in the plan they are on devices "
-                f"{devices}: give these stages one device, as "
-                "Plan.from_cuts([1, 1, 1, 1], [0, 1, 0, 1]) does"
+                f"under {schedule.name} one device runs stages {stages}, "
+                f"in the plan they are on devices {devices}: "
+                "give these stages one device, "
+                "as Plan.from_cuts([1, 1, 1, 1], [0, 1, 0, 1]) does"
             )
     return lists
 
@@ -69,17 +71,21 @@ def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
     Each stage needs one forward and one backward of each micro-batch; the backward may be whole or
     in two halves.
     """
-    counts = Counter(task for tasks in lists for task in tasks)
+    counts = Counter(chain(*lists))
+    kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     for s, m in product(range(stages), range(microbatches)):
         # Expected tasks are popped, so the tasks that are left do not belong here.
-        times = [counts.pop(Task(s, kind, m), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        times = [counts.pop(Task(s, kind, m), 0) for kind in kinds]
         if times not in ([1, 1, 0, 0], [1, 0, 1, 1]):
             raise ValueError(
-                f"the plan's tasks hold {times} times F, B, I and W of stage {s}, micro-batch "
-                f"{m}: each step of {microbatches} micro-batches on {stages} stages needs F and B, or F, "
-                "I and W, once each. A plan found for other micro-batches needs plan.with_schedule for its cuts alone"
+                f"the plan's tasks hold {times} times F, B, I and W of stage {s}, "
+                f"micro-batch {m}: each step of {microbatches} micro-batches on {stages} "
+                "stages needs F and B, or F, I and W, once each. "
+                "A plan found for other micro-batches needs "
+                "plan.with_schedule for its cuts alone"
             )
     if counts:
         raise ValueError(
-            f"the plan's tasks hold {next(iter(counts))}: there are {stages} stages and {microbatches} micro-batches"
+            f"the plan's tasks hold {next(iter(counts))}: "
+            f"there are {stages} stages and {microbatches} micro-batches"
         )

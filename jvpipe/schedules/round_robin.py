@@ -65,19 +65,22 @@ def check_turns(schedule: Schedule, plan: Plan, microbatches: int) -> None:
     """
     if schedule.predicts or schedule.decay is not None:
         raise ValueError(
-            f"replicated stages cannot run under {schedule.name}, which remembers what its updates did: use "
-            "'pipedream' or '2bw', or one device for each stage"
+            f"replicated stages cannot run under {schedule.name}, "
+            "which remembers what its updates did: use 'pipedream' or '2bw', "
+            "or one device for each stage"
         )
     every = schedule.period(microbatches)
     if odd := [count for count in plan.replicas if every % count]:
         raise ValueError(
-            f"an update every {every} micro-batches needs one of each replica, and a stage has {odd[0]}: use a "
-            f"multiple of {list(plan.replicas)}, such as jvpipe.schedules.PipeDream(update_every="
-            f"{math.lcm(*plan.replicas)}), and micro-batches that it divides"
+            f"an update every {every} micro-batches needs one of each replica, "
+            f"and a stage has {odd[0]}: use a multiple of {list(plan.replicas)}, "
+            f"such as jvpipe.schedules.PipeDream(update_every={math.lcm(*plan.replicas)}), "
+            "and micro-batches that it divides"
         )
     in_flight = max(RoundRobin(plan.replicas).in_flight)
     if schedule.rule == "one behind" and microbatches < in_flight:
         raise ValueError(
-            f"{schedule.name} on stages of {list(plan.replicas)} devices needs at least {in_flight} micro-batches, "
-            f"{microbatches} are given: with fewer, a micro-batch would still be in flight two updates later"
+            f"{schedule.name} on stages of {list(plan.replicas)} devices needs at least "
+            f"{in_flight} micro-batches, {microbatches} are given: "
+            "with fewer, a micro-batch would still be in flight two updates later"
         )

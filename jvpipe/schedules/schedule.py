@@ -53,8 +53,8 @@ class Schedule:
         chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
 
-    `versions` is a function of a stage (counted from 0) and the number of stages. It counts
-    the versions of the stage's parameters that are held.
+    `versions` is a function of a stage (counted from 0) and the number of stages. It counts the
+    versions of the stage's parameters that are held.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
     A forward reads the version that `rule` says. A backward reads the same version if `stash` is
@@ -212,20 +212,22 @@ class Schedule:
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
             raise ValueError(
-                f"{self.name} has {what} and updates before the step ends: updates would come between them. Use whole "
-                f"backwards and one chunk, or a synchronous schedule, such as 'zb-h1' or 'interleaved'"
+                f"{self.name} has {what} and updates before the step ends: "
+                "updates would come between them. Use whole backwards and one chunk, "
+                "or a synchronous schedule, such as 'zb-h1' or 'interleaved'"
             )
         every = self.period(microbatches)
         if microbatches % every:
             raise ValueError(
-                f"update_every={every} must divide the {microbatches} micro-batches of a step: use microbatches="
-                f"{-(-microbatches // every) * every}"
+                f"update_every={every} must divide the {microbatches} micro-batches of a "
+                f"step: use microbatches={-(-microbatches // every) * every}"
             )
         if self.rule == "one behind" and microbatches < devices:
             count = f"{microbatches} {'is' if microbatches == 1 else 'are'} given"
             raise ValueError(
-                f"{self.name} on {devices} stages needs at least {devices} micro-batches, {count}: with fewer, a "
-                f"micro-batch would still be in flight two updates later. Use microbatches={devices}"
+                f"{self.name} on {devices} stages needs at least {devices} micro-batches, "
+                f"{count}: with fewer, a micro-batch would still be in flight two updates "
+                f"later. Use microbatches={devices}"
             )
 
     def warn_of_idle(self, devices: int, microbatches: int) -> None:
@@ -244,7 +246,8 @@ class Schedule:
             return
         if self.chunks == 1:
             raise ValueError(
-                f"{devices} stages need as many layers, the model has {layers}: use at most {layers} stages"
+                f"{devices} stages need as many layers, the model has {layers}: "
+                f"use at most {layers} stages"
             )
         stages = f"{self.chunks} x {devices} = {self.stages_on(devices)} stages"
         possible = layers // devices
@@ -323,14 +326,19 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     share = 1 - microbatches / step
     leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
     return (
-        f"{microbatches} {leave} {devices} devices idle for about {share:.0%} of a step under "
-        f"{schedule.name}: use microbatches={devices} or more, unless the loss compares the examples of a batch "
-        "(contrastive losses, batch norm), which with smaller micro-batches is another loss"
+        f"{microbatches} {leave} {devices} devices idle for about {share:.0%} of a step "
+        f"under {schedule.name}: use microbatches={devices} or more, "
+        "unless the loss compares the examples of a batch (contrastive losses, "
+        "batch norm), which with smaller micro-batches is another loss"
     )
 
 
 @lru_cache(maxsize=256)
-def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Holding, ...], ...]:
+def _held(
+    schedule: Schedule,
+    devices: int,
+    microbatches: int,
+) -> tuple[tuple[Holding, ...], ...]:
     count = microbatches
     if not schedule.synchronous:
         # After so many micro-batches the pipeline of a stream is full, and holds no more later.
@@ -339,7 +347,11 @@ def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Ho
     return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
 
 
-def _largest_holdings(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ...]:
+def _largest_holdings(
+    tasks: Sequence[Task],
+    chunks: int,
+    devices: int,
+) -> tuple[Holding, ...]:
     """Finds the holdings of a device, except any that another one equals or exceeds in every entry.
 
     Only the moments before a task that releases something are looked at, because between them a
@@ -348,7 +360,8 @@ def _largest_holdings(tasks: Sequence[Task], chunks: int, devices: int) -> tuple
     current = [[0, 0] for _ in range(chunks)]
     peaks: dict[Holding, None] = {}
     for stage, kind, _ in tasks:
-        info, chunk = KINDS[kind], current[stage // devices]
+        info = KINDS[kind]
+        chunk = current[stage // devices]
         if info.in_flight <= 0:
             peaks[tuple((k, w) for k, w in current)] = None
         chunk[0] += info.in_flight
@@ -365,7 +378,8 @@ def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int
     counts = []
     for stage in range(schedule.stages_on(devices)):
         vectors = holdings[schedule.device_of(stage, devices)]
-        counts.append(max(vector[stage // devices][0] for vector in vectors))
+        chunk = stage // devices
+        counts.append(max(vector[chunk][0] for vector in vectors))
     return tuple(counts)
 
 

@@ -22,5 +22,9 @@ class TwoBW(Schedule):
 
     def __init__(self) -> None:
         super().__init__(
-            name="2bw", lists=one_f_one_b, synchronous=False, versions=_two, rule="one behind"
+            name="2bw",
+            lists=one_f_one_b,
+            synchronous=False,
+            versions=_two,
+            rule="one behind",
         )

@@ -21,7 +21,7 @@ A million tasks take a few seconds: `python -m experiments.planners.simulator` m
 import heapq
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -61,15 +61,17 @@ class TaskGraph:
         ordered = frozenset(in_order)
         turns = {resources: _turns(resources, ordered) for resources in set(occupies)}
         self.occupies = occupies
-        self.resources = 1 + max((r for resources in turns for r in resources), default=-1)
+        self.resources = 1 + max(chain(*turns), default=-1)
         self._queues = [turns[resources][1] for resources in occupies]
         self.fixed = not any(self._queues)
         last: dict[int, int] = {}  # for each resource that serves in order: its last task so far
         self._before: list[Sequence[int]] = []
-        for i, (resources, before) in enumerate(zip(occupies, waits, strict=True)):
+        pairs = zip(occupies, waits, strict=True)
+        for i, (resources, before) in enumerate(pairs):
             in_turn, _ = turns[resources]
             if in_turn:
-                before = (*before, *[last[r] for r in in_turn if r in last])
+                previous = [last[r] for r in in_turn if r in last]
+                before = (*before, *previous)
             self._before.append(before)
             for r in in_turn:
                 last[r] = i
@@ -116,8 +118,12 @@ class TaskGraph:
         queue: list[tuple[float, int]] = []  # the time when a task became ready, and its number
         now: list[int] = []
         for i, count in enumerate(missing):
-            if not count:
-                queue.append((0.0, i)) if queues[i] and seconds[i] else now.append(i)
+            if count:
+                continue
+            if queues[i] and seconds[i]:
+                queue.append((0.0, i))
+            else:
+                now.append(i)
         while True:
             while now:
                 i = now.pop()
@@ -144,7 +150,8 @@ class TaskGraph:
             now.append(i)
 
     def many_starts_s(
-        self, seconds: Float[np.ndarray, "tasks runs"]
+        self,
+        seconds: Float[np.ndarray, "tasks runs"],
     ) -> Float[np.ndarray, "tasks runs"]:
         """Computes `starts_s` for many runs at once; only for graphs in which no task queues."""
         assert self.fixed
@@ -168,7 +175,8 @@ class TaskGraph:
         depth = [0] * tasks
         levels: list[list[int]] = []
         for i in self._order:
-            depth[i] = 1 + max([depth[j] for j in self._before[i]], default=-1)
+            below = [depth[j] for j in self._before[i]]
+            depth[i] = 1 + max(below, default=-1)
             if depth[i] == len(levels):
                 levels.append([])
             levels[depth[i]].append(i)
@@ -176,7 +184,10 @@ class TaskGraph:
         for level in levels:
             needs = [self._before[i] for i in level]
             width = max(1, *map(len, needs))
-            rows = [[*before, *[tasks] * (width - len(before))] for before in needs]
+            rows = []
+            for before in needs:
+                filling = [tasks] * (width - len(before))
+                rows.append([*before, *filling])
             arrays.append((np.array(level), np.array(rows)))
         return arrays
 
@@ -201,7 +212,8 @@ class TaskGraph:
         from task to task must come back to a task that it has passed.
         """
         done = set(self._order)
-        i = next(i for i in range(len(self._before)) if i not in done)
+        tasks = range(len(self._before))
+        i = next(i for i in tasks if i not in done)
         path: list[int] = []
         while i not in path:
             path.append(i)
@@ -216,11 +228,14 @@ def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
     They are tuples, because Python's garbage collector stops tracking tuples of numbers.
     """
-    needs = np.array([j for needs in before for j in needs], dtype=np.int64)
-    waiting = np.repeat(np.arange(len(before)), [len(needs) for needs in before])
+    tasks = len(before)
+    counts = [len(needs) for needs in before]
+    waiting = np.repeat(np.arange(tasks), counts)
+    needs = np.array(list(chain(*before)), dtype=np.int64)
     by_need = waiting[np.argsort(needs, kind="stable")].tolist()
-    ends = np.cumsum(np.bincount(needs, minlength=len(before))).tolist()
-    return [tuple(by_need[start:end]) for start, end in pairwise([0, *ends])]
+    ends = np.cumsum(np.bincount(needs, minlength=tasks)).tolist()
+    bounds = pairwise([0, *ends])
+    return [tuple(by_need[start:end]) for start, end in bounds]
 
 
 def _turns(resources: Sequence[int], in_order: Collection[int]) -> _Turns:

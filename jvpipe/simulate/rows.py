@@ -17,6 +17,7 @@ waits for the last program that was dispatched to the receiving device before th
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import assert_never
 
 import numpy as np
@@ -29,6 +30,8 @@ from jvpipe.simulate.engine import TaskGraph
 from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Curve, Timeline
 
+_Changes = list[tuple[float, int]]
+"""Changes of bytes: pairs of a time in seconds, and the bytes that are added or removed."""
 Links = Callable[[Row], Sequence[str]]
 """Returns the names of the links that a copy occupies; no link for a copy that takes no time."""
 
@@ -44,9 +47,11 @@ def links_between_devices(lowered: Lowered) -> Links:
     """
 
     def links(row: Row) -> Sequence[str]:
-        match link := KINDS[row.kind].link:
+        link = KINDS[row.kind].link
+        match link:
             case Link.PEER:
-                return (f"device {row.place} to {lowered.buffers[row.writes[0]].memory}",)
+                copied = lowered.buffers[row.writes[0]]
+                return (f"device {row.place} to {copied.memory}",)
             case Link.TO_HOST | Link.FROM_HOST:
                 return (f"device {row.place} host",)
             case Link.BATCH | None:
@@ -77,7 +82,9 @@ def simulate(
             already has in its queue is done.
     """
     rows, buffers = lowered.rows, lowered.buffers
-    devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
+    numbers = [buffer.memory for buffer in buffers]
+    numbers += [row.place for row in rows]
+    devices = 1 + max(numbers, default=-1)
     # Devices come first among the resources; links get numbers in the order in which they appear.
     names = {f"device {d}": d for d in range(devices)}
     links_of = links_of or links_between_devices(lowered)
@@ -86,7 +93,8 @@ def simulate(
     for row in rows:
         computes = KINDS[row.kind].computes
         resources = (f"device {row.place}",) if computes else links_of(row)
-        occupies.append(tuple(names.setdefault(name, len(names)) for name in resources))
+        taken = [names.setdefault(name, len(names)) for name in resources]
+        occupies.append(tuple(taken))
         seconds.append(float(seconds_of(row)) if resources else 0.0)
     work = TaskGraph(
         list(_waits(lowered, occupies, buffers_wait=buffers_wait)),
@@ -110,7 +118,10 @@ def simulate(
 
 
 def _waits(
-    lowered: Lowered, occupies: Sequence[tuple[int, ...]], *, buffers_wait: bool
+    lowered: Lowered,
+    occupies: Sequence[tuple[int, ...]],
+    *,
+    buffers_wait: bool,
 ) -> Iterator[Sequence[int]]:
     """Yields the rows that each row waits for, by the rules of the module's docstring."""
     rows, buffers = lowered.rows, lowered.buffers
@@ -120,20 +131,24 @@ def _waits(
     freed: dict[int, int] = {}  # by device: its last FREE
     for i, row in enumerate(rows):
         info = KINDS[row.kind]
-        needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
+        touched = (*row.reads, *row.writes)
+        needs = {writer[b] for b in touched if b in writer}
         for b in row.writes:
             needs.update(readers.pop(b, ()))
         # A row waits for room on its device; a copy also on the device where it arrives.
-        touched = {row.place, *(buffers[b].memory for b in row.writes)}
-        needs.update(freed[d] for d in touched if d in freed)
+        arriving = [buffers[b].memory for b in row.writes]
+        filled = {row.place, *arriving}
+        needs.update(freed[d] for d in filled if d in freed)
         before = programs.setdefault(row.place, [])
-        needs.update(_programs_before(info.link, before, takes_time=bool(occupies[i])))
+        takes_time = bool(occupies[i])
+        needs.update(_programs_before(info.link, before, takes_time=takes_time))
         if info.link is Link.PEER and buffers_wait:
-            needs.update(programs.get(buffers[row.writes[0]].memory, ())[-1:])
+            at_receiver = programs.get(arriving[0], ())
+            needs.update(at_receiver[-1:])
         match info.runs:
             case Runs.LAYER | Runs.PROGRAM:
                 before.append(i)
-            case Runs.WAIT:
+            case Runs.WAIT:  # a FREE
                 freed[row.place] = i
             case Runs.COPY | Runs.NOTHING:
                 pass
@@ -147,7 +162,10 @@ def _waits(
 
 
 def _programs_before(
-    link: Link | None, programs: Sequence[int], *, takes_time: bool
+    link: Link | None,
+    programs: Sequence[int],
+    *,
+    takes_time: bool,
 ) -> Sequence[int]:
     """Returns the program that a copy has to wait for, because its memory is not free earlier.
 
@@ -190,21 +208,26 @@ def _curves(
     base = [0] * (devices + 1)
     for buffer in buffers[: lowered.persistent]:
         base[buffer.memory] += buffer.bytes
-    changes: list[list[tuple[float, int]]] = [[] for _ in base]
+    changes: list[_Changes] = [[] for _ in base]
     touched_s: dict[int, float] = {}  # by buffer: when all rows so far that touch it have ended
-    for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
+    for i, (born, dead) in enumerate(lowered.changes()):
+        row = lowered.rows[i]
         start_s = float(starts_s[i])
         end_s = float(ends_s[i])
         for b in (*row.reads, *row.writes):
             touched_s[b] = max(end_s, touched_s.get(b, 0.0))
         for b in born:
-            changes[buffers[b].memory].append((start_s, buffers[b].bytes))
+            buffer = buffers[b]
+            changes[buffer.memory].append((start_s, buffer.bytes))
         for b in dead:
-            changes[buffers[b].memory].append((touched_s[b], -buffers[b].bytes))
+            buffer = buffers[b]
+            changes[buffer.memory].append((touched_s[b], -buffer.bytes))
         temporary = temporary_bytes[i] if temporary_bytes else 0
         if temporary:
             changes[row.place] += [(start_s, temporary), (end_s, -temporary)]
-    curves = [Curve.of(f"device {d}", changes[d], base[d]) for d in range(devices)]
+    curves: list[Curve] = []
+    for d in range(devices):
+        curves.append(Curve.of(f"device {d}", changes[d], base[d]))
     return (*curves, Curve.of("host", changes[HOST]))
 
 
@@ -234,12 +257,17 @@ def simulate_lists(
     >>> work.step_s, round(work.bubble_fraction, 4)  # (8 + 4 - 1) 3, and (4 - 1) / (8 + 4 - 1)
     (33.0, 0.2727)
     """
-    named = max([len(lists), *(task.stage + 1 for tasks in lists for task in tasks)])
+    last = max([task.stage for task in chain(*lists)], default=-1)
+    named = max(len(lists), last + 1)
     if named != len(stages):
         raise ValueError(f"{named} stages are in the task lists, {len(stages)} are given")
     parts_s = [stage.parts_s for stage in stages]
-    swaps = any(stage.swapped_bytes for stage in stages)
-    features = Features.of(parts_s, shared=shared_link, swaps=swaps, machines=machines)
+    features = Features.of(
+        parts_s,
+        shared=shared_link,
+        swaps=any(stage.swapped_bytes for stage in stages),
+        machines=machines,
+    )
     work = stage_work(lists, features)
     seconds = work.seconds(parts_s)
     starts_s = np.array(work.work.starts_s(seconds))
@@ -258,7 +286,10 @@ def simulate_lists(
 
 
 def _stage_curves(
-    work: StageWork, stages: Sequence[StageLoad], starts_s: np.ndarray, ends_s: np.ndarray
+    work: StageWork,
+    stages: Sequence[StageLoad],
+    starts_s: np.ndarray,
+    ends_s: np.ndarray,
 ) -> tuple[Curve, ...]:
     """Makes the curves of bytes over time, one for each device and a last one for the host.
 
@@ -274,19 +305,25 @@ def _stage_curves(
         ends_s: when each task ends.
     """
     devices = range(1 + max(work.places))
-    changes: list[list[tuple[float, int]]] = [[] for _ in devices]
-    host: list[tuple[float, int]] = []
-    times = zip(work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True)
+    changes: list[_Changes] = [[] for _ in devices]
+    host: _Changes = []
+    times = zip(
+        work.tasks,
+        starts_s.tolist(),
+        ends_s.tolist(),
+        strict=True,
+    )
     for (s, kind, _), start_s, end_s in times:
         load = stages[s]
+        left_bytes = load.kept_bytes + load.swapped_bytes
         device = changes[work.places[s]]
         match kind:
             case Kind.F:
-                device.append((start_s, load.kept_bytes + load.swapped_bytes))
+                device.append((start_s, left_bytes))
             case Kind.B:
-                device.append((end_s, -load.kept_bytes - load.swapped_bytes))
+                device.append((end_s, -left_bytes))
             case Kind.I:
-                device.append((end_s, load.handed_bytes - load.kept_bytes - load.swapped_bytes))
+                device.append((end_s, load.handed_bytes - left_bytes))
             case Kind.W:
                 device.append((end_s, -load.handed_bytes))
             case Kind.OUT:
@@ -302,5 +339,6 @@ def _stage_curves(
     static = [0] * len(devices)
     for s, load in enumerate(stages):
         static[work.places[s]] += load.static_bytes
-    curves = [Curve.of(work.resources[d], changes[d], static[d]) for d in devices]
+    names = work.resources
+    curves = [Curve.of(names[d], changes[d], static[d]) for d in devices]
     return (*curves, Curve.of("host", host))

@@ -21,7 +21,11 @@ class Curve(NamedTuple):
     bytes: Int[np.ndarray, " changes"]
 
     @staticmethod
-    def of(place: str, changes: Sequence[tuple[float, int]], base_bytes: int = 0) -> "Curve":
+    def of(
+        place: str,
+        changes: Sequence[tuple[float, int]],
+        base_bytes: int = 0,
+    ) -> "Curve":
         """Makes a curve of changes, which may be given in any order.
 
         Changes at the same instant are added up first, so bytes that are removed make room for
@@ -84,34 +88,50 @@ class Timeline:
     def busy_s(self) -> dict[str, float]:
         """The seconds during which each resource worked, by its name."""
         busy_s = np.zeros(len(self.resources))
-        for resources, seconds in zip(self.occupies, self.ends_s - self.starts_s, strict=True):
+        durations_s = self.ends_s - self.starts_s
+        for resources, seconds in zip(self.occupies, durations_s, strict=True):
             for r in resources:
                 busy_s[r] += seconds
-        return dict(zip(self.resources, map(float, busy_s), strict=True))
+        return dict(zip(self.resources, busy_s.tolist(), strict=True))
 
     @property
     def bubble_fraction(self) -> float:
         """The share of the step in which devices are idle, on average over the devices."""
         if not self.step_s:
             return 0.0
-        busy_s = sum(self.busy_s[name] for name in self.resources[: self.devices])
+        devices = self.resources[: self.devices]
+        busy_s = sum(self.busy_s[name] for name in devices)
         return 1.0 - busy_s / (self.devices * self.step_s)
 
     def spans(self) -> Iterator[Span]:
         """Yields each task that took time, once for each resource that it occupied."""
-        times = zip(self.tasks, self.starts_s, self.ends_s, self.occupies, strict=True)
+        times = zip(
+            self.tasks,
+            self.starts_s.tolist(),
+            self.ends_s.tolist(),
+            self.occupies,
+            strict=True,
+        )
         for task, start_s, end_s, resources in times:
-            if end_s <= start_s:
+            if end_s <= start_s:  # a task without duration cannot be seen in a picture
                 continue
             args = {"stage": task.stage, "microbatch": task.microbatch}
             for r in resources:
-                name = self.resources[r]
-                yield Span(name, str(task), float(start_s), float(end_s), task.kind, args)
+                yield Span(
+                    self.resources[r],
+                    str(task),
+                    start_s,
+                    end_s,
+                    task.kind,
+                    args,
+                )
 
     def picture(self) -> Picture:
         """Returns the tasks and the bytes over time in the form that pictures are drawn from."""
         levels: list[Level] = []
         for curve in self.curves:
-            changes = zip(curve.t_s.tolist(), curve.bytes.tolist(), strict=True)
-            levels += [Level(curve.place, t_s, size) for t_s, size in changes]
+            times_s = curve.t_s.tolist()
+            sizes = curve.bytes.tolist()
+            for t_s, size in zip(times_s, sizes, strict=True):
+                levels.append(Level(curve.place, t_s, size))
         return Picture(tuple(self.spans()), tuple(levels))

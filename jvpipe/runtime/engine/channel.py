@@ -125,8 +125,9 @@ class Channel:
         count, at, value = self._answer(f"{key}{process}", process, name).split("\t")
         if int(count) != self.count:
             raise Disagreement(
-                f"process {self.process} is one of {self.count} processes and process {process} one of {count}: "
-                "give jax.distributed.initialize the same num_processes in all"
+                f"process {self.process} is one of {self.count} processes and process "
+                f"{process} one of {count}: give jax.distributed.initialize the same "
+                "num_processes in all"
             )
         return at, base64.b85decode(value)
 
@@ -174,8 +175,9 @@ class Channel:
         for other, (at, _) in enumerate(words):
             if at not in (name, FAILED):
                 raise Disagreement(
-                    f"{self.named(self.process)} tells its {name}, and {self.named(other)} its {at}: all processes "
-                    "must make the same calls in the same order"
+                    f"{self.named(self.process)} tells its {name}, "
+                    f"and {self.named(other)} its {at}: all processes must make the same "
+                    "calls in the same order"
                 )
 
     def fail(self, failure: Exception) -> None:

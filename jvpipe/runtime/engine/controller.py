@@ -33,7 +33,10 @@ it, the row, and a function that compiles a program. `_look` makes a marker with
 
 
 def _look(
-    monitor: Monitor | None, arriving: Arriving, table: Sequence[Any], taken: Sequence[int]
+    monitor: Monitor | None,
+    arriving: Arriving,
+    table: Sequence[Any],
+    taken: Sequence[int],
 ) -> None:
     """Tells the monitor which moved arrays have come.
 
@@ -116,7 +119,11 @@ class Controller:
     _step: int = 0
 
     def run(
-        self, bound: Bound, arrays: Sequence[jax.Array], feeds: Feeds, at: Moment
+        self,
+        bound: Bound,
+        arrays: Sequence[jax.Array],
+        feeds: Feeds,
+        at: Moment,
     ) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
         """Dispatches every row; returns the arrays that outlive the step, and the metrics.
 
@@ -204,7 +211,12 @@ class Controller:
         leaves_host = bound.leaves_host if self.host_limited else ()
         return dispatch_ready(bound.lowered.rows, bound.targets, table, leaves_host)
 
-    def _begin(self, lowered: Lowered, instructions: Sequence[Instruction], at: Moment) -> None:
+    def _begin(
+        self,
+        lowered: Lowered,
+        instructions: Sequence[Instruction],
+        at: Moment,
+    ) -> None:
         self._step = at.step
         if self.monitor is not None:
             self.monitor.begin(lowered, instructions, self.ledger.live, named=self.profiled)
@@ -212,7 +224,11 @@ class Controller:
             self.hosts.connected.begin()
 
     def _abandoned(
-        self, error: BaseException, row: Row | None, at: Moment, marked: int
+        self,
+        error: BaseException,
+        row: Row | None,
+        at: Moment,
+        marked: int,
     ) -> StageError | None:
         """Finds the cause of a run's failure, and forgets the marks of the run.
 
@@ -267,7 +283,10 @@ class Controller:
             raise self.failure(error) from error
 
     def failure(
-        self, error: Exception, row: Row | None = None, at: Moment | None = None
+        self,
+        error: Exception,
+        row: Row | None = None,
+        at: Moment | None = None,
     ) -> StageError:
         """Returns the error for the user; it names the row that failed first, if that is known.
 
@@ -301,7 +320,11 @@ class Controller:
 
 
 def _watch(
-    monitor: Monitor, index: int, instruction: Instruction, out: Sequence[Any], arriving: Arriving
+    monitor: Monitor,
+    index: int,
+    instruction: Instruction,
+    out: Sequence[Any],
+    arriving: Arriving,
 ) -> None:
     """Tells the monitor that a row was dispatched, if the row yields an array to wait for.
 

@@ -36,12 +36,16 @@ def heard_failure(process: str, word: bytes) -> Exception:
     limit, line = word.decode().split("\t", 1)
     message = f"{process} says: {line}"
     limit_bytes = int(limit)
-    return MemoryLimitExceeded(message, limit_bytes) if limit_bytes else Disagreement(message)
+    if limit_bytes:
+        return MemoryLimitExceeded(message, limit_bytes)
+    return Disagreement(message)
 
 
 def limit_bytes(failure: Exception) -> int:
     """Returns a limit that would be enough if a memory limit was exceeded; else 0."""
-    return failure.smallest_limit_bytes if isinstance(failure, MemoryLimitExceeded) else 0
+    if isinstance(failure, MemoryLimitExceeded):
+        return failure.smallest_limit_bytes
+    return 0
 
 
 def unlike(text: str, other: str) -> tuple[str, str]:
@@ -52,11 +56,15 @@ def unlike(text: str, other: str) -> tuple[str, str]:
     >>> unlike("a 1\nb 2", "a 1\nb 3")
     ('b 2', 'b 3')
     """
-    pairs = zip_longest(text.split("\n"), other.split("\n"), fillvalue="nothing")
+    lines = text.split("\n")
+    their_lines = other.split("\n")
+    pairs = zip_longest(lines, their_lines, fillvalue="nothing")
     line, their_line = next((a, b) for a, b in pairs if a != b)
     if max(len(line), len(their_line)) <= SHOWN:
         return line, their_line
-    letters = enumerate(zip(line, their_line, strict=False))
-    at = next((i for i, (a, b) in letters if a != b), 0)
-    shown = slice(max(0, at - SHOWN // 2), at + SHOWN // 2)
+    letters = zip(line, their_line, strict=False)
+    unequal = [a != b for a, b in letters]
+    at = unequal.index(True) if True in unequal else 0
+    half = SHOWN // 2
+    shown = slice(max(0, at - half), at + half)
     return line[shown], their_line[shown]

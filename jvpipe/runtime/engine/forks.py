@@ -15,8 +15,9 @@ def check_not_forked() -> None:
         return
     parent = f"process {owner}" if owner else "one"
     raise ValueError(
-        f"process {present} was forked from {parent} that has used JAX, whose devices do no work in it: start "
-        "processes with multiprocessing.get_context('spawn')"
+        f"process {present} was forked from {parent} that has used JAX, "
+        "whose devices do no work in it: start processes with "
+        "multiprocessing.get_context('spawn')"
     )
 
 

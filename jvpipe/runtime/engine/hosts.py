@@ -150,8 +150,8 @@ class Hosts(Channel):
         other = next(i for i, theirs in enumerate(texts) if theirs != text)
         line, their_line = unlike(text, texts[other])
         raise Disagreement(
-            f"{name} differ between processes: {part} is {line!r} in process {self.process} and {their_line!r} in "
-            f"process {other}"
+            f"{name} differ between processes: {part} is {line!r} in process "
+            f"{self.process} and {their_line!r} in process {other}"
         )
 
     def together(self, name: str, act: Callable[[], T]) -> T:
@@ -220,7 +220,10 @@ class Hosts(Channel):
         return offer
 
     def asking(
-        self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct
+        self,
+        half: AskRun,
+        row: Row,
+        like: jax.ShapeDtypeStruct,
     ) -> Callable[[], list[jax.Array]]:
         """Returns a function that runs this process's half of a copy from another process.
 
@@ -270,7 +273,9 @@ class Hosts(Channel):
         return values
 
     def carry(
-        self, copies: Sequence[Carried], arrays: Sequence[jax.Array | None]
+        self,
+        copies: Sequence[Carried],
+        arrays: Sequence[jax.Array | None],
     ) -> list[jax.Array | None]:
         """Copies arrays between processes.
 

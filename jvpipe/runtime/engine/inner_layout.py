@@ -38,10 +38,19 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
     for layer, body in zip(graph.layers, traced.bodies, strict=True):
         arrays = [_edge(graph, ref) for ref in layer.writes]
         takes = specs(graph, layer.reads)
-        laid = _laid(store, evaluation_program(body), takes, arrays, group, sharding)
+        laid = _laid(
+            store,
+            evaluation_program(body),
+            takes,
+            arrays,
+            group,
+            sharding,
+        )
         # Later layers read these tensors in the layouts found here.
-        written = {ref.index: array for ref, array in zip(layer.writes, laid, strict=True) if array}
-        tensors = (replace(t, array=written.get(i, t.array)) for i, t in enumerate(graph.tensors))
+        tensors = list(graph.tensors)
+        for ref, array in zip(layer.writes, laid, strict=True):
+            if array:
+                tensors[ref.index] = replace(tensors[ref.index], array=array)
         graph = replace(graph, tensors=tuple(tensors))
     return graph
 
@@ -74,7 +83,15 @@ def laid_programs(
         # written values are fixed by now.
         results = [*[None] * len(writes), *of_layer.signature.residuals]
         program = forward_program(of_layer)
-        laid = _laid(store, program, takes, results, group, sharding, writes)
+        laid = _laid(
+            store,
+            program,
+            takes,
+            results,
+            group,
+            sharding,
+            writes,
+        )
         residuals = tuple(filter(None, laid[len(writes) :]))
         signature = replace(of_layer.signature, residuals=residuals)
         laid_programs.append(replace(of_layer, signature=signature))
@@ -116,17 +133,18 @@ def _laid(
             whole on each device.
     """
     assert isinstance(group, DeviceGroup)
-    specs = [*fixed, *[()] * (len(open_arrays) - len(fixed))]
-    gives = [
-        spec if array is None else None for spec, array in zip(specs, open_arrays, strict=True)
-    ]
+    gives: list[Spec | None] = []  # None lets the compiler choose
+    for i, array in enumerate(open_arrays):
+        spec = fixed[i] if i < len(fixed) else ()
+        gives.append(spec if array is None else None)
     (executable,) = store.compile([(program.laid(takes, gives), group)])
     chosen = [_chosen(of_result) for of_result in executable.output_shardings]
     # JAX cuts arrays into equal parts. An array for which this is impossible keeps its layout.
-    return [
-        sharding.laid(array, spec) if array and sharding.divides(array.shape, spec) else array
-        for array, spec in zip(open_arrays, chosen, strict=False)
-    ]
+    laid: list[Array | None] = []
+    for array, spec in zip(open_arrays, chosen, strict=False):
+        is_cut = array and sharding.divides(array.shape, spec)
+        laid.append(sharding.laid(array, spec) if array and is_cut else array)
+    return laid
 
 
 def _chosen(sharding: object) -> Spec:

@@ -59,7 +59,13 @@ class LossWatch:
         """Adds the losses of a step that has been dispatched."""
         self._steps.append(losses)
 
-    def check(self, params: Callable[[], Tree], *, wait: bool = False, last: bool = True) -> None:
+    def check(
+        self,
+        params: Callable[[], Tree],
+        *,
+        wait: bool = False,
+        last: bool = True,
+    ) -> None:
         """Warns of losses that are not finite, or raises an error if training cannot go on.
 
         Args:
@@ -91,9 +97,10 @@ class LossWatch:
         """
         if nan_parameter is not None:
             raise ValueError(
-                f"{loss}, and parameter '{nan_parameter}' is NaN. States since then are not worth "
-                "saving; the last checkpoint is whole. Check the batch and the initial parameters; a lower learning "
-                "rate may help, or a schedule with less staleness"
+                f"{loss}, and parameter '{nan_parameter}' is NaN. "
+                "States since then are not worth saving; the last checkpoint is whole. "
+                "Check the batch and the initial parameters; "
+                "a lower learning rate may help, or a schedule with less staleness"
             )
         if not self._has_warned:
             _log.warning("%s; no parameter is NaN, so training goes on", loss)
@@ -109,8 +116,8 @@ class LossWatch:
         versions = self._controller.ledger.versions
         read = [versions[stage.layers[0], m].forward for stage in stages]
         return (
-            f"the loss of micro-batch {m} (step {number}) is {value} at stage {last}, read with versions {read} of "
-            "the stages' weights"
+            f"the loss of micro-batch {m} (step {number}) is {value} at stage {last}, "
+            f"read with versions {read} of the stages' weights"
         )
 
     def _value(self, loss: jax.Array) -> float:

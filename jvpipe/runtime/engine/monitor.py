@@ -5,15 +5,7 @@ program reads. A copy to the host or back needs no marker, because its result se
 each device, one thread waits for the markers of programs in their order, and another one for the
 results of copies. Each thread notes when a marker or a result comes.
 
-The start of a task is computed, because JAX does not report it. It is the latest of three times:
-when the device was free, when the inputs had come, and when the task was dispatched. In the
-picture, time runs to the right, and each line is a queue of tasks that run in order:
-
-    device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
-    link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
-
-Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, the idle time counts as
-exposed: the device does no work that would hide this part of the copy.
+The start of a task is computed from the ends, because JAX does not report it (record.py).
 
 An array that moves to another device may be overwritten there, so no thread may wait for it. The
 controller checks such an array whenever it dispatches a row. If the row would overwrite the array
@@ -38,12 +30,12 @@ from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import AskRun, Row
 from jvpipe.ir.span import Span
 from jvpipe.runtime.engine.binding import Instruction
+from jvpipe.runtime.engine.record import WATCHED, Reading, Record
 
 _PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER}
 _HALVES = {Kind.I, Kind.W}
-_BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} for n in (1, -1))
-WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
-"""Kinds of copies that the monitor times."""
+_BEGIN = {kind for kind, info in KINDS.items() if info.in_flight == 1}
+_END = {kind for kind, info in KINDS.items() if info.in_flight == -1}
 TICK_S = 1e-9
 """The least seconds of a task: a thread that wakes late finds two markers at the same time."""
 
@@ -91,11 +83,13 @@ class Measured:
         median_s: dict[tuple[object, Kind], float] = {}
         for (layer, kind, _), of_place_s in all_s.items():
             slowest_s = median_s.get((layer, kind), 0.0)
-            median_s[layer, kind] = max(slowest_s, statistics.median(of_place_s))
+            here_s = statistics.median(of_place_s)
+            median_s[layer, kind] = max(slowest_s, here_s)
         return [self._one_layer_s(layer, median_s) for layer in range(layers)]
 
     @staticmethod
     def _one_layer_s(layer: int, median_s: Mapping[tuple[object, Kind], float]) -> float:
+        """Adds up a layer's seconds, of which `median_s` has those of all layers by kind."""
         kinds = {kind for of_layer, kind in median_s if of_layer == layer}
         if not (_BEGIN & kinds and _END & kinds):
             return 0.0
@@ -107,47 +101,6 @@ class Measured:
     def hidden_s(self) -> float:
         """The seconds of copies during which the devices worked."""
         return max(0.0, self.copy_s - self.exposed_s)
-
-
-@dataclass(eq=False)
-class Record:
-    """The times at which the rows (programs and copies) of one step were dispatched and ended.
-
-    All times are in seconds, as `time.perf_counter` gives them.
-
-    Args:
-        lowered: the rows.
-        before: for each queue, when its last row before the step ended.
-        moves: the record of the moves of layers just before this step, if there were any.
-        instructions: the instructions that the rows are bound to, for pictures.
-        held_bytes: the bytes in each memory before the step, for pictures.
-        named: whether a profile shows each wait by the name of its row.
-
-    Attributes:
-        order: the numbers of the rows in the order of dispatch.
-        times: by row, its start and end; empty until the record is read.
-        after: for each queue, when its last row of the step ended.
-        dispatched: by row, when it was dispatched.
-        ended: by row, when its marker came.
-        passed: for each queue, an event that is set once all its rows of the step have ended.
-        closed: whether all rows have been dispatched.
-    """
-
-    lowered: Lowered
-    before: list[float]
-    moves: "Record | None" = None
-    instructions: Sequence[Instruction] = ()
-    held_bytes: Sequence[int] = ()
-    named: bool = False
-    order: list[int] = field(default_factory=list)
-    times: dict[int, tuple[float, float]] = field(default_factory=dict)
-    dispatched: dict[int, float] = field(default_factory=dict)
-    ended: dict[int, float] = field(default_factory=dict)
-    closed: bool = False
-
-    def __post_init__(self) -> None:
-        self.after = [0.0] * len(self.before)
-        self.passed = [threading.Event() for _ in self.before]
 
 
 Item = tuple[Record, int, jax.Array | None]
@@ -170,13 +123,19 @@ class Monitor:
     """
 
     def __init__(
-        self, devices: Sequence[Device], kept: int = 2, layer_s: Sequence[float] = ()
+        self,
+        devices: Sequence[Device],
+        kept: int = 2,
+        layer_s: Sequence[float] = (),
     ) -> None:
         self._layer_s = layer_s
         names = [str(device) for device in devices]
         self.memories = [*names, "host"]
-        self._names = [*names, *(f"{name} host" for name in names)]
-        self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in range(3 * len(names))]
+        links = [f"{name} host" for name in names]
+        self._names = [*names, *links]
+        # For each device: its programs, its link to the host, and its links from other devices.
+        queues = range(3 * len(names))
+        self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in queues]
         self._last = [0.0] * len(self._queues)
         self._records: deque[Record] = deque(maxlen=max(2, kept))
         self._now: Record | None = None
@@ -203,7 +162,14 @@ class Monitor:
         # Moves are not a step. They are read together with the step that follows them.
         moves = before if before and not _computes(before.lowered) else None
         ended = before.after if before else [0.0] * len(self._queues)
-        self._now = Record(lowered, ended, moves, instructions, list(held_bytes), named)
+        self._now = Record(
+            lowered,
+            ended,
+            moves,
+            instructions,
+            list(held_bytes),
+            named,
+        )
         if _is_step(lowered):
             self._records.append(self._now)
 
@@ -237,7 +203,8 @@ class Monitor:
             mark: the marker, an array that comes when the row has run.
         """
         assert self._now is not None, "begun"
-        self._queues[self._place(row, self._now.lowered)].put((self._now, index, mark))
+        queue = self._queues[self._place(row, self._now.lowered)]
+        queue.put((self._now, index, mark))
 
     def arrived(self, index: int) -> None:
         """Notes that the array that a row has moved has arrived."""
@@ -266,14 +233,15 @@ class Monitor:
         Args:
             before: whether to read the step before the last one, if there is one.
         """
-        return self.read(self.last(2 if before else 1)[0])
+        records = self.last(2 if before else 1)
+        return self.read(records[0])
 
     def read(self, record: Record) -> Measured:
         """Waits for the rows of a closed record; returns their times. Any thread may call this."""
         # The thread of each queue sets an event when it has seen all of the queue's rows end.
         for passed in record.passed:
             passed.wait()
-        reading = _Reading(list(record.before))
+        reading = Reading(list(record.before))
         spans, swapped_bytes = [], 0
         for index, row in enumerate(record.lowered.rows):
             place = self._place(row, record.lowered)
@@ -284,10 +252,9 @@ class Monitor:
             if row.kind is Kind.OUT:
                 swapped_bytes += record.lowered.buffers[row.writes[0]].bytes
             spans += self._spans(record.lowered, row, start_s, end_s)
-        took_s = {
-            kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0)
-            for kind in (Kind.OUT, Kind.IN, Kind.R)
-        }
+        took_s: dict[str, float] = defaultdict(float)
+        for span in spans:
+            took_s[span.kind] += span.end_s - span.start_s
         # Moves of layers just before the step are shown in front of it.
         moves = self.read(record.moves).spans if record.moves else ()
         exposed: dict[str, float] = defaultdict(float)
@@ -302,7 +269,13 @@ class Monitor:
             exposed=exposed,
         )
 
-    def _spans(self, lowered: Lowered, row: Row, start_s: float, end_s: float) -> Iterator[Span]:
+    def _spans(
+        self,
+        lowered: Lowered,
+        row: Row,
+        start_s: float,
+        end_s: float,
+    ) -> Iterator[Span]:
         """Yields the spans of a row: one, or one for each layer of a group.
 
         The time of a group is divided in proportion to the layers' weights.
@@ -324,8 +297,16 @@ class Monitor:
         args: dict[str, int] = {"layer": row.layer, "microbatch": row.microbatch}
         if row.kind in WATCHED:
             args["bytes"] = sum(lowered.buffers[b].bytes for b in row.writes)
-        name = f"{row.stage}{row.kind}{max(row.microbatch, 0)}"
-        return Span(self._named(row, lowered), name, start_s, end_s, row.kind, args)
+        m = max(row.microbatch, 0)
+        name = f"{row.stage}{row.kind}{m}"
+        return Span(
+            self._named(row, lowered),
+            name,
+            start_s,
+            end_s,
+            row.kind,
+            args,
+        )
 
     def _place(self, row: Row, lowered: Lowered) -> int:
         """Returns the number of a row's queue.
@@ -364,63 +345,6 @@ class Monitor:
             finally:
                 del mark  # a copy to the host would otherwise stay in memory after its FREE
             record.ended[index] = self._last[place] = time.perf_counter()
-
-
-@dataclass
-class _Reading:
-    """The times found so far, while the rows of a record are read in their order.
-
-    Attributes:
-        free_s: for each queue, when its last row so far ended.
-        made_s: for each buffer, when it came.
-        fetched: the buffers that came back from the host.
-        waiting: the devices that had a FREE since their last program.
-        exposed_s: by device, the seconds for which copies to the host and back kept it idle.
-    """
-
-    free_s: list[float]
-    made_s: dict[int, float] = field(default_factory=dict)
-    fetched: set[int] = field(default_factory=set)
-    waiting: set[int] = field(default_factory=set)
-    exposed_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-
-    def pass_row(self, record: Record, index: int, place: int) -> tuple[float, float]:
-        """Returns the start and end of a row, and notes what the times of later rows depend on.
-
-        Args:
-            record: the record of the step.
-            index: the number of the row.
-            place: the number of the row's queue.
-        """
-        row = record.lowered.rows[index]
-        inputs_s = max((self.made_s.get(b, 0.0) for b in row.reads), default=0.0)
-        # A row without a marker, such as a FREE, ends as soon as its inputs have come.
-        end_s = record.ended.get(index, inputs_s)
-        self.made_s |= dict.fromkeys(row.writes, end_s)
-        if row.kind is Kind.FREE:
-            self.waiting.add(row.place)
-        if index not in record.ended:
-            return inputs_s, end_s
-        dispatched_s = record.dispatched[index]
-        start_s = min(end_s, max(self.free_s[place], inputs_s, dispatched_s))
-        if row.kind is Kind.IN:
-            self.fetched.update(row.writes)
-        elif row.kind not in WATCHED:
-            self._expose(row, place, start_s, dispatched_s)
-        self.free_s[place] = end_s
-        return start_s, end_s
-
-    def _expose(self, row: Row, place: int, start_s: float, dispatched_s: float) -> None:
-        """Adds the time by which copies to and from the host delayed a program, if any."""
-        others = [self.made_s.get(b, 0.0) for b in row.reads if b not in self.fetched]
-        inputs_s = max(others, default=0.0)
-        # A FREE waits for a copy, and so delays the dispatch of later rows. Without the copy, the
-        # program might have been dispatched earlier, so its time of dispatch is left out.
-        asked_s = 0.0 if row.place in self.waiting else dispatched_s
-        possible_s = max(self.free_s[place], inputs_s, asked_s)
-        if self.free_s[place]:  # 0 before the first program of a run, which waits for no copy
-            self.exposed_s[place] += max(0.0, start_s - possible_s)
-        self.waiting.discard(row.place)
 
 
 def _annotated(record: Record, index: int) -> AbstractContextManager[object]:

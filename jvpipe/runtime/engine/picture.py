@@ -20,35 +20,47 @@ def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Pic
         record: the record of the step.
         labels: the names of the layers.
     """
-    spans = [_labeled(span, labels) for span in monitor.read(record).spans]
-    parts = [record.moves, record] if record.moves else [record]
-    levels = (level for part in parts for level in _levels(monitor, part))
-    return Picture(tuple(spans), tuple(levels), tuple(_hops(monitor, record)))
+    measured = monitor.read(record)
+    spans = [_labeled(span, labels) for span in measured.spans]
+    levels: list[Level] = []
+    if record.moves:
+        levels += _levels(monitor, record.moves)
+    levels += _levels(monitor, record)
+    hops = _hops(monitor, record)
+    return Picture(tuple(spans), tuple(levels), tuple(hops))
 
 
 def _labeled(span: Span, labels: Sequence[str]) -> Span:
+    """Returns a span with the name of its layer, if it has one."""
     layer = span.args.get("layer", -1)
     if not 0 <= layer < len(labels):
         return span
-    return replace(span, args={**span.args, "layer_name": labels[layer]})
+    args = {**span.args, "layer_name": labels[layer]}
+    return replace(span, args=args)
 
 
 def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
     """Yields the bytes in each memory (of a device, or of the host) whenever they change."""
-    held_bytes, names = list(record.held_bytes), monitor.memories
+    held_bytes = list(record.held_bytes)
+    names = monitor.memories
     starts_s = [start_s for start_s, _ in record.times.values() if start_s]
-    reached_s = [min(starts_s, default=0.0)] * len(held_bytes)
+    first_s = min(starts_s, default=0.0)
+    reached_s = [first_s] * len(held_bytes)
 
     def level(memory: int, at_s: float, more_bytes: int = 0) -> Level:
         # Bytes are counted in the order of dispatch, which may differ from the order in time. The
         # curve must not go back in time, so a level is never earlier than the level before it.
         reached_s[memory] = max(reached_s[memory], at_s)
-        return Level(names[memory], reached_s[memory], held_bytes[memory] + more_bytes)
+        size = held_bytes[memory] + more_bytes
+        return Level(names[memory], reached_s[memory], size)
 
-    yield from (level(memory, 0.0) for memory, size in enumerate(held_bytes) if size)
+    for memory, size in enumerate(held_bytes):
+        if size:
+            yield level(memory, 0.0)
     for index in record.order:
         instruction = record.instructions[index]
-        target, source = instruction.target, instruction.source
+        target = instruction.target
+        source = instruction.source
         temporary_bytes = instruction.temporary_bytes
         start_s, end_s = record.times[index]
         held_bytes[target] += instruction.born_bytes
@@ -76,11 +88,14 @@ def _hops(monitor: Monitor, record: Record) -> Iterator[Hop]:
             key = f"{monitor.memories[row.place]} {index}"
             if isinstance(row.run, OfferRun | AskRun):  # the key is the same in both processes
                 key = f"copy {row.run.number}"
-            yield from (Hop(key, *origin[b], arrives=False) for b in row.reads if b in origin)
+            for b in row.reads:
+                if b in origin:
+                    yield Hop(key, *origin[b], arrives=False)
             coming |= dict.fromkeys(row.writes, key)
         elif index in record.ended:
             place = monitor.memories[row.place]
-            keys = [coming.pop(b) for b in row.reads if b in coming]
-            yield from (Hop(key, place, start_s, arrives=True) for key in keys)
+            for b in row.reads:
+                if b in coming:
+                    yield Hop(coming.pop(b), place, start_s, arrives=True)
             just_before_s = end_s - 1e-3 * (end_s - start_s)
             origin |= dict.fromkeys(row.writes, (place, just_before_s))

@@ -90,13 +90,16 @@ class Placing:
         """Returns the most bytes on each device, and last on the host, while `place` runs."""
         ledger = Ledger(self.devices)
         for buffer in self.buffers:
-            d, leaf = buffer.place, leaves.get(name_of(buffer))
+            d = buffer.place
+            leaf = leaves.get(name_of(buffer))
             ledger.hold(buffer.memory, buffer.bytes)
             if leaf and self._is_own(buffer):
-                ledger.hold(d, 0, leaf.needs(self.devices[d], self._spec(buffer.value)))
+                temporary = leaf.needs(self.devices[d], self._spec(buffer.value))
+                ledger.hold(d, 0, temporary)
         self._pass(ledger)
         memories = (*range(len(self.devices)), HOST)
-        return tuple(Peak(ledger.peak[d], None, self._holders(d)) for d in memories)
+        peaks = [Peak(ledger.peak[d], None, self._holders(d)) for d in memories]
+        return tuple(peaks)
 
     def _pass(self, ledger: Ledger) -> None:
         """Counts optimizer state that will lie on the host, while it passes through its device.
@@ -119,7 +122,10 @@ class Placing:
         return tuple((owner, sizes[owner]) for owner in _LASTING)
 
     def place(
-        self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
+        self,
+        ledger: Ledger,
+        leaves: Mapping[Name, Leaf],
+        store: ProgramStore,
     ) -> tuple[jax.Array, ...]:
         """Makes the persistent arrays of this process, and initializes state without leaves.
 
@@ -134,11 +140,14 @@ class Placing:
         here = list(filter(self._is_own, self.buffers))
         first: dict[Name, Key] = {}  # the key of the first array of each name
         for buffer in here:
-            name, key = name_of(buffer), key_of(buffer)
+            name = name_of(buffer)
+            key = key_of(buffer)
             if name in leaves:
-                device, spec = self.devices[buffer.place], self._spec(buffer.value)
+                device = self.devices[buffer.place]
+                spec = self._spec(buffer.value)
+                temporary = leaves[name].needs(device, spec)
                 ledger.hold(buffer.memory, buffer.bytes)
-                ledger.hold(buffer.place, 0, leaves[name].needs(device, spec))
+                ledger.hold(buffer.place, 0, temporary)
                 # A parameter is made once. Other places that read it get copies.
                 if buffer.owner is Owner.PARAMETER and name in first:
                     table[key] = self.put(table[first[name]], buffer)
@@ -163,11 +172,18 @@ class Placing:
         """
         if not buffer.copy.on_host:
             return array
-        away = _jax.swapper(self.devices[buffer.place], "pinned_host")(array).block_until_ready()
+        swap_out = _jax.swapper(self.devices[buffer.place], "pinned_host")
+        away = swap_out(array).block_until_ready()
         array.delete()
         return away
 
-    def put(self, value: Any, buffer: Buffer, *, may_alias: bool | None = None) -> jax.Array:
+    def put(
+        self,
+        value: Any,
+        buffer: Buffer,
+        *,
+        may_alias: bool | None = None,
+    ) -> jax.Array:
         """Puts an array where a buffer lies.
 
         Args:
@@ -175,8 +191,10 @@ class Placing:
             buffer: the buffer to fill.
             may_alias: whether the result may share memory with `value`; None lets JAX decide.
         """
-        sharding = _jax.sharding_on(self.devices[buffer.place], self._spec(buffer.value))
-        return self._resting(jax.device_put(value, sharding, may_alias=may_alias), buffer)
+        spec = self._spec(buffer.value)
+        sharding = _jax.sharding_on(self.devices[buffer.place], spec)
+        array = jax.device_put(value, sharding, may_alias=may_alias)
+        return self._resting(array, buffer)
 
     def _spec(self, value: Value) -> Spec:
         return value_spec(self.graph, self.optimizer, value)
@@ -192,7 +210,11 @@ class Placing:
                 values.setdefault(name_of(buffer), array)
         return values
 
-    def initialize_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
+    def initialize_optimizer(
+        self,
+        table: dict[Key, jax.Array],
+        store: ProgramStore,
+    ) -> None:
         """Makes the optimizer's state that the table lacks, each piece on the device of its layer.
 
         Args:
@@ -203,20 +225,23 @@ class Placing:
         # State for the host is made on a device, and goes to the host after each piece.
         away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
         keys = [self._piece_keys(piece) for piece in pieces]
-        programs = [
-            (self.initial_program(piece), self.devices[of_piece.device])
-            for piece, of_piece in zip(pieces, keys, strict=True)
-        ]
-        for of_piece, executable in zip(keys, store.compile(programs), strict=True):
+        programs = []
+        for piece, of_piece in zip(pieces, keys, strict=True):
+            program = self.initial_program(piece)
+            programs.append((program, self.devices[of_piece.device]))
+        executables = store.compile(programs)
+        for of_piece, executable in zip(keys, executables, strict=True):
             device = self.devices[of_piece.device]
-            arguments = [
-                jax.device_put(table[key], _jax.sharding_on(device, self._key_spec(key)))
-                for key in of_piece.reads
-            ]
-            results = zip(of_piece.writes, executable(*arguments), strict=False)  # a marker follows
-            for key, array in results:
-                if key in lacking:
-                    table[key] = self._resting(array, away[key]) if key in away else array
+            arguments = []
+            for key in of_piece.reads:
+                sharding = _jax.sharding_on(device, self._key_spec(key))
+                arguments.append(jax.device_put(table[key], sharding))
+            results = executable(*arguments)  # a marker follows the arrays
+            for key, array in zip(of_piece.writes, results, strict=False):
+                if key in away and key in lacking:
+                    table[key] = self._resting(array, away[key])
+                elif key in lacking:
+                    table[key] = array
 
     def initial_program(self, piece: Piece) -> Program:
         """Returns the program of a piece that makes optimizer state."""
@@ -240,7 +265,8 @@ class Placing:
         largest = [0] * len(self.devices)
         for piece in pieces:
             keys = self._piece_keys(piece)
-            spare = sum(size.get(key, 0) for key in keys.writes if key not in lacking)
+            superfluous = [key for key in keys.writes if key not in lacking]
+            spare = sum(size.get(key, 0) for key in superfluous)
             largest[keys.device] = max(largest[keys.device], spare)
         return largest
 
@@ -250,8 +276,9 @@ class Placing:
         If a piece is needed, so are the earlier pieces that make the values that it reads. So the
         loop goes from the last piece to the first.
         """
-        owned = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
-        lacking: set[Key] = {key_of(b) for b in owned if key_of(b) not in table}
+        owned = [b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b)]
+        lacking: set[Key] = {key_of(b) for b in owned}
+        lacking -= set(table)
         making = []
         for piece in reversed(self.optimizer.init):
             keys = self._piece_keys(piece)
@@ -266,11 +293,9 @@ class Placing:
         layer = NONE if piece.layer is None else piece.layer
         # If a layer has no state, its piece makes only small values, so it may run on any device.
         device = self._places.get(layer, self._home)
-        return _PieceKeys(
-            device,
-            [_key_of_slot(self.graph, slot, layer, device) for slot in piece.reads],
-            [_key_of_slot(self.graph, slot, layer, device) for slot in piece.writes],
-        )
+        reads = [_key_of_slot(self.graph, slot, layer, device) for slot in piece.reads]
+        writes = [_key_of_slot(self.graph, slot, layer, device) for slot in piece.writes]
+        return _PieceKeys(device, reads, writes)
 
     @cached_property
     def _home(self) -> int:
@@ -296,9 +321,11 @@ def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
     """
     match slot.kind:
         case SlotKind.PARAMETER:
-            return Spot(graph.parameter(slot.index, version=0), place)
+            parameter = graph.parameter(slot.index, version=0)
+            return Spot(parameter, place)
         case SlotKind.STATE:
-            return Spot(Value(ValueKind.OPTIMIZER, slot.index, layer), place)
+            state = Value(ValueKind.OPTIMIZER, slot.index, layer)
+            return Spot(state, place)
         case (
             SlotKind.PARTIAL
             | SlotKind.GLOBAL

@@ -26,11 +26,11 @@ from jvpipe.ir.layers import LayerGraph, Signature, SplitSignature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import AddRun, ConcatRun, JoinRun, Row, SliceRun, StateRun
 from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.exchange import REDUCED
 from jvpipe.lowering.graph_arrays import graph_array
 from jvpipe.lowering.layout import SliceLayout
 from jvpipe.lowering.placement import Placement, written_state
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
-from jvpipe.lowering.slicing import REDUCED
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.loss import Parts
 from jvpipe.programs.model import Share, programs_of
@@ -119,14 +119,17 @@ class Replicas:
             if _interface(programs.signature) != _interface(whole[layer].signature):
                 name = self.traced.graph.label(self.traced.graph.layers[layer])
                 raise ValueError(
-                    f"layer {name} leaves other values for its backward on {examples.size} examples than on "
-                    f"{self.traced.graph.examples}: give its stage one device, or use larger micro-batches"
+                    f"layer {name} leaves other values for its backward on {examples.size} "
+                    f"examples than on {self.traced.graph.examples}: "
+                    "give its stage one device, or use larger micro-batches"
                 )
             self._programs[key] = programs
         return self._programs[key]
 
     def layouts(
-        self, layout: int, split: Mapping[int, SplitSignature]
+        self,
+        layout: int,
+        split: Mapping[int, SplitSignature],
     ) -> dict[Examples, SliceLayout]:
         """Returns the signatures of layers on each slice: the values that programs take and give.
 
@@ -249,9 +252,9 @@ class Replicas:
             can_be_shared = spread.over in REDUCED and is_number and not divides
             if not can_be_shared:
                 raise ValueError(
-                    f"tensor '{tensor.array.name}' goes from stage to stage without an axis of examples, and stages "
-                    f"{stages} have {replicas} replicas: give them as many as each other, or move "
-                    "the cut"
+                    f"tensor '{tensor.array.name}' goes from stage to stage without an "
+                    f"axis of examples, and stages {stages} have {replicas} replicas: "
+                    "give them as many as each other, or move the cut"
                 )
 
 
@@ -281,12 +284,17 @@ def check_replicable(schedule: Schedule, *, has_order: bool = False) -> None:
     """
     if has_order or schedule == AUTO or isinstance(schedule.lists, GivenLists):
         raise ValueError(
-            "replicated stages cannot run under an order that a planner has chosen, yet: use '1f1b', 'zb-h1' or "
-            "another rule, or one device for each stage"
+            "replicated stages cannot run under an order that a planner has chosen, yet: "
+            "use '1f1b', 'zb-h1' or another rule, or one device for each stage"
         )
 
 
-def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatches: int) -> None:
+def check_replicas(
+    plan: Plan,
+    schedule: Schedule,
+    graph: LayerGraph,
+    microbatches: int,
+) -> None:
     """Checks that a plan with replicas can run.
 
     Args:
@@ -304,13 +312,16 @@ def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatch
         check_turns(schedule, plan, microbatches)
         if written := sorted(graph.state[k].name for k in written_state(graph)):
             raise ValueError(
-                f"model state '{written[0]}' goes from micro-batch to micro-batch, and under {schedule.name} the "
-                "devices of a stage take turns in these: use a synchronous schedule, or one device for each stage"
+                f"model state '{written[0]}' goes from micro-batch to micro-batch, "
+                f"and under {schedule.name} the devices of a stage take turns in these: "
+                "use a synchronous schedule, or one device for each stage"
             )
         return
     widest = max(plan.replicas)
     if widest > graph.examples:
         raise ValueError(
-            f"stage {plan.replicas.index(widest)} has {widest} replicas, and a micro-batch {graph.examples} examples: "
-            "each replica needs one at least. Use fewer replicas, fewer micro-batches or larger batches"
+            f"stage {plan.replicas.index(widest)} has {widest} replicas, "
+            f"and a micro-batch {graph.examples} examples: "
+            "each replica needs one at least. "
+            "Use fewer replicas, fewer micro-batches or larger batches"
         )

@@ -135,10 +135,7 @@ class RowPrograms:
             case Kind.LOSS:
                 return self._loss_program(read)
             case Kind.REDUCE if self.replicas is None:
-                # The devices of a stage take turns with whole micro-batches, and each has sums of
-                # its own. The row adds the sums of two devices, so it reads each sum from both.
-                in_place = isinstance(row.run, AddRun)
-                return reduce_program(self._shapes(read[::2]), 2, in_place=in_place)
+                return self._turns_program(row, read)
             case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:
                 assert self.replicas, "only replicas cut micro-batches"
                 return self.replicas.program(row, read)
@@ -161,6 +158,20 @@ class RowPrograms:
                 raise AssertionError(f"{row} runs no program")
             case _:
                 assert_never(row.kind)
+
+    def _turns_program(self, row: Row, read: Sequence[Value]) -> Program:
+        """Returns the program that adds up the gradients of two devices of a stage.
+
+        The devices take turns with whole micro-batches, and each has sums of its own. The row reads
+        each sum from both devices.
+
+        Args:
+            row: the row.
+            read: the values that it reads: each sum of the first device, followed by the same sum
+                of the second.
+        """
+        in_place = isinstance(row.run, AddRun)
+        return reduce_program(self._shapes(read[::2]), 2, in_place=in_place)
 
     def _layer(self, row: Row) -> LayerPrograms:
         """Returns the programs of a row's layer, on the slice of examples that the row is for."""

@@ -43,8 +43,9 @@ class Ledger:
     peak: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.live = [0] * (len(self.devices) + 1)
-        self.peak = [0] * (len(self.devices) + 1)
+        memories = len(self.devices) + 1  # the last is the host
+        self.live = [0] * memories
+        self.peak = [0] * memories
 
     def begin(self) -> None:
         """Sets all counts to 0, for a new run."""
@@ -108,7 +109,8 @@ class Away:
 
 def parked_bytes(parked: Mapping[Identity, Any]) -> int:
     """Returns the bytes of the arrays that this process has parked on its host."""
-    return sum(array.bytes for (_, array), value in parked.items() if not isinstance(value, Away))
+    here = [array for (_, array), value in parked.items() if not isinstance(value, Away)]
+    return sum(array.bytes for array in here)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,10 @@ class Limits:
     parked: Mapping[Identity, Any] = field(default_factory=dict)
 
     def check(
-        self, peaks: Sequence[Peak], devices: Sequence[Device], idle: str = "between steps"
+        self,
+        peaks: Sequence[Peak],
+        devices: Sequence[Device],
+        idle: str = "between steps",
     ) -> None:
         """Checks that no device, nor the host, would hold more bytes than its limit.
 
@@ -169,12 +174,19 @@ class Limits:
         raise _exceeded("the host", peak, limit, idle, fullest=0)
 
 
-def _exceeded(place: str, peak: Peak, limit: int, idle: str, fullest: int) -> MemoryLimitExceeded:
+def _exceeded(
+    place: str,
+    peak: Peak,
+    limit: int,
+    idle: str,
+    fullest: int,
+) -> MemoryLimitExceeded:
     """Returns the error; the limit that it suggests is enough for `fullest` bytes on a device."""
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(
-        f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. It holds {holders}. "
-        f"A limit of {peak.bytes:,} bytes would do; so may more stages or more micro-batches",
+        f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. "
+        f"It holds {holders}. A limit of {peak.bytes:,} bytes would do; "
+        "so may more stages or more micro-batches",
         max(fullest, peak.bytes),
     )

@@ -94,14 +94,15 @@ class State:
             raise ValueError(f"{step}: use the one that init, step or restore returned")
         if len(self.arrays) != count:
             raise ValueError(
-                "this state belongs to another pipeline or plan: use the one that init or restore gave"
+                "this state belongs to another pipeline or plan: "
+                "use the one that init or restore gave"
             )
         # Every step makes these checks, so they must be fast. The many arrays have few types.
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(
-                "this state is being traced: call the pipeline's members outside of jax.jit and its like, because "
-                "they compile all that they run"
+                "this state is being traced: call the pipeline's members outside of "
+                "jax.jit and its like, because they compile all that they run"
             )
         others = [kind for kind in types if not issubclass(kind, jax.Array)]
         if others:
@@ -110,8 +111,9 @@ class State:
             )
         if any(x is not None and x.is_deleted() for x in self.arrays):
             raise ValueError(
-                "this state was consumed by an earlier step: use the state that the step returned, or save it before "
-                "with pipe.save; if that step failed, go on from the last checkpoint with pipe.restore"
+                "this state was consumed by an earlier step: "
+                "use the state that the step returned, or save it before with pipe.save; "
+                "if that step failed, go on from the last checkpoint with pipe.restore"
             )
 
 
@@ -187,7 +189,10 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
 
 
 def _made_leaf(
-    store: ProgramStore, eqns: Sequence[_jax.JaxprEqn], out: _jax.Atom, env: dict[_jax.Atom, Any]
+    store: ProgramStore,
+    eqns: Sequence[_jax.JaxprEqn],
+    out: _jax.Atom,
+    env: dict[_jax.Atom, Any],
 ) -> Leaf:
     """Returns the leaf that makes one array.
 

@@ -42,8 +42,11 @@ class Transport:
         self._links = links
         self._run = 0
         (device, *_) = jax.local_devices()
-        like = _jax.placed(jax.ShapeDtypeStruct((), np.int32), device)
-        self._ends = {process: link.pull(_NEVER, [like])[0] for process, link in links.items()}
+        number = jax.ShapeDtypeStruct((), np.int32)
+        like = _jax.placed(number, device)
+        self._ends: dict[int, jax.Array] = {}  # by process: comes when the process is gone
+        for process, link in links.items():
+            (self._ends[process],) = link.pull(_NEVER, [like])
 
     def begin(self) -> None:
         """Begins a run of rows: from now on, the number of a row means a new copy."""
@@ -63,7 +66,7 @@ class Transport:
         if array.size:
             # The server cannot carry random keys, so it carries their integers.
             words = jax.random.key_data(array) if is_key(array) else array
-            self._server.await_pull(self._run << _RUN_BITS | number, [words])
+            self._server.await_pull(self._copy(number), [words])
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Asks for an array that a process offers; returns it on a device of this process.
@@ -79,11 +82,19 @@ class Transport:
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
         words = jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
-        placed = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=like.sharding)
-        (array,) = self._links[process].pull(self._run << _RUN_BITS | number, [placed])
+        placed = jax.ShapeDtypeStruct(
+            words.shape,
+            words.dtype,
+            sharding=like.sharding,
+        )
+        (array,) = self._links[process].pull(self._copy(number), [placed])
         if not is_key(like):
             return array
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype))
+
+    def _copy(self, number: int) -> int:
+        """Returns the number of the copy that a row makes in the present run of rows."""
+        return self._run << _RUN_BITS | number
 
     def lost(self) -> list[int]:
         """Returns the processes that are gone, without waiting: their connections have ended."""
@@ -107,6 +118,7 @@ def to_host(array: jax.Array) -> Any:
     """Returns a copy of an array on the host, which no later step can overwrite."""
     if is_key(array):
         # NumPy has no random keys, so their integers are copied and made keys again.
-        words = jax.numpy.asarray(np.array(jax.random.key_data(array)))
+        integers = np.array(jax.random.key_data(array))
+        words = jax.numpy.asarray(integers)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     return np.array(array)

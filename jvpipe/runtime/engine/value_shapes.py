@@ -51,7 +51,9 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
 
 
 def value_shape(
-    traced: Traced, optimizer: OptimizerCut, value: Value
+    traced: Traced,
+    optimizer: OptimizerCut,
+    value: Value,
 ) -> jax.ShapeDtypeStruct | None:
     """Returns the shape and type of a value; None if only the program that makes it knows them.
 

@@ -85,7 +85,8 @@ class VersionLedger:
                 drained.add(max(uses_of))
             for use in _numbered(run):
                 uses_of.setdefault(use.microbatch, []).append(use)
-        yield from ((uses_of[m], m in drained) for m in sorted(uses_of))
+        for m in sorted(uses_of):
+            yield uses_of[m], m in drained
 
     def __getitem__(self, at: tuple[int, int]) -> Reads:
         """Returns the reads at (layer, micro-batch); KeyError if that forward has not run."""
@@ -96,12 +97,14 @@ class VersionLedger:
 
     def table(self) -> dict[tuple[int, int], Reads]:
         """Returns the reads by layer and micro-batch."""
+        # By layer and micro-batch, the version that the forward or the backward read.
         read: dict[Kind, dict[tuple[int, int], int]] = {Kind.F: {}, Kind.B: {}}
         # By layer, its updates: the micro-batch after which each came, and the version it made.
         updates: dict[int, list[tuple[int, int]]] = {}
         for use in self.uses():
             if use.kind is Kind.U:
-                updates.setdefault(use.layer, []).append((use.microbatch, use.version))
+                of_layer = updates.setdefault(use.layer, [])
+                of_layer.append((use.microbatch, use.version))
             else:
                 read[use.kind][use.layer, use.microbatch] = use.version
         reads = {}
@@ -110,7 +113,8 @@ class VersionLedger:
             # The first update at or after a micro-batch applies the micro-batch's gradients.
             at = bisect_left(of_layer, (m, 0))
             update = of_layer[at][1] if at < len(of_layer) else None
-            reads[layer, m] = Reads(version, read[Kind.B].get((layer, m)), update)
+            back = read[Kind.B].get((layer, m))
+            reads[layer, m] = Reads(version, back, update)
         return reads
 
     def staleness(self, layers: int) -> tuple[int, ...]:
@@ -141,7 +145,8 @@ class VersionLedger:
         for i in reversed(range(len(self._runs))):
             uses, microbatch, version = self._runs[i] or ((), 0, 0)
             for use in reversed(uses):
-                m, v = use.microbatch + microbatch, use.version + version
+                m = use.microbatch + microbatch
+                v = use.version + version
                 if use.kind is Kind.U:
                     updated.setdefault(use.layer, (m, v - 1))
                 elif use.kind is Kind.F and use.layer in updated:
@@ -166,8 +171,7 @@ class VersionLedger:
                 runs.append(None)
                 continue
             uses, microbatch, version = run
-            fields = [[u.kind, u.layer, u.microbatch, u.version, u.tied, u.shift] for u in uses]
-            runs.append([fields, microbatch, version])
+            runs.append([[_fields(use) for use in uses], microbatch, version])
         return {"complete": self.complete and since == 0, "runs": runs}
 
     def _since(self) -> int:
@@ -177,8 +181,10 @@ class VersionLedger:
         micro-batch. Micro-batches pass in order, so those in flight have later forwards.
         """
         # Many steps share one sequence of uses. Looking at each sequence once is enough.
-        different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()
-        updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
+        different = {id(run[0]): run[0] for run in self._runs if run is not None}
+        updated: set[int] = set()
+        for uses in different.values():
+            updated |= {use.layer for use in uses if use.kind is Kind.U}
         _, since = self._newest(len(updated))
         return since if updated else 0
 
@@ -206,6 +212,26 @@ def _numbered(run: _Run | None) -> Iterator[Use]:
     return (use.moved(microbatch, version) for use in uses)
 
 
+def _fields(use: Use) -> list[Any]:
+    """Returns a use as JSON can hold it. Checkpoints contain it, so its order stays as it is."""
+    return [
+        use.kind,
+        use.layer,
+        use.microbatch,
+        use.version,
+        use.tied,
+        use.shift,
+    ]
+
+
 def _use(fields: Sequence[Any]) -> Use:
+    """Returns the use with the given fields, as `_fields` saved them."""
     kind, layer, m, version, tied, shift = fields
-    return Use(Kind(kind), layer, m, version, tuple((p, v) for p, v in tied), shift)
+    return Use(
+        Kind(kind),
+        layer,
+        m,
+        version,
+        tuple((p, v) for p, v in tied),
+        shift,
+    )

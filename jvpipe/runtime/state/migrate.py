@@ -79,8 +79,9 @@ class PlanChange:
     def __str__(self) -> str:
         moved = ", ".join(f"{layer} from {a} to {b}" for layer, a, b in self.layers)
         return (
-            f"step {self.step}, micro-batch {self.microbatch}: {self.why}; cuts {list(self.old.cuts)} to "
-            f"{list(self.new.cuts)}, {self.moved_bytes:,} bytes moved {self.how}; "
+            f"step {self.step}, micro-batch {self.microbatch}: {self.why}; "
+            f"cuts {list(self.old.cuts)} to {list(self.new.cuts)}, "
+            f"{self.moved_bytes:,} bytes moved {self.how}; "
             f"{f'layers {moved}' if moved else 'only fates changed'}"
         )
 
@@ -128,7 +129,12 @@ class Migration:
                 returns it.
             microbatch: the first micro-batch under the new plan.
         """
-        foreseen = self.old.plan, self.old.previous, self.stream_steps, self.change.microbatch
+        foreseen = (
+            self.old.plan,
+            self.old.previous,
+            self.stream_steps,
+            self.change.microbatch,
+        )
         return foreseen == (current.plan, current.previous, stream_steps, microbatch)
 
 
@@ -164,7 +170,15 @@ def prepare_migration(
     stream_steps = old.representative(stream_steps)
     ways = _ways(old, new, starts_inside=bool(microbatch or stream_steps))
     for how in ways:
-        lower = partial(_migration_in_way, how, old, new, at, why, stream_steps)
+        lower = partial(
+            _migration_in_way,
+            how,
+            old,
+            new,
+            at,
+            why,
+            stream_steps,
+        )
         migration, peaks = together(hosts, "moves", lower)
         check = partial(limits.check, peaks, new.devices, "while layers move")
         try:
@@ -191,9 +205,22 @@ def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[
 
 
 def _migration_in_way(
-    how: str, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
+    how: str,
+    old: CompiledPlan,
+    new: CompiledPlan,
+    at: tuple[int, int],
+    why: str,
+    stream_steps: int,
 ) -> tuple[Migration, Sequence[Peak]]:
     """Lowers and compiles a change of plan in one of the ways.
+
+    Args:
+        how: the way: "inside", "between" or "by host".
+        old: the plan in use.
+        new: the plan to come.
+        at: (step, micro-batch) from which the new plan holds.
+        why: the reason, for the history.
+        stream_steps: as `Migration.stream_steps`.
 
     Returns:
         The migration, and the most bytes on each device, and last on the host, while it is made.
@@ -201,15 +228,8 @@ def _migration_in_way(
     step, microbatch = at
     after, steps, leaving = new, 0, None
     if how != "inside":
-        microbatch, graph = 0, new.traced.graph
-        lowered = rows = lower_move(
-            graph, old.plan, new.plan, new.optimizer, by_host=how == "by host"
-        )
-        if new.hosts is not None:
-            # The rows that free memory at the old places run once all processes have copied.
-            rows, ends = divided_move(lowered)
-            leaving = new.bound(ends)
-        bound = new.bound(rows)
+        microbatch = 0
+        lowered, bound, leaving = _between(old, new, by_host=how == "by host")
     elif old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
     else:
@@ -222,12 +242,63 @@ def _migration_in_way(
     peaks = new.peaks_of(bound) if after is new else after.peaks
     moved_bytes = copied_bytes(lowered, Kind.OUT if how == "by host" else Kind.MOVE)
     layers = moved_layers(old.plan, new.plan)
-    change = PlanChange(step, microbatch, why, old.plan, new.plan, layers, moved_bytes, how)
-    return Migration(change, old, after, bound, stream_steps, steps, leaving), peaks
+    change = PlanChange(
+        step,
+        microbatch,
+        why,
+        old.plan,
+        new.plan,
+        layers,
+        moved_bytes,
+        how,
+    )
+    migration = Migration(
+        change,
+        old,
+        after,
+        bound,
+        stream_steps,
+        steps,
+        leaving,
+    )
+    return migration, peaks
+
+
+def _between(
+    old: CompiledPlan,
+    new: CompiledPlan,
+    *,
+    by_host: bool,
+) -> tuple[Lowered, Bound, Bound | None]:
+    """Lowers and compiles a move between two steps.
+
+    Args:
+        old: the plan in use.
+        new: the plan to come.
+        by_host: whether everything that moves goes to the host first.
+
+    Returns:
+        All rows of the move, the rows that run first, and `Migration.leaving`.
+    """
+    lowered = lower_move(
+        new.traced.graph,
+        old.plan,
+        new.plan,
+        new.optimizer,
+        by_host=by_host,
+    )
+    if new.hosts is None:
+        return lowered, new.bound(lowered), None
+    # The rows that free memory at the old places run once all processes have copied.
+    copies, ends = divided_move(lowered)
+    leaving = new.bound(ends)
+    return lowered, new.bound(copies), leaving
 
 
 def moved_between_steps(
-    migration: Migration, state: State, controller: Controller
+    migration: Migration,
+    state: State,
+    controller: Controller,
 ) -> tuple[jax.Array, ...]:
     """Runs a migration between two steps; returns the arrays under the new plan.
 
@@ -266,7 +337,11 @@ def moved_between_steps(
     return arrays
 
 
-def state_after_failed_move(migration: Migration, state: State, table: Sequence[Any]) -> State:
+def state_after_failed_move(
+    migration: Migration,
+    state: State,
+    table: Sequence[Any],
+) -> State:
     """Returns the state before a failed migration, with deleted arrays restored from copies.
 
     Args:
@@ -288,10 +363,11 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
-    arrays = [
-        placing.put(values[name_of(buffer)], buffer, may_alias=False) if x.is_deleted() else x
-        for buffer, x in zip(migration.old.persistent, state.arrays, strict=True)
-    ]
+    arrays = []
+    for buffer, x in zip(migration.old.persistent, state.arrays, strict=True):
+        if x.is_deleted():
+            x = placing.put(values[name_of(buffer)], buffer, may_alias=False)
+        arrays.append(x)
     return replace(state, arrays=tuple(arrays))
 
 
@@ -310,7 +386,9 @@ def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
         left = [d for d in places if d not in after[layer]]
         entered = [d for d in after[layer] if d not in places]
         if left or entered:
-            moved.append((layer, (left or places)[0], (entered or after[layer])[0]))
+            first_left, *_ = left or places
+            first_entered, *_ = entered or after[layer]
+            moved.append((layer, first_left, first_entered))
     return tuple(moved)
 
 
@@ -320,7 +398,10 @@ def _devices_of(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowered, Bound]:
     """Returns a step whose micro-batches run under the new plan from `microbatch` on."""
-    layouts = [*old.layouts()[:microbatch], *new.layouts(len(old.programs))[microbatch:]]
+    # The layouts of the new plan are numbered after those of the old plan.
+    before = old.layouts()[:microbatch]
+    after = new.layouts(len(old.programs))[microbatch:]
+    layouts = [*before, *after]
     lists = spliced(_plain(old), _plain(new), microbatch)
     lowered = lower_step(new.graph, layouts, lists, new.optimizer)
     return lowered, new.bound(lowered, [*old.programs, *new.programs])
@@ -333,7 +414,8 @@ def _plain(compiled: CompiledPlan) -> TaskLists:
     It computes the same, because values do not depend on the order of tasks.
     """
     stages = len(compiled.plan.stages)
-    are_whole = all(task.kind in (Kind.F, Kind.B) for tasks in compiled.lists for task in tasks)
+    kinds = {task.kind for tasks in compiled.lists for task in tasks}
+    are_whole = kinds <= {Kind.F, Kind.B}
     of_lists = [{task.stage for task in tasks} for tasks in compiled.lists]
     if are_whole and of_lists == [{s} for s in range(stages)]:
         return compiled.lists

@@ -138,13 +138,22 @@ class ModelSwitch:
         for arrival in self.origins.arrivals:
             kind, array = arrival.identity
             if kind == "parameter":
-                paths[arrival.how if arrival.how in paths else "kept"][array.name] = None
+                how = arrival.how if arrival.how in paths else "kept"
+                paths[how][array.name] = None
         kept, returned, new = map(tuple, paths.values())
         parked = tuple(array.name for kind, array in self.origins.parks if kind == "parameter")
         copied = (arrival for arrival in self.origins.arrivals if arrival.how == "copy")
         moved_bytes = sum(arrival.buffer.bytes for arrival in copied)
         how = "by host" if self.by_host else "beside"
-        return ModelChange(step, kept, returned, new, parked, moved_bytes, how)
+        return ModelChange(
+            step,
+            kept,
+            returned,
+            new,
+            parked,
+            moved_bytes,
+            how,
+        )
 
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
@@ -203,10 +212,9 @@ class ModelSwitch:
         """
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
-        leaves: Parked = {
-            identity: x if isinstance(x, Away) else to_host(arrays[x])
-            for identity, x in origins.parks.items()
-        }
+        leaves = Parked()
+        for identity, x in origins.parks.items():
+            leaves[identity] = x if isinstance(x, Away) else to_host(arrays[x])
         # In a change by host, `_leave` deletes arrays that move, so they are copied first.
         on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
@@ -242,14 +250,19 @@ class ModelSwitch:
 
     def _park(self, leaves: Parked, ledger: Ledger) -> None:
         """Adds the arrays that have left to `Origins.parked`; removes those that have come back."""
-        now_parked = parked_bytes(self.origins.parked_after) - parked_bytes(self.origins.parked)
+        before = self.origins.parked
+        after = self.origins.parked_after
+        now_parked = parked_bytes(after) - parked_bytes(before)
         ledger.drop(HOST, self.peaks[HOST].bytes - now_parked)
-        for identity in self.origins.parked.keys() - self.origins.parked_after.keys():
-            del self.origins.parked[identity]
-        self.origins.parked.update(leaves)
+        for identity in before.keys() - after.keys():
+            del before[identity]
+        before.update(leaves)
 
     def _arrive(
-        self, before: Mapping[int, Any], placed: dict[Any, jax.Array], ledger: Ledger
+        self,
+        before: Mapping[int, Any],
+        placed: dict[Any, jax.Array],
+        ledger: Ledger,
     ) -> list[tuple[int, jax.Array]]:
         """Puts every array of the new model in its place.
 
@@ -267,7 +280,8 @@ class ModelSwitch:
         crossing = hosts.together("arrays of the new model", put)
         if crossing:
             spots, copies, values = zip(*crossing, strict=True)
-            pairs = zip(spots, hosts.carry(copies, values), strict=True)
+            arrived = hosts.carry(copies, values)
+            pairs = zip(spots, arrived, strict=True)
             placed |= {spot: array for spot, array in pairs if array is not None}
 
         def initialize() -> None:
@@ -312,7 +326,8 @@ class ModelSwitch:
                     sharding = self._new.lying(buffer.value, home).sharding
                     value = jax.device_put(value, sharding, may_alias=False)
                     sent.append((home, value))
-                crossing.append((key_of(buffer), self._new.carried(buffer, process), value))
+                copy = self._new.carried(buffer, process)
+                crossing.append((key_of(buffer), copy, value))
             elif is_own and arrival.how == "stay":
                 placed[key_of(buffer)] = value
             elif is_own and value is not None:
@@ -328,10 +343,12 @@ class ModelSwitch:
             arrival: the arrival of the array.
             before: the old model's arrays, by buffer.
         """
-        here, kind = self._new.devices[arrival.buffer.place].process_index, arrival.identity[0]
+        here = self._new.devices[arrival.buffer.place].process_index
+        kind, _ = arrival.identity
         match arrival.how:
             case "stay" | "copy":
-                return self.origins.process_of(arrival.old_index), before[arrival.old_index]
+                process = self.origins.process_of(arrival.old_index)
+                return process, before[arrival.old_index]
             case "return":
                 value = self.origins.parked[arrival.identity]
                 if isinstance(value, Away):
@@ -345,7 +362,10 @@ class ModelSwitch:
                 return here, values[kind][leaf]
 
     def _restored(
-        self, arrays: Sequence[jax.Array], placed: Iterable[jax.Array], left: Parked
+        self,
+        arrays: Sequence[jax.Array],
+        placed: Iterable[jax.Array],
+        left: Parked,
     ) -> tuple[jax.Array, ...]:
         """Deletes the new model's arrays; returns the old model's arrays, restored from the host.
 
@@ -359,14 +379,15 @@ class ModelSwitch:
         for x in placed:
             if id(x) not in staying:
                 x.delete()
-        pairs = zip(self.origins.before, arrays, strict=True)
-        values = {it: x for it, x in pairs if not x.is_deleted()} | left
+        identities = self.origins.before
+        pairs = zip(identities, arrays, strict=True)
+        values = {identity: x for identity, x in pairs if not x.is_deleted()} | left
+        constants = self._old.traced.loss.constants
         restored = list(arrays)
         for i, buffer in enumerate(self._old.persistent):
             if arrays[i].is_deleted():
                 kind, index = name_of(buffer)
-                constants = self._old.traced.loss.constants
-                value = constants[index] if kind == "constant" else values[self.origins.before[i]]
+                value = constants[index] if kind == "constant" else values[identities[i]]
                 restored[i] = self._old.placing.put(value, buffer, may_alias=False)
         return tuple(restored)
 

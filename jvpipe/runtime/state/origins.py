@@ -75,9 +75,10 @@ class Origins:
             old = before.get((kind, array.name), array)
             if kind in self.values and old != array:
                 raise ValueError(
-                    f"{kind} '{array.name}' is {array.dtype}{list(array.shape)} in the new model, "
-                    f"{old.dtype}{list(old.shape)} in the present one: give it another path, for instance a name that "
-                    "tells its shape, so that each keeps its own values"
+                    f"{kind} '{array.name}' is {array.dtype}{list(array.shape)} in the new "
+                    f"model, {old.dtype}{list(old.shape)} in the present one: "
+                    "give it another path, for instance a name that tells its shape, "
+                    "so that each keeps its own values"
                 )
         for arrival in self.arrivals:
             kind, array = arrival.identity
@@ -107,12 +108,15 @@ class Origins:
     @cached_property
     def arrivals(self) -> tuple[Arrival, ...]:
         """The persistent buffers of the new model, with the origins of their arrays."""
-        owners, before = _parameters_of_state(self.new), frozenset(self.before)
+        owners = _parameters_of_state(self.new)
+        before = frozenset(self.before)
         # By array, place and memory: the old buffers. `arrival` gives each buffer to one arrival.
         staying: dict[tuple[Identity, int, int], list[int]] = {}
         anywhere: dict[Identity, int] = {}
-        for i, (identity, buffer) in enumerate(zip(self.before, self.old.persistent, strict=True)):
-            staying.setdefault((identity, buffer.place, buffer.memory), []).append(i)
+        for i, buffer in enumerate(self.old.persistent):
+            identity = self.before[i]
+            here = staying.setdefault((identity, buffer.place, buffer.memory), [])
+            here.append(i)
             anywhere.setdefault(identity, i)
 
         def arrival(identity: Identity, buffer: Buffer) -> Arrival:
@@ -137,7 +141,8 @@ class Origins:
     def leaving(self) -> tuple[int, ...]:
         """The old model's buffers whose arrays do not stay where they are."""
         stays = {arrival.old_index for arrival in self.arrivals if arrival.how == "stay"}
-        return tuple(i for i in range(len(self.old.persistent)) if i not in stays)
+        buffers = range(len(self.old.persistent))
+        return tuple(i for i in buffers if i not in stays)
 
     @cached_property
     def parks(self) -> Parked:
@@ -165,11 +170,13 @@ class Origins:
 
     def had(self, index: int) -> bool:
         """Tells whether a buffer of the old model is on a device of this process."""
-        return _jax.is_own(self.old.devices[self.old.persistent[index].place])
+        place = self.old.persistent[index].place
+        return _jax.is_own(self.old.devices[place])
 
     def process_of(self, index: int) -> int:
         """Returns the process that holds a buffer of the old model."""
-        return self.old.devices[self.old.persistent[index].place].process_index
+        place = self.old.persistent[index].place
+        return self.old.devices[place].process_index
 
     @cached_property
     def copied(self) -> frozenset[int]:
@@ -182,7 +189,8 @@ class Origins:
         The process that has parked the array puts it on its first device and sends it from there.
         Returns None for an array that was not parked, or that does not leave its process.
         """
-        parked, devices = self.parked.get(arrival.identity), self.new.devices
+        parked = self.parked.get(arrival.identity)
+        devices = self.new.devices
         process = parked.process if isinstance(parked, Away) else self.hosts.process
         target = devices[arrival.buffer.place].process_index
         if arrival.how != "return" or target == process:
@@ -206,8 +214,9 @@ def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
 def _parameters_of_state(compiled: CompiledPlan) -> dict[Any, Identity]:
     """Returns the parameter to which each leaf of the optimizer's state belongs, by index."""
     parameters = compiled.traced.graph.parameters
-    return {
-        j: ("parameter", parameters[leaf.parameter].array)
-        for j, leaf in enumerate(compiled.optimizer.state)
-        if leaf.parameter is not None
-    }
+    parameter_of: dict[Any, Identity] = {}
+    for j, leaf in enumerate(compiled.optimizer.state):
+        if leaf.parameter is not None:
+            array = parameters[leaf.parameter].array
+            parameter_of[j] = "parameter", array
+    return parameter_of

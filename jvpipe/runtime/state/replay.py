@@ -68,7 +68,11 @@ class Replay:
         return [versions[max(versions)] for versions in self._versions]
 
     def microbatch(
-        self, compiled: CompiledPlan, uses: Iterable[Use], batch: Sequence[Any], seed: Any
+        self,
+        compiled: CompiledPlan,
+        uses: Iterable[Use],
+        batch: Sequence[Any],
+        seed: Any,
     ) -> float:
         """Runs the forward, backward and updates of a micro-batch; returns its loss.
 
@@ -90,11 +94,13 @@ class Replay:
         }
         self._residuals: dict[int, Sequence[Any]] = {}
         self._again: dict[int, list[Any]] = {}
-        inputs = {layer.id: self._forward(layer) for layer in self._graph.layers}
+        layers = self._graph.layers
+        inputs = {layer.id: self._forward(layer) for layer in layers}
         if self._graph.weighted:
-            self._weights.append(self._values[Ref(ValueKind.LOSS, 1)])
+            weight = self._values[Ref(ValueKind.LOSS, 1)]
+            self._weights.append(weight)
         cotangents: dict[int, Any] = {}
-        for layer in reversed(self._graph.layers):
+        for layer in reversed(layers):
             if (Kind.B, layer.id) in self._at:  # no backward if in flight at the end of the run
                 self._backward(layer, inputs[layer.id], cotangents)
         if any(kind is Kind.U for kind, _ in self._at):
@@ -127,6 +133,7 @@ class Replay:
         return self._compiled.programs[0][layer.id]
 
     def _run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
+        """Runs a program on one device, and returns its results."""
         device = first_of(self._compiled.devices[0])
         (executable,) = self._compiled.store.compile([(program, device)])
         arrays = [jax.device_put(x, device) for x in arguments]
@@ -149,8 +156,10 @@ class Replay:
         """Returns a value that a layer reads; a parameter in the version that the ledger names."""
         if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
-        use, p = self._at[kind, layer.id], ref.index
-        versions, tied = self._versions[p], dict(use.tied)
+        use = self._at[kind, layer.id]
+        p = ref.index
+        versions = self._versions[p]
+        tied = dict(use.tied)
         if p in tied:
             return versions[tied[p]]
         if self._graph.parameters[p].frozen:
@@ -163,7 +172,9 @@ class Replay:
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
         program = weights.shifted([shape], updates)
-        return self._run(program, [plain, self._memory[p, use.version]])[0]
+        remembered = self._memory[p, use.version]
+        (shifted,) = self._run(program, [plain, remembered])[:1]
+        return shifted
 
     def _run_again(self, layer: Layer) -> list[Any]:
         """Recomputes a layer's forward with the weights of its backward, once per micro-batch.
@@ -173,7 +184,8 @@ class Replay:
         """
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
-            out = self._run(forward_program(self._programs(layer), recompute=True), reads)
+            program = forward_program(self._programs(layer), recompute=True)
+            out = self._run(program, reads)
             self._again[layer.id] = out
             self._residuals[layer.id] = out[len(layer.writes) :]
         return self._again[layer.id]
@@ -185,11 +197,18 @@ class Replay:
         """
         edge = self._stage[layer.id], ref.index
         if ref.kind == ValueKind.TENSOR and edge in self._fates.dropped:
-            producer = self._graph.layers[self._graph.tensors[ref.index].producer]
-            return self._run_again(producer)[producer.writes.index(ref)]
+            number = self._graph.tensors[ref.index].producer
+            producer = self._graph.layers[number]
+            written = self._run_again(producer)
+            return written[producer.writes.index(ref)]
         return self._read(layer, ref, Kind.B)
 
-    def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
+    def _backward(
+        self,
+        layer: Layer,
+        inputs: Sequence[Any],
+        cotangents: dict[int, Any],
+    ) -> None:
         """Runs a layer's backward; adds its gradients to the sums, and sets its inputs' cotangents.
 
         Args:
@@ -211,10 +230,14 @@ class Replay:
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         parameters = [layer.reads[i].index for i in signature.gradients]
         # Devices that share a stage take turns with its micro-batches.
-        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
+        stage = self._compiled.plan.stages[self._stage[layer.id]]
+        turns = len(stage.devices)
         turn = self._done[layer.id] % turns
         self._done[layer.id] += 1
-        sums = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in parameters]
+        sums = []
+        for p in parameters:
+            zeros = [self._zero(p)] * turns
+            sums.append(self._sums.setdefault((p, layer.id), zeros))
         program = self._compiled.row_programs.backward_program(self._programs(layer))
         # If each micro-batch has an update, the program has no inputs for sums.
         if len(program.inputs) > len(arguments):
@@ -222,8 +245,9 @@ class Replay:
         out = self._run(program, arguments)
         for of_turns, x in zip(sums, out, strict=False):
             of_turns[turn] = x
-        returned = zip(signature.returned, out[len(parameters) :], strict=False)
-        cotangents |= {layer.reads[i].index: x for i, x in returned}
+        returned = out[len(parameters) :]
+        for i, x in zip(signature.returned, returned, strict=False):
+            cotangents[layer.reads[i].index] = x
 
     def _source(self, layer: Layer, source: Source, inputs: Sequence[Any]) -> Any:
         """Returns the value that a backward takes from one source of its signature."""
@@ -244,7 +268,8 @@ class Replay:
         """Runs the updates of layers, with the gradients that were summed since the last update."""
         total: list[Any] = []
         if self._graph.weighted:
-            program = weights.total(self._compiled.traced.loss_shapes[1], len(self._weights))
+            shape = self._compiled.traced.loss_shapes[1]
+            program = weights.total(shape, len(self._weights))
             total = self._run(program, self._weights)
         before: dict[int, dict[int, int]] = {}  # by layer: the versions at the start of the update
         values: dict[Slot, Any] = {}
@@ -255,11 +280,13 @@ class Replay:
             if layer not in before:
                 trained = self._graph.trained(self._graph.owned(layer))
                 before[layer] = {p: max(self._versions[p]) for p in trained}
-            reads = [self._slot(slot, layer, before[layer], total, values) for slot in piece.reads]
+            old = before[layer]
+            new = self._at[Kind.U, layer].version
+            reads = [self._slot(slot, layer, old, total, values) for slot in piece.reads]
             out = self._run(piece_program(piece), reads)
             for slot, x in zip(piece.writes, out, strict=False):
                 if slot.kind is SlotKind.PARAMETER:
-                    self._versions[slot.index][self._at[Kind.U, layer].version] = x
+                    self._versions[slot.index][new] = x
                 elif slot.kind is SlotKind.STATE:
                     self._optimizer[slot.index, layer] = x
                 else:
@@ -287,13 +314,15 @@ class Replay:
         """
         match slot.kind:
             case SlotKind.GRADIENT:
-                reader = self._graph.parameters[slot.index].readers[slot.source]
-                first, *others = self._sums.get((slot.index, reader), [self._zero(slot.index)])
+                p = slot.index
+                reader = self._graph.parameters[p].readers[slot.source]
+                first, *others = self._sums.get((p, reader), [self._zero(p)])
                 return reduce(operator.add, map(jnp.asarray, others), first)
             case SlotKind.WEIGHT:
                 return total[0]
             case SlotKind.PARAMETER:
-                return self._versions[slot.index][before.get(slot.index, self._first)]
+                version = before.get(slot.index, self._first)
+                return self._versions[slot.index][version]
             case SlotKind.STATE:
                 return self._optimizer[slot.index, layer]
             case SlotKind.KEPT | SlotKind.PARTIAL | SlotKind.GLOBAL | SlotKind.GRAD_NORM:
@@ -309,7 +338,8 @@ class Replay:
             before: by parameter, its version at the start of the update.
         """
         schedule = self._compiled.schedule
-        tau = len(self._compiled.plan.stages) - 1 - self._stage[layer]
+        last = len(self._compiled.plan.stages) - 1
+        tau = last - self._stage[layer]
         remembers = schedule.predicts or schedule.decay is not None
         if not (before and tau and remembers):
             self._count.pop(layer, None)
@@ -320,9 +350,15 @@ class Replay:
         memory = [self._memory.get(at, self._zero(at[0])) for at in before.items()]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
         if schedule.decay is None:
-            memory = self._run(weights.difference(shapes), [*old, *new, *memory])
+            program = weights.difference(shapes)
+            memory = self._run(program, [*old, *new, *memory])
         else:
-            program = weights.settled(shapes, tau, schedule.decay, schedule.anneal_updates)
+            program = weights.settled(
+                shapes,
+                tau,
+                schedule.decay,
+                schedule.anneal_updates,
+            )
             count = self._count.get(layer, np.int32(0))
             out = self._run(program, [*old, *new, *memory, count])
             # PipeMare also scales the update itself, so the new version is replaced.
@@ -330,7 +366,8 @@ class Replay:
                 self._versions[p][now] = x
             memory = out[len(before) :]
             self._count[layer] = out[2 * len(before)]
-        self._memory |= {(p, now): x for p, x in zip(before, memory, strict=False)}
+        for p, x in zip(before, memory, strict=False):
+            self._memory[p, now] = x
 
 
 def _by_ref(kind: ValueKind, values: Sequence[Any]) -> dict[Ref, Any]:

@@ -57,7 +57,11 @@ def pack(arrays: Arrays) -> Packed:
     return packed
 
 
-def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence[Any]]) -> None:
+def unpack(
+    arrays: Arrays,
+    keys: Sequence[Sequence[Any]],
+    raw: Sequence[Sequence[Any]],
+) -> None:
     """Gives arrays that were read the types and shapes that they had before `pack`.
 
     Args:

@@ -33,7 +33,10 @@ class Writer:
         """Waits for the last write, raises its error if it failed, and begins another write."""
         self.wait()
         self._thread = threading.Thread(
-            target=self._run, args=(write,), name="jvpipe-checkpoint", daemon=True
+            target=self._run,
+            args=(write,),
+            name="jvpipe-checkpoint",
+            daemon=True,
         )
         self._thread.start()
 

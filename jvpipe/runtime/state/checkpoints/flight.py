@@ -66,8 +66,10 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     if not state.stream_steps:
         return state.arrays
     plain = []
-    for buffer, at in zip(compiled.persistent, _nearest(compiled, state.stream_steps), strict=True):
-        array, device = state.arrays[at], compiled.devices[buffer.place]
+    nearest = _nearest(compiled, state.stream_steps)
+    for buffer, at in zip(compiled.persistent, nearest, strict=True):
+        array = state.arrays[at]
+        device = compiled.devices[buffer.place]
         is_here = array is not None and _jax.is_own(device)
         if is_here and array.devices() != {*_jax.devices_in(device)}:
             array = compiled.placing.put(array, buffer)
@@ -76,7 +78,9 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
 
 
 def brought_arrays(
-    compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]
+    compiled: CompiledPlan,
+    state: State,
+    plain: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
     """Returns the plain arrays, each at the place where the plan has it.
 
@@ -88,7 +92,8 @@ def brought_arrays(
         plain: the arrays that `plain_arrays` returns for the state.
     """
     arrays: list[Any] = list(plain)
-    names, devices = names_of(compiled, state.stream_steps), compiled.devices
+    names = names_of(compiled, state.stream_steps)
+    devices = compiled.devices
     crossing: list[int] = []
     copies: list[Carried] = []
     sources: list[jax.Array | None] = []
@@ -115,7 +120,8 @@ def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
     moves, there may be no copy at that place. Then any other copy is taken.
     """
     spots = names_of(compiled, stream_steps)
-    at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
+    at = {spot: i for i, spot in enumerate(spots)}
+    newest = _newest(spots)
     nearest = []
     for buffer in compiled.persistent:
         anywhere = newest[_holder(buffer.spot)]
@@ -162,7 +168,8 @@ def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):
-            holder, number = _holder(spot), max(spot.value.version, spot.value.microbatch)
+            holder = _holder(spot)
+            number = max(spot.value.version, spot.value.microbatch)
             if holder not in newest or number > newest[holder][0]:
                 newest[holder] = number, at
     return {holder: at for holder, (_, at) in newest.items()}
@@ -176,11 +183,15 @@ def _holder(spot: Spot) -> _Holder:
     """
     value = spot.value
     is_of_place = value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
-    return value.kind, value.index, value.layer, spot.place if is_of_place else NONE
+    place = spot.place if is_of_place else NONE
+    return value.kind, value.index, value.layer, place
 
 
 def restore_in_flight(
-    compiled: CompiledPlan, stream_steps: int, values: Mapping[str, Any], ledger: Ledger
+    compiled: CompiledPlan,
+    stream_steps: int,
+    values: Mapping[str, Any],
+    ledger: Ledger,
 ) -> tuple[jax.Array, ...]:
     """Puts each array of a state in flight where it lay; returns None for other processes' arrays.
 
@@ -200,18 +211,22 @@ def restore_in_flight(
     # buffers differently cannot restore them.
     if unknown := sorted(values.keys() ^ set(names)):
         raise ValueError(
-            f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): another version wrote it. "
-            "Restore it there, save what pipe.drain returns, and go on from that here"
+            f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): "
+            "another version wrote it. Restore it there, save what pipe.drain returns, "
+            "and go on from that here"
         )
     arrays = []
     for b, name in zip(step.lowered.final, names, strict=True):
-        value, buffer = values[name], step.lowered.buffers[b]
+        value = values[name]
+        buffer = step.lowered.buffers[b]
         device = compiled.devices[buffer.place]
         if not _jax.is_own(device):
             arrays.append(None)
             continue
         expected = _like(compiled, buffer)
-        is_like = expected is None or (value.shape, value.dtype) == (expected.shape, expected.dtype)
+        is_like = expected is None or (
+            value.shape == expected.shape and value.dtype == expected.dtype
+        )
         if not is_like or value.nbytes != buffer.bytes:
             other = f"of {buffer.bytes} bytes" if expected is None else brief(expected)
             raise ValueError(f"its '{name}' is {brief(value)}, and should be {other}")
@@ -231,4 +246,5 @@ def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None
         return compiled.row_programs.known_shape(value)
     if compiled.previous or compiled.replicas:
         return None
-    return shape(compiled.programs[0][value.layer].signature.residuals[value.index])
+    signature = compiled.programs[0][value.layer].signature
+    return shape(signature.residuals[value.index])

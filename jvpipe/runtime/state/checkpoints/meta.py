@@ -21,7 +21,15 @@ _COUNT = whole_in(0, 2**31 - 1)
 _ANY = whole_in(-LARGEST)
 """Any integer. In the ledger of versions, micro-batches count from the start of a step, so those of
 earlier steps are negative. Versions are counted in the same way."""
-_USE = (one_of_texts((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
+_USE = (
+    one_of_texts((Kind.F, Kind.B, Kind.U)),
+    _COUNT,
+    _ANY,
+    _ANY,
+    [(_COUNT, _ANY)],
+    _ANY,
+)
+"""A use in the ledger of versions: kind, layer, micro-batch, version, tied versions, shift."""
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
 _ARRAYS = {
     "kinds": [str],
@@ -41,8 +49,10 @@ def _plan(where: str, data: Any) -> None:
 def _binding(where: str, data: Any) -> None:
     """Raises ValueError unless data begin with the entries of `Saving._binding`."""
     compare(where, data, [anything])
-    compare(where, data[:5], ({str: anything}, [_COUNT], [_COUNT], [{str: str}], _COUNT))
-    compare(f"{where}[0]", {"name": data[0].get("name")}, {"name": str})
+    first_five = ({str: anything}, [_COUNT], [_COUNT], [{str: str}], _COUNT)
+    compare(where, data[:5], first_five)
+    name = data[0].get("name")
+    compare(f"{where}[0]", {"name": name}, {"name": str})
 
 
 _FLIGHT = {
@@ -82,9 +92,13 @@ def check_state(meta: Mapping[str, Any]) -> None:
     words, key = meta["words"], meta["key"]
     # The words are the integers of the run's random key. The shape of the key says how many they
     # are. A run without a key has neither.
-    if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
+    fits = (words is None) == (key is None)
+    if fits and key is not None:
+        fits = len(words) == prod(key[0])
+    if not fits:
         raise ValueError(f"{_WHERE}: the words {words} do not fit the key {key}")
-    flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())
+    flight = meta.get("flight")
+    has_arrays = "flight" in meta.get("kinds", ())
     if (flight is not None) != has_arrays:
         raise ValueError(f"{_WHERE}: flight {'is missing' if has_arrays else 'has no arrays'}")
     if flight is not None:

@@ -41,7 +41,12 @@ class _Part:
     raw: list[list[Any]]
 
 
-def save_parts(hosts: Hosts, path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
+def save_parts(
+    hosts: Hosts,
+    path: str | Path,
+    arrays: Arrays,
+    meta: Mapping[str, Any],
+) -> None:
     """Writes a checkpoint together with all other processes; if one fails, nothing changes.
 
     Args:
@@ -107,8 +112,8 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
 
 def _elsewhere(folder: Path, process: int) -> str:
     return (
-        f"{folder} is another folder in process {process} than in the first one: a checkpoint of several processes "
-        "needs a folder that all see"
+        f"{folder} is another folder in process {process} than in the first one: "
+        "a checkpoint of several processes needs a folder that all see"
     )
 
 

@@ -64,12 +64,16 @@ class Saving:
         newest = newest_of(self.compiled, stream_steps)
         arrays: Arrays = {}
         for kind, names in self.names.items():
-            named = ((name, of_state[newest[kind, i]]) for i, name in enumerate(names))
-            arrays[kind] = {name: to_host(x) for name, x in named if x is not None}
+            arrays[kind] = {}
+            for i, name in enumerate(names):
+                x = of_state[newest[kind, i]]
+                if x is not None:
+                    arrays[kind][name] = to_host(x)
         # A state in flight is saved with all of its arrays, besides the newest versions above.
         if stream_steps:
-            spots = zip(names_of(self.compiled, stream_steps), of_state, strict=True)
-            arrays["flight"] = {str(spot): to_host(x) for spot, x in spots if x is not None}
+            spots = names_of(self.compiled, stream_steps)
+            pairs = zip(spots, of_state, strict=True)
+            arrays["flight"] = {str(spot): to_host(x) for spot, x in pairs if x is not None}
         return arrays
 
     def own(self, stream_steps: int) -> set[tuple[str, str]]:
@@ -80,7 +84,8 @@ class Saving:
         """
         # In flight, each buffer is saved under its own name. At rest, all copies of an array have
         # the name of its leaf.
-        devices, spots = self.compiled.devices, names_of(self.compiled, stream_steps)
+        devices = self.compiled.devices
+        spots = names_of(self.compiled, stream_steps)
         here = [spot for spot in spots if is_own(devices[spot.place])]
         if stream_steps:
             return {("flight", str(spot)) for spot in here}
@@ -116,10 +121,13 @@ class Saving:
             "extra": extra,
         }
         if state.stream_steps:
+            legs = []
+            for span in self.compiled.spans:
+                legs.append([span.start, span.layout.plan.to_json()])
             meta["flight"] = {
                 "steps": state.stream_steps,
                 "bound_to": self._binding,
-                "legs": [[span.start, span.layout.plan.to_json()] for span in self.compiled.spans],
+                "legs": legs,
                 "versions": versions.to_json(),
             }
         return meta
@@ -161,9 +169,11 @@ class Saving:
         if in_flight["bound_to"] != self._binding or then != now:
             saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
             raise ValueError(
-                f"{path} was saved in flight under {saved['name']} with cuts {cuts} on devices {then} and {micro} "
-                "micro-batches: only the same schedule, cuts, devices, fates and micro-batches can go on. Use these "
-                "(its plan is jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
+                f"{path} was saved in flight under {saved['name']} with cuts {cuts} on "
+                f"devices {then} and {micro} micro-batches: "
+                "only the same schedule, cuts, devices, fates and micro-batches can go on. "
+                "Use these (its plan is jvpipe.checkpoint_plan(path)), "
+                "or save a state that pipe.drain returned"
             )
 
     @property
@@ -174,8 +184,13 @@ class Saving:
         """
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
-        options, cuts, splits = self.schedule.options, list(plan.cuts), list(plan.splits)
-        binding = [options, cuts, splits, fates, self.microbatches]
+        binding = [
+            self.schedule.options,
+            list(plan.cuts),
+            list(plan.splits),
+            fates,
+            self.microbatches,
+        ]
         # Only plans that need these entries get them, so other plans match their older checkpoints.
         if plan.replicated:
             binding.append(list(plan.replicas))
@@ -185,7 +200,9 @@ class Saving:
         return binding
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
-        graph, optimizer = self.compiled.traced.graph, self.compiled.optimizer
+        """Returns the shape and type of each array of a kind, in the order of `names`."""
+        graph = self.compiled.traced.graph
+        optimizer = self.compiled.optimizer
         arrays = {
             "parameter": [p.array for p in graph.parameters],
             "optimizer": [leaf.array for leaf in optimizer.state],
@@ -226,7 +243,8 @@ def saved_inputs(
     unknown = [name for name, shape in shapes.items() if shape is None]
     if unknown:
         raise ValueError(
-            f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
+            f"{path} does not tell the containers of its {' and '.join(unknown)}: "
+            "call init before restore"
         )
     try:
         trees = {name: skeleton.load_container(shape) for name, shape in shapes.items()}
@@ -237,7 +255,8 @@ def saved_inputs(
 
 
 def _saved_key(path: str | Path, meta: Mapping[str, Any]) -> jax.Array:
-    (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
+    shape, impl = meta["key"]
+    words = np.asarray(meta["words"], np.uint32)
     key = jax.numpy.asarray(words.reshape(shape))
     if impl is None:  # a key of `PRNGKey`, which is an array of words
         return key

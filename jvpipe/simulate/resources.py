@@ -1,0 +1,151 @@
+"""The devices, links and networks that the tasks of stages occupy, with their numbers and names.
+
+The simulator knows resources by number. With D devices they are, in this order:
+
+    numbers             resources
+    0 up to D           devices
+    D up to 2 D         links between a device and its host
+    2 D up to 3 D       links to the next device
+    3 D up to 4 D       links to the previous device
+    4 D and more        networks of machines, two for each: out and in
+
+A "device" may stand for a group of devices at one place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jvpipe.ir.kinds import Kind
+
+WAYS = ("out", "in")
+"""The directions of a machine's network."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The resources of a pipeline.
+
+    Attributes:
+        places: the device of each stage.
+        devices: the number of devices.
+        shared: whether sends between devices take the links to the host.
+        machines: the machines of the devices at each place; empty if no networks are shared.
+
+    >>> resources = Resources((0, 1), 2)
+    >>> resources.occupied(0, Kind.F), resources.occupied(0, Kind.OUT), resources.occupied(0, Kind.SEND)
+    ((0,), (2,), (4,))
+    """
+
+    places: Sequence[int]
+    devices: int
+    shared: bool = False
+    machines: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def in_order(self) -> Sequence[int]:
+        """The resources that serve tasks in the order of their lists: all but links to the host.
+
+        Networks, which several stages share, do not serve in this order either.
+        """
+        D = self.devices
+        return [*range(D), *range(2 * D, 4 * D)]
+
+    def occupied(self, stage: int, kind: Kind) -> tuple[int, ...]:
+        """Returns the resources that a task occupies.
+
+        Args:
+            stage: the stage of the task.
+            kind: the kind of the task.
+        """
+        places = self.places
+        d = places[stage]
+        match kind:
+            case Kind.OUT | Kind.IN:
+                return (self.devices + d,)
+            case Kind.SEND:
+                following = (stage + 1) % len(places)
+                return self._between(d, places[following])
+            case Kind.RETURN:
+                return self._between(d, places[stage - 1])
+            case Kind.REDUCE:
+                if not self.machines:
+                    return ()
+                machines = self.machines[d]
+                return self._networks(machines, machines)
+            case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W | Kind.U:
+                return (d,)
+            case _:
+                raise AssertionError(f"{kind} is not part of a stage's work")
+
+    def _between(self, d: int, to: int) -> tuple[int, ...]:
+        """Returns the resources that a transfer from one place to a neighboring one occupies.
+
+        Between different machines, a transfer occupies the networks of both. Otherwise, if sends
+        pass through the host, it occupies the links of both places to their host. Otherwise it
+        occupies the link between the places. In a loop of three or more places, the first and the
+        last are next to each other.
+
+        Args:
+            d: the place that sends.
+            to: the place that receives.
+        """
+        D = self.devices
+        if self.machines:
+            senders = self.machines[d]
+            readers = self.machines[to]
+            networks = self._networks(senders, readers)
+            if networks and senders != readers:
+                return networks
+        if self.shared:
+            return (D + d, D + to)
+        closes_loop = d == 0 and to == D - 1 > 1
+        is_backward = to == d - 1 or closes_loop
+        first = 3 * D if is_backward else 2 * D
+        return (first + d,)
+
+    def _networks(
+        self,
+        senders: Sequence[int],
+        readers: Sequence[int],
+    ) -> tuple[int, ...]:
+        """Returns the networks that a transfer between machines occupies; none within a machine.
+
+        Args:
+            senders: the machine of each device that sends.
+            readers: the machine of each device that receives.
+        """
+        if len({*senders, *readers}) == 1:
+            return ()
+        first = 4 * self.devices  # after devices and links
+        out = [first + 2 * k for k in sorted(set(senders))]
+        into = [first + 2 * k + 1 for k in sorted(set(readers))]
+        return (*out, *into)
+
+
+def resource_names(stages: int, devices: int, machines: int) -> tuple[str, ...]:
+    """Returns the names of all resources, in the order of their numbers.
+
+    Args:
+        stages: the number of stages. If each stage has a device of its own, devices are named
+            after their stages.
+        devices: the number of devices.
+        machines: the number of machines whose networks are shared.
+
+    >>> resource_names(2, 2, 1)[:4], resource_names(2, 1, 1)[4:]
+    (('stage 0', 'stage 1', 'stage 0 host', 'stage 1 host'), ('network of machine 0, out', 'network of machine 0, in'))
+    """
+    what = "stage" if stages == devices else "device"
+    numbers = range(devices)
+    names = [f"{what} {d}" for d in numbers]
+    names += [f"{what} {d} host" for d in numbers]
+    # Each device gets names for a link to the next device and for one to the previous
+    # device. If there are two devices, each has only one link. The other name is not
+    # used: it names a device 2 or 3, which does not exist.
+    loop = devices if devices > 2 else 4
+    for step in (1, -1):
+        for d in numbers:
+            neighbor = (d + step) % loop
+            names.append(f"{what} {d} to {neighbor}")
+    for k in range(machines):
+        names += [f"network of machine {k}, {way}" for way in WAYS]
+    return tuple(names)
