@@ -30,12 +30,12 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.stage_bytes import (
     LayerBytes,
+    handed_bytes,
     on_device_bytes,
     option_bytes,
     recompute_peak_bytes,
     recompute_s,
 )
-from jvpipe.planners.model.stage_cost import handed_bytes
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]

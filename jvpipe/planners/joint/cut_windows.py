@@ -25,7 +25,9 @@ import numpy as np
 
 from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.model.segments import Cuts, OverJ, Segments, sums
+from jvpipe.planners.model.grids import OverJ, sums
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.util.sizes import MOST_BYTES
 
 PRICE_ROUNDS = 2

@@ -21,8 +21,8 @@ from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_bytes import StageBytes
-from jvpipe.planners.model.stage_cost import joint_bytes, stage_bytes, stage_cost
+from jvpipe.planners.model.stage_bytes import StageBytes, joint_bytes, stage_bytes
+from jvpipe.planners.model.stage_cost import stage_cost
 from jvpipe.schedules.schedule import Holding
 
 Fates = tuple[int, ...]

@@ -34,7 +34,9 @@ import numpy as np
 from jaxtyping import Bool
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
-from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, most_of, sums
+from jvpipe.planners.model.grids import between, most_of, sums
+from jvpipe.planners.model.segments import CutBlock, Segments
+from jvpipe.planners.model.spans import Grid
 
 Prices = tuple[float, float]
 """The prices (alpha, mu) of the module: the weight of compute, and the seconds that a byte costs."""

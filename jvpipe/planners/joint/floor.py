@@ -31,8 +31,8 @@ from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
-from jvpipe.planners.model.stage_bytes import StageBytes
-from jvpipe.planners.model.stage_cost import check, stage_bytes
+from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
+from jvpipe.planners.model.stage_cost import check
 
 
 @dataclass(frozen=True)

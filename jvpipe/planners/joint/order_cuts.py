@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import Cuts
+from jvpipe.planners.model.spans import Cuts
 
 
 def moved_bounds(

@@ -31,7 +31,8 @@ from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.schedules.auto import given_lists, lines_of
 

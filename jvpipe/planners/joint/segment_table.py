@@ -30,7 +30,8 @@ from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.model.chain_dp import Matrix
 from jvpipe.planners.model.keep_all import KeptBytes
-from jvpipe.planners.model.segments import CutBlock, Cuts
+from jvpipe.planners.model.segments import CutBlock
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.simulate.stages import PARTS
 
 Path = tuple[int, ...]

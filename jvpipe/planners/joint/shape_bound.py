@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Cluster
 from jvpipe.planners.joint.effort import SHAPE
+from jvpipe.planners.model.grids import between, sums
 from jvpipe.planners.model.local_segments import LocalSegments
-from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.model.spans import Grid
 
 
 def least_step_s(shapes: Shapes) -> float:

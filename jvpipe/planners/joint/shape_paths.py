@@ -35,9 +35,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jvpipe.planners.model.grids import sums
 from jvpipe.planners.model.local_segments import LocalSegments
-from jvpipe.planners.model.segments import Cuts, Grid, sums
 from jvpipe.planners.model.shapes import Path, Shape
+from jvpipe.planners.model.spans import Cuts, Grid
 
 OverM = Float[np.ndarray, "n m"]
 

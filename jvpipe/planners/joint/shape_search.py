@@ -35,8 +35,8 @@ from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import with_entry
-from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B

@@ -25,7 +25,8 @@ from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.model.chain_dp import least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
-from jvpipe.planners.model.segments import CutBlock, Cuts, Grid
+from jvpipe.planners.model.segments import CutBlock
+from jvpipe.planners.model.spans import Cuts, Grid
 from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 

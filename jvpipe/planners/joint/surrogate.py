@@ -25,7 +25,8 @@ from jvpipe.planners.joint.segment_table import Effort, Table, cells
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.util.sizes import MOST_BYTES
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 
 _EQUAL_S = 1e-12
 """The search for the least time ends when its interval is at most this fraction of the time."""

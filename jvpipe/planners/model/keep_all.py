@@ -15,17 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.planners.model.grids import OverJ, between, most_up_to, sums
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import (
-    CutBlock,
-    Cuts,
-    Grid,
-    OverJ,
-    Segments,
-    between,
-    most_up_to,
-    sums,
-)
+from jvpipe.planners.model.segments import CutBlock, Segments
+from jvpipe.planners.model.spans import Cuts, Grid
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
 
 

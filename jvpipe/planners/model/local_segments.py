@@ -19,18 +19,12 @@ from jaxtyping import Float
 
 from jvpipe.cost.costs import Costs, Option, bounds_inside
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.model.grids import between, link_seconds, shown_s, sums
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Group, Problem
-from jvpipe.planners.model.segments import (
-    Cuts,
-    Grid,
-    Segments,
-    between,
-    link_seconds,
-    shown_s,
-    sums,
-)
+from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.model.spans import Cuts, Grid
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 

@@ -2,8 +2,8 @@
 
 A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py` defines
 what is counted, for one segment at a time. This file computes the same numbers as arrays; a
-property test compares both (tests/planners/model/test_segments.py). A sum over the layers of a
-segment is the difference of two prefix sums. Values that cross cuts are counted by `spans.py`.
+property test compares both (tests/planners/model/test_segments.py). Numbers of layers are summed
+over segments by `grids.py`, and values that cross cuts by `spans.py`.
 
 A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of `ends`
 (columns), where they end. Entries with j <= i mean nothing. The numbers of a layer are those of one
@@ -11,21 +11,30 @@ device of the stage, which works on its share of a micro-batch. Traffic is that 
 micro-batches.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from jvpipe.cost.costs import Costs, Edge, LayerCost, bounds_inside
+from jvpipe.cost.costs import Costs, Edge, bounds_inside
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.model.grids import (
+    OverJ,
+    between,
+    ends_up_to,
+    link_seconds,
+    most_of,
+    shown_s,
+    sums,
+)
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.shared_state import surely_spared_bytes
 from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
 from jvpipe.planners.model.stage_bytes import on_device_bytes
 
-OverJ = Float[np.ndarray, "J"]
 ROWS_AT_ONCE = 256
 """For models of at most this many layers, `Segments.row` makes all rows of a stage at once.
 
@@ -292,7 +301,7 @@ class Segments:
             left: for each layer, the bytes that it leaves for its backward.
             working: for each layer, the bytes that it needs only while it runs.
         """
-        every = _ends_up_to(starts, ends)
+        every = ends_up_to(starts, ends)
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
         return np.where(
             every > starts[:, None],
@@ -407,115 +416,3 @@ class Segments:
 def _hops(edges: Iterable[Edge]) -> Hops:
     """Makes the hops of edges, from producers to readers and from reader to reader."""
     return Hops.of((edge.producer, edge.readers, edge.bytes) for edge in edges)
-
-
-def surely_spared_bytes(
-    layers: Sequence[LayerCost],
-    starts: Cuts,
-    ends: Cuts,
-    replicas: int,
-) -> Grid:
-    """Returns, for each segment, a lower bound of the optimizer state that a replica is spared.
-
-    A replica is spared state because the replicas of a stage divide the state among them.
-
-    Layers are packed by the size of their state, the largest first, each onto the replica that
-    holds least (`shared_state.py`). Let x be the last size packed onto the replica that ends up
-    fullest. Just before, this replica held least: at most an even share of the sizes packed so far,
-    which are all at least x. So it ends up with at most that share plus x. The bound does not know
-    x, so it takes the largest such sum over all sizes.
-
-    Args:
-        layers: the layers of the whole model.
-        starts: where segments begin.
-        ends: where they end.
-        replicas: how many replicas the stage has.
-    """
-    sizes = [layer.state_bytes for layer in layers]
-    total = between(sums(layer.state_bytes for layer in layers), starts, ends)
-    # `largest` bounds the fullest replica's bytes. Each size is tried as x, and may raise it.
-    largest = np.zeros_like(total)
-    for size in sorted(set(sizes) - {0}):
-        equals = sums(x == size for x in sizes)
-        as_large = sums(x if x >= size else 0 for x in sizes)
-        there = between(equals, starts, ends) > 0
-        larger = between(as_large, starts, ends)
-        found = (larger - size) // replicas + size
-        largest = np.where(there, np.maximum(largest, found), largest)
-    return np.maximum(total - largest, 0)
-
-
-def sums(values: Iterable[float]) -> OverJ:
-    """Makes prefix sums: entry j is the sum over the first j layers, for j = 0, 1, ..."""
-    if not isinstance(values, np.ndarray):
-        values = np.array(list(values), dtype=np.float64)
-    total = np.cumsum(values, dtype=np.float64)
-    return np.concatenate([[0.0], total])
-
-
-def between(
-    total: Float[np.ndarray, "N"],
-    starts: Cuts,
-    ends: Int[np.ndarray, "J"],
-) -> Grid:
-    """Returns sums over each segment, from prefix sums.
-
-    Args:
-        total: prefix sums, as `sums` makes them.
-        starts: where segments begin.
-        ends: where they end.
-    """
-    return total[ends] - total[starts][:, None]
-
-
-def _ends_up_to(starts: Cuts, ends: Cuts) -> Cuts:
-    """Lists the cuts after each layer from the first start up to the last end; at least one."""
-    first = int(starts[0]) + 1
-    return np.arange(first, max(int(ends[-1]), first) + 1)
-
-
-def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
-    """Finds, for each segment, the largest number of any of its layers.
-
-    Args:
-        layers: a number of at least 0 for each layer.
-        starts: where segments begin.
-        ends: where they end.
-    """
-    every = _ends_up_to(starts, ends)
-    of_layers = layers[every - 1]
-    return most_up_to(np.where(every > starts[:, None], of_layers, 0.0), starts, ends)
-
-
-def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
-    """Finds, for each segment, the largest entry of any of its layers.
-
-    Args:
-        at_work: the result of `Segments.at_work`, or a grid like it: a row for each start, a column
-            for each layer, and 0 for the layers before the start.
-        starts: where segments begin.
-        ends: where they end.
-    """
-    so_far = np.maximum.accumulate(at_work, axis=1)
-    lasts = np.maximum(ends - starts[0] - 1, 0)
-    return so_far[:, lasts]
-
-
-def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
-    """Counts the seconds of transfers on a link; `sizes` are their bytes, 0 for no transfer."""
-    seconds = link.latency_s + sizes / link.bytes_per_s
-    return np.where(sizes > 0, seconds, 0.0)
-
-
-def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
-    """Counts the seconds of all-reduces that no backward hides.
-
-    What shows is the latency or, if larger, the excess of the all-reduce over the backwards.
-
-    Args:
-        whole_s: the seconds of each segment's all-reduce.
-        backward_s: the seconds of each segment's backwards.
-        link: the all-reduce as a link.
-    """
-    longer_s = np.maximum(whole_s - backward_s, link.latency_s)
-    return np.where(whole_s > 0, longer_s, 0.0)
