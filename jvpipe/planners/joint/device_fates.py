@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import Prices, Pricing
 from jvpipe.planners.joint.effort import FATE
+from jvpipe.planners.joint.lot import Cell, Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of

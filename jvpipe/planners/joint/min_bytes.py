@@ -8,9 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from jvpipe.planners.joint.dominance import Growth, Lot, States, follow
+from jvpipe.planners.joint.dominance import Growth, States, follow
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
+from jvpipe.planners.joint.lot import Lot
 
 Fewest = tuple[float, tuple[int, ...]]
 """The fewest bytes found, and the choices that take them; no choices if none were found."""

@@ -25,8 +25,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
+from jvpipe.planners.joint.lot import Cell, Lot
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.model.chain_dp import Matrix
 from jvpipe.planners.model.keep_all import KeptBytes

@@ -26,14 +26,14 @@ from jvpipe.planners.joint.dominance import (
     MOST,
     SWAPPED,
     Growth,
-    Lot,
     States,
     beyond_held,
     follow,
-    to_come,
 )
 from jvpipe.planners.joint.dual_bounds import DualBounds, Offers, Prices, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
+from jvpipe.planners.joint.look_ahead import to_come, until_end
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 
 BELOW_FACTOR = 1 - 1e-12
@@ -124,7 +124,7 @@ class FateSearch:
         spared = others.min(1) - self.mu * growth.given
         self.cost_to_come = to_come(with_last.cost(*prices).min(1))
         self.paid_to_come = to_come(paid)
-        self.spare_to_come = growth.until_end(spared, paid)
+        self.spare_to_come = until_end(spared, paid, growth.ends)
         self.extra_to_come = to_come(offers.cost(1.0, 0.0).min(1))  # of compute alone
         self.last_bytes = float(table.least_working_bytes[at[-1]])
         self.expected = self._expected(priced, offers.extra_s, link_s, held_bytes, left)
