@@ -39,6 +39,7 @@ from jvpipe.programs.model import (
     weight_program,
 )
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
@@ -161,53 +162,67 @@ def measured_costs(
             are then timed as if all devices were busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
-    kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
-    forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
-    backwards = {share: [backward_program(p) for p in kept[share]] for share in shares}
-    # Every program comes with its jaxpr, for an estimate if the program does not fit.
-    pairs = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
+    kept: dict[Share, list[LayerPrograms]] = {}
     for share in shares:
-        pairs += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
-    pairs += _halves(kept["all"]) if split else ()
-    updates = optimizer.update if optimizer is not None else ()
-    pairs += ((piece_program(piece), piece.program) for piece in updates)
+        kept[share] = [programs.on_trial for programs in layer_programs(store, traced, share)]
+    keep_all = kept["all"]
+    pairs = list(_to_measure(kept, optimizer, split=split))
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
-    both = zip(forwards, backwards["all"], strict=True)
-    works = [_work(runs[forward.key], runs[backward.key]) for forward, backward in both]
+    graph = traced.graph
+    works = [_work(runs, programs) for programs in keep_all]
+    options = splits = None
     if optimizer is not None:
-        works = with_update_seconds(
-            works,
-            traced.graph.loss_layer,
-            optimizer,
-            lambda piece: runs[piece_program(piece).key].seconds,
-        )
-    signatures = [programs.signature for programs in kept["all"]]
-    options = None
+        update_s = partial(_update_s, runs)
+        works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
     if fates:
-        measured: list[dict[Share, Run]] = []
-        for layer in range(len(forwards)):
-            measured.append({share: runs[backwards[share][layer].key] for share in shares})
-        inputs = own_inputs(traced.graph, signatures)
-        options = _measured_options(
-            traced,
-            inputs,
-            kept["nothing"],
-            measured,
-            store,
-            device,
-        )
-    splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
-    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+        options = _measured_options(traced, kept, runs, store, device)
+    if split:
+        splits = split_costs(graph, keep_all, partial(_halves_s, runs))
+    signatures = [programs.signature for programs in keep_all]
+    return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
 
 
-def _work(forward: Run, backward: Run) -> Work:
+def _to_measure(
+    kept: Mapping[Share, Sequence[LayerPrograms]],
+    optimizer: OptimizerCut | None,
+    *,
+    split: bool,
+) -> Iterator[tuple[Program, ClosedJaxpr]]:
+    """Yields the programs to measure, each with its jaxpr.
+
+    The jaxpr is for an estimate if the program does not fit on the device.
+
+    Args:
+        kept: by the share of candidates that is kept, the programs of each layer.
+        optimizer: the optimizer whose updates are measured; None if none are.
+        split: whether to measure the halves of backwards, too.
+    """
+    for programs in kept["all"]:
+        yield forward_program(programs, recompute=True), programs.forward
+    for of_share in kept.values():
+        for programs in of_share:
+            yield backward_program(programs), programs.backward
+    if split:
+        yield from _halves(kept["all"])
+    if optimizer is not None:
+        for piece in optimizer.update:
+            yield piece_program(piece), piece.program
+
+
+def _work(runs: Runs, programs: LayerPrograms) -> Work:
+    forward = runs[forward_program(programs, recompute=True).key]
+    backward = runs[backward_program(programs).key]
     return Work(
         forward.seconds,
         backward.seconds,
         forward.temporary_bytes,
         backward.temporary_bytes,
     )
+
+
+def _update_s(runs: Runs, piece: Piece) -> float:
+    return runs[piece_program(piece).key].seconds
 
 
 def _all_runs(
@@ -250,9 +265,8 @@ def _all_runs(
 
 def _measured_options(
     traced: Traced,
-    inputs: Sequence[Sequence[int]],
-    nothing: Sequence[LayerPrograms],
-    measured: Sequence[Mapping[Share, Run]],
+    kept: Mapping[Share, Sequence[LayerPrograms]],
+    runs: Runs,
     store: ProgramStore,
     device: Device,
 ) -> list[tuple[Option, ...]]:
@@ -260,14 +274,20 @@ def _measured_options(
 
     Args:
         traced: the model.
-        inputs: by layer, the input tensors that only this layer's backward reads.
-        nothing: by layer, the programs that keep no candidate.
-        measured: by layer, the runs of its backward, by the share of candidates that is kept.
+        kept: by the share of candidates that is kept, the programs of each layer.
+        runs: the runs of all backwards of these programs.
         store: the store that compiles backwards.
         device: the device for which backwards are compiled.
     """
+    nothing = kept["nothing"]
     recomputed = recomputes(traced, nothing, accelerator_of(device))
+    measured: list[dict[Share, Run]] = [{} for _ in nothing]
+    for share, of_share in kept.items():
+        for of_layer, programs in zip(measured, of_share, strict=True):
+            of_layer[share] = runs[backward_program(programs).key]
     calibrations = list(map(_calibration, recomputed, measured))
+    signatures = [programs.signature for programs in kept["all"]]
+    inputs = own_inputs(traced.graph, signatures)
     options = layer_options(traced, inputs, recomputed, calibrations)
     # Equal layers share an object of programs. Its id is their key, so they are compiled once.
     alike = [id(programs) for programs in nothing]

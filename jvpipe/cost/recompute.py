@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -208,49 +209,17 @@ def recompute_of(
     """
     backward = merged_equations(nothing.backward).jaxpr
     repeated, needed = _repeated(backward, len(nothing.signature.sources))
-    maker: dict[Var, int] = {}
-    named: dict[Var, str] = {}
-    for i in repeated:
-        name = _name(backward.eqns[i])
-        for v in backward.eqns[i].outvars:
-            maker[v] = i
-            if name in sizes:
-                named[v] = name
-
-    def operands_of(v: Var) -> list[Var]:
-        return jaxprs.variables(backward.eqns[maker[v]].invars)
-
-    def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
-        """Returns the nearest candidates that values are made of, and the equations in between."""
-        names = set()
-        eqns = set()
-        todo = list(start)
-        while todo:
-            v = todo.pop()
-            if v in named:
-                names.add(named[v])
-            elif v in maker and maker[v] not in eqns:
-                eqns.add(maker[v])
-                todo += operands_of(v)
-        return names, eqns
-
-    direct, always = made_of(needed)
-    operands = {name: operands_of(v) for v, name in named.items()}
-    # The lineage of a candidate: the nearest candidates that it is made of, and the equations in
-    # between. No lineage is found twice, so the loop ends.
-    lineage: dict[str, tuple[set[str], set[int]]] = {}
-    todo = sorted(direct)
-    while todo:
-        if (name := todo.pop()) not in lineage:
-            lineage[name] = made_of(operands[name])
-            todo += sorted(lineage[name][0])
-    names = [name for name in sizes if name in lineage]
-    parents = [*(lineage[name][0] for name in names), direct]
+    ancestry = _Ancestry(backward, repeated, sizes)
+    direct = ancestry.lineage(needed)
+    lineages = ancestry.lineages(direct.names)
+    names = [name for name in sizes if name in lineages]
+    parents = [lineages[name].names for name in names]
+    parents.append(direct.names)
     seconds_of = equation_seconds(backward.eqns, backward.outvars, device)
     # Equations that are always repeated, or take no time, make no difference between choices.
-    behind_any = set[int]().union(*(eqns for _, eqns in lineage.values()))
-    columns = [i for i in sorted(behind_any - always) if seconds_of[i]]
-    behind = [[i in lineage[name][1] for i in columns] for name in names]
+    in_any = set[int]().union(*(lineage.equations for lineage in lineages.values()))
+    columns = [i for i in sorted(in_any - direct.equations) if seconds_of[i]]
+    behind = [np.isin(columns, list(lineages[name].equations)) for name in names]
     free = [c for c, name in enumerate(names) if name in results]
     places = (frozenset(map(names.index, needs)) for needs in parents)
     return Recompute(
@@ -262,6 +231,79 @@ def recompute_of(
         behind=np.array(behind, bool).reshape(len(names), len(columns)),
         seconds=np.array([seconds_of[i] for i in columns], float),
     )
+
+
+class _Lineage(NamedTuple):
+    """The nearest candidates that values are made of, and the equations in between."""
+
+    names: set[str]
+    equations: set[int]
+
+
+class _Ancestry:
+    """The candidates and the equations that the values of a forward are made of.
+
+    Attributes:
+        maker: for each value, the equation that makes it.
+        named: for each value that is a candidate, its name.
+    """
+
+    def __init__(
+        self,
+        backward: Jaxpr,
+        repeated: Iterable[int],
+        candidates: Collection[str],
+    ) -> None:
+        """Finds the makers and the names of all values.
+
+        Args:
+            backward: the backward that keeps nothing.
+            repeated: its equations that repeat the forward.
+            candidates: the names of all candidates.
+        """
+        self._equations = backward.eqns
+        self.maker: dict[Var, int] = {}
+        self.named: dict[Var, str] = {}
+        for i in repeated:
+            equation = backward.eqns[i]
+            name = _name(equation)
+            for v in equation.outvars:
+                self.maker[v] = i
+                if name in candidates:
+                    self.named[v] = name
+
+    def _operands(self, v: Var) -> list[Var]:
+        maker = self._equations[self.maker[v]]
+        return jaxprs.variables(maker.invars)
+
+    def lineage(self, values: Iterable[Var]) -> _Lineage:
+        """Finds what values are made of, up to the nearest candidates."""
+        found = _Lineage(set(), set())
+        todo = list(values)
+        while todo:
+            v = todo.pop()
+            if v in self.named:
+                found.names.add(self.named[v])
+                continue
+            if v not in self.maker or self.maker[v] in found.equations:
+                continue
+            found.equations.add(self.maker[v])
+            todo += self._operands(v)
+        return found
+
+    def lineages(self, direct: Iterable[str]) -> dict[str, _Lineage]:
+        """Finds the lineages of some candidates, of the candidates in these lineages, and so on."""
+        operands = {name: self._operands(v) for v, name in self.named.items()}
+        found: dict[str, _Lineage] = {}
+        todo = sorted(direct)
+        while todo:
+            name = todo.pop()
+            # No lineage is found twice, so the loop ends.
+            if name in found:
+                continue
+            found[name] = self.lineage(operands[name])
+            todo += sorted(found[name].names)
+        return found
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:

@@ -160,13 +160,10 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        # The last `cells` entries are never read. They are there so that the line marked (*) needs
-        # no test for second halves.
-        there = [NOT_YET] * (4 * cells)
-        there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
-        starts = [0.0] * (3 * cells)
-        ends = [0.0] * (3 * cells)
-        ran = list[int]()
+        self.there = there = self._arrivals()
+        self.starts = starts = [0.0] * (3 * cells)
+        self.ends = ends = [0.0] * (3 * cells)
+        self.ran = ran = list[int]()
         free_s = [0.0] * len(lists)
         done = [0] * len(lists)
         ready = list(range(len(lists)))  # devices that can go on
@@ -180,8 +177,7 @@ class Course:
                 step = steps[at]
                 begin = there[step]
                 if begin < 0.0:
-                    # The step that sends this input will wake the device. If that never happens,
-                    # not all steps have run at the end.
+                    # The step that sends this input wakes the device, unless steps wait in a circle.
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
@@ -207,13 +203,25 @@ class Course:
                 if target in waits:
                     ready.append(waits.pop(target))
             free_s[d] = now
-        self.there = there
-        self.starts = starts
-        self.ends = ends
-        self.ran = ran
-        all_ran = len(ran) == sum(map(len, lists))
-        ends_s = map(add, free_s, self.updates_s)
-        self.step_s = max(ends_s) if all_ran else float("inf")
+        self.step_s = self._whole_s(free_s)
+
+    def _arrivals(self) -> list[float]:
+        """Makes the entries of `there` as they are before any step has run."""
+        # The last `cells` entries are never read. They are there so that the line marked (*) in
+        # `run` needs no test for second halves.
+        there = [NOT_YET] * (4 * self.cells)
+        there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
+        return there
+
+    def _whole_s(self, free_s: Sequence[float]) -> float:
+        """Counts the seconds of the whole order; infinite if not all steps have run.
+
+        Args:
+            free_s: for each device, when its last step has ended.
+        """
+        if len(self.ran) < sum(map(len, self.lists)):
+            return float("inf")
+        return max(map(add, free_s, self.updates_s))
 
     def follow(self) -> None:
         """Finds `tails` and `answers` from the last `run`.
