@@ -1,9 +1,9 @@
 """Measures the costs of a model's layers on a device at hand: each distinct program is timed once.
 
-A program that does not fit on the device is not run. Its seconds are estimated: those of the
-roofline (`roofline.py`), times a pace. For each program that ran, the measured seconds are divided
-by the roofline's, and the pace is the median of these ratios. Seconds that an earlier process has
-measured come from the archive.
+A program that does not fit on the device is not run. Its seconds are estimated: those of
+the roofline (`roofline.py`), times a pace. For each program that ran, the measured seconds
+are divided by the roofline's, and the pace is the median of these ratios. Seconds that an
+earlier process has measured come from the archive.
 """
 
 import statistics
@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jvpipe._jax import ClosedJaxpr, Device
 from jvpipe.cost import roofline
@@ -23,6 +21,7 @@ from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs, Option
 from jvpipe.cost.effort import MEASURING
+from jvpipe.cost.example_inputs import example_of
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
 from jvpipe.cost.presets import accelerator_of
@@ -110,8 +109,8 @@ def measure_programs(
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
-    # Programs that an earlier process has timed are not run. They were compiled above because only
-    # the compiler knows their temporary bytes.
+    # Programs that an earlier process has timed are not run. They were compiled above
+    # because only the compiler knows their temporary bytes.
     seconds = (archive or Archive()).each(
         description,
         len(fitting),
@@ -139,18 +138,18 @@ def measured_costs(
 ) -> Costs:
     """Measures the costs of a model on a device at hand.
 
-    A candidate is a value in a layer whose fate can be chosen: to keep it, swap it to the host, or
-    recompute it. With `fates`, three backwards of each layer are measured, which keep all, half and
-    none of the candidates. The modeled seconds of recomputation are made to agree with these
-    measurements. The extra bytes of each option are those of its backward as compiled.
+    With `fates`, three backwards of each layer are measured. They keep all, half and none of
+    the candidates, which are the values whose fates can be chosen. The modeled seconds of
+    recomputation are made to agree with these measurements. The extra bytes of each option
+    are those of its backward as compiled.
 
     Args:
         traced: the model.
         device: the device that runs the layers.
-        store: the store of the layers' programs. Training with the same store reuses the compiled
-            programs that keep everything.
-        optimizer: the optimizer, whose state is counted and whose updates are measured; None to
-            leave both out.
+        store: the store of the layers' programs. Training with the same store reuses the
+            compiled programs that keep everything.
+        optimizer: the optimizer, whose state is counted and whose updates are measured;
+            None to leave both out.
         microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
         split: whether to measure the halves of backwards, too.
@@ -158,8 +157,8 @@ def measured_costs(
         room_bytes: the bytes that the device has for a program; programs that need more are
             estimated.
         archive: the archive with the seconds of earlier processes; new seconds are kept there.
-        devices_per_core: the devices of the pipeline per core of the host, if they are CPUs. Layers
-            are then timed as if all devices were busy.
+        devices_per_core: the devices of the pipeline per core of the host, if they are
+            CPUs. Layers are then timed as if all devices were busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept: dict[Share, list[LayerPrograms]] = {}
@@ -316,8 +315,8 @@ def _estimated(
 ) -> Runs:
     """Estimates the seconds of programs that were not run: those of the roofline, times a pace.
 
-    For each program that was run, the measured seconds are divided by the roofline's. The pace is
-    the median of these ratios.
+    For each program that was run, the measured seconds are divided by the roofline's. The
+    pace is the median of these ratios.
     """
     missing = [key for key in programs if key not in runs]
     if not missing:
@@ -369,11 +368,11 @@ def _needed_bytes(needs: Any) -> int:
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
     """Returns the least seconds and processor time of each program over several turns.
 
-    In a turn all programs run one after another. So a slow moment of the machine spoils one turn of
-    a program, and not all of its measurements.
+    In a turn all programs run one after another. So a slow moment of the machine spoils one
+    turn of a program, and not all of its measurements.
     """
-    # The first turn measures every program. Later turns measure short programs only, whose seconds
-    # vary the most.
+    # The first turn measures every program. Later turns measure short programs only, whose
+    # seconds vary the most.
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
@@ -386,8 +385,8 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[l
 def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
     """Returns the median seconds of a few runs, and their median processor time.
 
-    A first run warms up and does not count. A donated input, whose memory the program takes for its
-    results, is put on the device again for each run.
+    A first run warms up and does not count. A donated input, whose memory the program takes
+    for its results, is put on the device again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
@@ -410,32 +409,3 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
         runs_s.append(time.perf_counter() - start)
         processor_s.append(time.process_time() - processor_start)
     return [statistics.median(runs_s[1:]), statistics.median(processor_s[1:])]
-
-
-def example_of(shape: Any) -> Any:
-    """Makes an array of a shape and dtype: random floats, keys, or zeros for other types.
-
-    Floats are not zeros, because some devices compute faster with zeros than with other values.
-    """
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return _keys(shape)
-    if not jnp.issubdtype(shape.dtype, jnp.floating):
-        return np.zeros(shape.shape, shape.dtype)  # integers may be indices, and 0 is in range
-    rng = np.random.default_rng(0)
-    return rng.uniform(-1, 1, shape.shape).astype(shape.dtype)
-
-
-def _keys(shape: Any) -> jax.Array:
-    """Makes keys of JAX's random numbers, of a shape and dtype.
-
-    The implementation of the keys is not part of `shape`: an abstract evaluation finds it out.
-    """
-    impl: list[Any] = []
-
-    def words_of(keys: jax.Array) -> jax.Array:
-        impl.append(jax.random.key_impl(keys))
-        return jax.random.key_data(keys)
-
-    words = jax.eval_shape(words_of, shape)
-    ones = jnp.ones(words.shape, words.dtype)
-    return jax.random.wrap_key_data(ones, impl=impl[0])
