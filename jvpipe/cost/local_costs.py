@@ -86,9 +86,7 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
         far: the costs at the larger size.
         mix: returns a number at b examples.
     """
-    layers = []
-    for a, x in zip(near.layers, far.layers, strict=True):
-        layers.append(_layer(a, x, mix))
+    layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
     edges = []
     for a, x in zip(near.edges, far.edges, strict=True):
         edges.append(replace(x, bytes=round(mix(a.bytes, x.bytes))))

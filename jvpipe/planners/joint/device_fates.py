@@ -67,7 +67,11 @@ class DeviceFates:
                 flight.
         """
         asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
-        return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, asked))
+        return _decision(
+            problem,
+            bounds,
+            lambda d, cells: self._fastest(problem, d, cells, asked),
+        )
 
     def emptiest(self, problem: Problem, bounds: Sequence[int]) -> Decision:
         """Chooses the fates that hold the fewest bytes on each device, whatever their seconds.
@@ -76,7 +80,11 @@ class DeviceFates:
             problem: gives the order of tasks; it must have this object's placement.
             bounds: of the stages.
         """
-        decision = _decision(problem, bounds, lambda d, cells: self._emptiest(problem, d, cells))
+        decision = _decision(
+            problem,
+            bounds,
+            lambda d, cells: self._emptiest(problem, d, cells),
+        )
         assert decision is not None, "some fates take the fewest bytes"
         return decision
 
@@ -107,7 +115,11 @@ class DeviceFates:
         """Counts the bytes of a stage that keeps everything."""
         key = problem.in_flight, problem.splits, cell
         if key not in self.kept:
-            self.kept[key] = stage_bytes(problem, *cell, [0] * len(problem.costs.layers))
+            self.kept[key] = stage_bytes(
+                problem,
+                *cell,
+                [0] * len(problem.costs.layers),
+            )
         return self.kept[key]
 
     def _sought(

@@ -173,8 +173,10 @@ class Growth:
         layer = self.at[at]
         columns = self.columns[at]
         grown = np.empty((len(states), states.shape[1], len(columns)))
-        grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
-        grown[SWAPPED] = states[SWAPPED][:, None] + self.swapped_bytes[layer, columns]
+        extra_s = self.extra_s[layer, columns]
+        swapped_bytes = self.swapped_bytes[layer, columns]
+        grown[EXTRA] = states[EXTRA][:, None] + extra_s
+        grown[SWAPPED] = states[SWAPPED][:, None] + swapped_bytes
         # RECOMPUTE and RECOMPUTE_CHAIN are -1 and -2, and so index the last two columns.
         run = np.full(grown.shape[1:], np.inf)  # bytes of the run while this layer runs
         run[:, RECOMPUTE] = 0.0
@@ -274,13 +276,16 @@ class Growth:
         """
         # The peak is at a layer of the present stage so far, at a layer to come, or at a layer of
         # an earlier stage.
-        so_far = beyond_held(states) + self.ahead.spare_bytes[:, done, None]
-        beyond = np.maximum(so_far, self.ahead.top_bytes[:, done, None])
+        ahead = self.ahead
+        so_far = beyond_held(states) + ahead.spare_bytes[:, done, None]
+        beyond = np.maximum(so_far, ahead.top_bytes[:, done, None])
         if self.fixed_rows > MOST:
             largest = states[MOST]
             if self.lot.halves:
-                largest = np.maximum(largest, self._beyond_halves(states, done))
-            beyond = np.maximum(beyond, largest + self.ahead.least_bytes[:, done, None])
+                halves = self._beyond_halves(states, done)
+                largest = np.maximum(largest, halves)
+            of_earlier = largest + ahead.least_bytes[:, done, None]
+            beyond = np.maximum(beyond, of_earlier)
         held = states[self.fixed_rows :]
         return np.asarray((held + beyond).max(0))
 
@@ -291,7 +296,12 @@ class Growth:
         opened = np.minimum(states[HALVES_OPEN] + fall, states[ENDS_OPEN])
         return np.minimum(closed, opened)
 
-    def chosen(self, before: Chosen, kept: Int[np.ndarray, "M"], at: int) -> Chosen:
+    def chosen(
+        self,
+        before: Chosen,
+        kept: Int[np.ndarray, "M"],
+        at: int,
+    ) -> Chosen:
         """Returns the choices that led to grown states.
 
         Args:
@@ -350,7 +360,8 @@ def follow(
         bound = bounds(states, at + 1)
         alive = np.flatnonzero(bound < below)
         if len(alive) > 2 * width:
-            stay = np.intersect1d(alive, fittest(states, bound, alive, at + 1))
+            fit = fittest(states, bound, alive, at + 1)
+            stay = np.intersect1d(alive, fit)
             left = np.setdiff1d(alive, stay, assume_unique=True)
             least = float(bound[left].min(initial=np.inf))
             dropped = min(dropped, least)
@@ -384,7 +395,8 @@ def front(states: States) -> Int[np.ndarray, "_"]:
         if len(best):
             by_best = _below(states[:, chunk], states[:, best])
             chunk = chunk[~by_best.any(1)]
-        inside = _below(states[:, chunk], states[:, chunk])
+        present = states[:, chunk]
+        inside = _below(present, present)
         earlier = EARLIER[: len(chunk), : len(chunk)]
         is_dominated = (inside & earlier).any(1)
         best = np.concatenate([best, chunk[~is_dominated]])

@@ -135,7 +135,11 @@ class _Search:
                 self.seen.add(decision)
                 self.left -= 1
                 plan = Floor(decision, tuple(self.held_bytes(decision)))
-                self.lowest = min(self.lowest, plan, key=lambda x: x.fullness)
+                self.lowest = min(
+                    self.lowest,
+                    plan,
+                    key=lambda x: x.fullness,
+                )
 
 
 def _untimed(problem: Problem) -> Problem:
@@ -154,12 +158,22 @@ def _untimed(problem: Problem) -> Problem:
         for group in problem.groups
     )
     costs = untimed(problem.costs)
-    return replace(problem, costs=costs, memory_limit_bytes=None, groups=groups)
+    return replace(
+        problem,
+        costs=costs,
+        memory_limit_bytes=None,
+        groups=groups,
+    )
 
 
 def _untimed_layer(layer: LayerCost) -> LayerCost:
     options = tuple(replace(option, extra_s=1.0) for option in layer.options)
-    return replace(layer, forward_s=1.0, backward_s=2.0, options=options)
+    return replace(
+        layer,
+        forward_s=1.0,
+        backward_s=2.0,
+        options=options,
+    )
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:

@@ -42,7 +42,13 @@ def fewest_bytes(
     growth = Growth(pricing, lot, by_bytes=True)
     best: Fewest = below, ()
     for width in (FATE.few_states, FATE.many_states)[: 1 + exact]:
-        last = follow(growth, best[0], width, growth.least_bytes, partial(_emptiest, width))
+        last = follow(
+            growth,
+            best[0],
+            width,
+            growth.least_bytes,
+            partial(_emptiest, width),
+        )
         if last.states.shape[1]:
             taken = growth.least_bytes(last.states, growth.n)
             at = int(taken.argmin())

@@ -95,7 +95,11 @@ class Course:
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
 
         def by_step(kinds: Iterable[Sequence[_T]]) -> list[_T]:
-            return [each for of_stages in kinds for each in of_stages for _ in range(M)]
+            numbers = list[_T]()
+            for of_stages in kinds:
+                for number in of_stages:
+                    numbers += [number] * M
+            return numbers
 
         # Backwards are whole until `flip` splits them.
         kinds = Kind.F, Kind.B, Kind.W
@@ -115,7 +119,8 @@ class Course:
         self.lists = [list[int]()] * len(order)
         self.held = [list[float]()] * len(order)
         for d, tasks in enumerate(order):
-            self.put(d, [base[kind] + s * M + m for s, kind, m in tasks])
+            steps = [base[kind] + s * M + m for s, kind, m in tasks]
+            self.put(d, steps)
         self.run()
 
     @property
@@ -128,7 +133,8 @@ class Course:
         kind, cell = divmod(step, self.cells)
         s, m = divmod(cell, self.M)
         backward = Kind.I if self.half[cell] else Kind.B
-        return Task(s, (Kind.F, backward, Kind.W)[kind], m)
+        kinds = Kind.F, backward, Kind.W
+        return Task(s, kinds[kind], m)
 
     def flip(self, cell: int) -> None:
         """Splits a cell's backward if it is whole, or else joins its halves; lists and times stay."""
@@ -268,9 +274,12 @@ class Course:
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s
-        devices = zip(self.lists, self.updates_s, strict=True)
-        lasts = [(steps[-1], update_s) for steps, update_s in devices if steps]
-        _, step = max((ends[step] + update_s, step) for step, update_s in lasts)
+        lasts = []
+        for steps, update_s in zip(self.lists, self.updates_s, strict=True):
+            if steps:
+                step = steps[-1]
+                lasts.append((ends[step] + update_s, step))
+        _, step = max(lasts)
         blocks = list[CourseBlock]()
         last = self.place[step]
         # Each step starts when the step before it on the device ends, or when its input arrives, or
@@ -307,7 +316,8 @@ class Course:
         e = self.device[step]
         for at in range(self.place[source], -1, -1):
             other = self.lists[d][at]
-            if not self.send_s[other] or self.device[self.to[other]] != e:
+            target = self.to[other]
+            if not self.send_s[other] or self.device[target] != e:
                 continue
             # `arrives` becomes the time when the transfer of `other` started. If `other` ended
             # before that, the link was busy with an earlier transfer.
@@ -327,6 +337,18 @@ def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     """
     nowhere = [-1] * M
     backwards = range(cells, 2 * cells)
-    to = [*range(M, cells), *backwards[-M:], *nowhere, *backwards[:-M], *[-1] * cells]
-    source = [*nowhere, *range(cells - M), *backwards[M:], *range(cells - M, cells), *backwards]
+    to = [
+        *range(M, cells),
+        *backwards[-M:],
+        *nowhere,
+        *backwards[:-M],
+        *[-1] * cells,
+    ]
+    source = [
+        *nowhere,
+        *range(cells - M),
+        *backwards[M:],
+        *range(cells - M, cells),
+        *backwards,
+    ]
     return to, source

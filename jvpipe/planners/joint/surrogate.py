@@ -50,7 +50,12 @@ def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """
     limit = problem.memory_limit_bytes
     limit_bytes = float(MOST_BYTES if limit is None else limit)
-    return Pricing(Segments(problem), Choices.of(problem.costs, swaps), limit_bytes, swaps)
+    return Pricing(
+        Segments(problem),
+        Choices.of(problem.costs, swaps),
+        limit_bytes,
+        swaps,
+    )
 
 
 def solve(
@@ -68,7 +73,12 @@ def solve(
     everything = pricing.segments.windows
 
     def between(cuts: Sequence[Cuts]) -> Solution:
-        table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
+        table = Table(
+            pricing,
+            cuts,
+            effort(pricing.segments.n),
+            most_swapped_bytes,
+        )
         return search(problem, table)
 
     if area(everything) <= CUTS.all_cells:

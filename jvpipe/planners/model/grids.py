@@ -60,7 +60,9 @@ def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
     """
     every = ends_up_to(starts, ends)
     of_layers = layers[every - 1]
-    return most_up_to(np.where(every > starts[:, None], of_layers, 0.0), starts, ends)
+    inside = every > starts[:, None]
+    in_segments = np.where(inside, of_layers, 0.0)
+    return most_up_to(in_segments, starts, ends)
 
 
 def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:

@@ -66,7 +66,13 @@ class KeptBytes:
                 micro-batches in flight. They are subtracted, because `kept` includes them, too.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
-        return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak
+        return StageBytes(
+            in_flight,
+            static,
+            self.kept,
+            np.zeros(()),
+            self.beyond,
+        ).peak
 
 
 class KeepAll:
@@ -110,7 +116,12 @@ class KeepAll:
         layers = [option_bytes(layer, layer.options[0]) for layer in self.segments.costs.layers]
         kept = np.array([float(x.kept) for x in layers])
         working = np.array([float(x.working) for x in layers])
-        return KeptBytes.of(self.segments, self._block, kept, working)
+        return KeptBytes.of(
+            self.segments,
+            self._block,
+            kept,
+            working,
+        )
 
     @property
     def kept_bytes(self) -> Grid:

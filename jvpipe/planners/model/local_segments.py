@@ -125,7 +125,12 @@ class LocalSegments:
         segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
         return segments.block(0, self.coarse, self.coarse).comm_s
 
-    def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
+    def _fitting_s(
+        self,
+        size: int,
+        replicas: int,
+        behind: int,
+    ) -> Grid:
         """Counts each segment's seconds if all is kept, or recomputed if only that fits.
 
         The seconds are infinite if nothing fits. The arguments are those of `peak_bytes`.
@@ -190,7 +195,12 @@ class LocalSegments:
         if again:
             costs = computing_again(costs)
         stages = min(3, self.shapes.layers)
-        problem = _of_stages(costs, stages, microbatches, replicas)
+        problem = _of_stages(
+            costs,
+            stages,
+            microbatches,
+            replicas,
+        )
         return KeepAll(problem, cuts=self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
@@ -206,7 +216,11 @@ class LocalSegments:
         if not self.shapes.model.overlaps:
             return whole_s
         _, backward_s = self.layer_s(b)
-        return shown_s(whole_s, between(sums(backward_s), self.coarse, self.coarse), link)
+        return shown_s(
+            whole_s,
+            between(sums(backward_s), self.coarse, self.coarse),
+            link,
+        )
 
     def counts(self, size: int) -> tuple[int, ...]:
         """Lists the numbers of replicas worth comparing, for micro-batches of `size` examples.

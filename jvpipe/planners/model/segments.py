@@ -1,14 +1,14 @@
 """The seconds and bytes of segments before fates are chosen, for many pairs of cuts at once.
 
-A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py` defines
-what is counted, for one segment at a time. This file computes the same numbers as arrays; a
-property test compares both (tests/planners/model/test_segments.py). Numbers of layers are summed
-over segments by `grids.py`, and values that cross cuts by `spans.py`.
+A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py`
+defines what is counted, for one segment at a time. This file computes the same numbers as
+arrays; a property test compares both (tests/planners/model/test_segments.py). Numbers of
+layers are summed over segments by `grids.py`, and values that cross cuts by `spans.py`.
 
-A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of `ends`
-(columns), where they end. Entries with j <= i mean nothing. The numbers of a layer are those of one
-device of the stage, which works on its share of a micro-batch. Traffic is that of whole
-micro-batches.
+A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of
+`ends` (columns), where they end. Entries with j <= i mean nothing. The numbers of a layer
+are those of one device of the stage, which works on its share of a micro-batch. Traffic is
+that of whole micro-batches.
 """
 
 from collections.abc import Iterable
@@ -112,8 +112,8 @@ class Segments:
             self._mirrored(sent.a),
             sent.bytes,
         )
-        # A shared value counts like an edge whose producer is before the model (-1): a segment
-        # holds the value once, from its first reader in the segment on.
+        # A shared value counts like an edge whose producer is before the model (-1): a
+        # segment holds the value once, from its first reader in the segment on.
         tensors = [x for x in shared if not x.per_version]
         copies = [x for x in shared if x.per_version]
         self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
@@ -161,10 +161,10 @@ class Segments:
     def share_s(self) -> float:
         """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
-        The work of a layer is its seconds in the costs. A stage takes some multiple of these
-        seconds for each layer. Let r be its smallest multiple. Then the stage does at most 1 / r of
-        work per second. At best all stages end together. The bound is thus the work of all layers,
-        divided by the sum of the rates 1 / r.
+        The work of a layer is its seconds in the costs. A stage takes some multiple of
+        these seconds for each layer. Let r be its smallest multiple. Then the stage does at
+        most 1 / r of work per second. At best all stages end together. The bound is thus
+        the work of all layers, divided by the sum of the rates 1 / r.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
@@ -184,14 +184,14 @@ class Segments:
     def _early(self, more: tuple[int, ...]) -> Spans:
         """Makes the spans of values that arrive early.
 
-        A value counts once for each micro-batch that is in flight on the stage that makes the value
-        but not on this stage. A value that is made d layers before the segment is made at most d
-        stages before this one, because a stage has at least one layer.
+        A value counts once for each micro-batch that is in flight on the stage that makes
+        the value but not on this stage. A value that is made d layers before the segment is
+        made at most d stages before this one, because a stage has at least one layer.
 
         Args:
-            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, minus
-                those in flight d - 1 stages before this one. Most stages of a model without long
-                edges have the same `more`, and share the result.
+            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one,
+                minus those in flight d - 1 stages before this one. Most stages of a model
+                without long edges have the same `more`, and share the result.
         """
         hops = self._values
         parts = []
@@ -204,13 +204,13 @@ class Segments:
     def _late(self, count: int) -> Spans:
         """Makes the spans of waiting cotangents, in the mirrored model.
 
-        A cotangent counts d times if its sender is d stages away. The sender is the stage with the
-        value's next reader after the segment. Each layer from the segment's end up to and including
-        this reader may be a stage of its own.
+        A cotangent counts d times if its sender is d stages away. The sender is the stage
+        with the value's next reader after the segment. Each layer from the segment's end up
+        to and including this reader may be a stage of its own.
 
         Args:
-            count: the most stages that a sender may be away: the number of stages after this one,
-                or the layers of the longest hop (`Hops.longest`), if fewer.
+            count: the most stages that a sender may be away: the number of stages after
+                this one, or the layers of the longest hop (`Hops.longest`), if fewer.
         """
         hops = self._cotangents
         parts = []
@@ -251,7 +251,12 @@ class Segments:
         """Returns prefix sums of the bytes of parameters, gradients and optimizer on stage s."""
         return self.versions[s] * self.parameter_bytes + self.state_bytes
 
-    def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+    def waiting_bytes(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Counts the most bytes of values that arrive early and of cotangents that wait."""
         reach = min(s, self._values.reach)
         before = self.in_flight[s - reach : s + 1]
@@ -260,7 +265,12 @@ class Segments:
         early = self._early_spans(more[::-1]).over(starts, ends)
         return early + self._backwards(self._late_spans(count), starts, ends)
 
-    def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+    def fixed_bytes(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Counts the bytes of the segments of stage s that do not depend on fates.
 
         They are parameters, gradients, the optimizer's state, shared values, values that arrive
@@ -273,7 +283,12 @@ class Segments:
         fixed = static + shared + self.waiting_bytes(s, starts, ends)
         replicas = self.problem.group(s).replicas
         if replicas > 1:
-            fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
+            fixed = fixed - surely_spared_bytes(
+                self.costs.layers,
+                starts,
+                ends,
+                replicas,
+            )
         # All stages are compared with one limit, the roomiest device's. So the bytes by which this
         # device has less memory than the roomiest one count as if they were held.
         return fixed + self.problem.less_bytes(s)
@@ -291,9 +306,9 @@ class Segments:
     ) -> Grid:
         """Counts the bytes of one micro-batch while each layer of a segment runs.
 
-        Rows are the starts. Columns are all layers from the first start up to the last end. An
-        entry counts what the segment's layers up to this layer leave, and what this layer needs
-        while it runs.
+        Rows are the starts. Columns are all layers from the first start up to the last end.
+        An entry counts what the segment's layers up to this layer leave, and what this
+        layer needs while it runs.
 
         Args:
             starts: where segments begin.
@@ -309,7 +324,12 @@ class Segments:
             0.0,
         )
 
-    def block(self, s: int, starts: Cuts, ends: Cuts) -> CutBlock:
+    def block(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> CutBlock:
         """Makes the block of the segments of stage s between these cuts."""
         if self.of(s) is not self:
             return self.of(s).block(s, starts, ends)
@@ -368,10 +388,19 @@ class Segments:
         whole_s = link_seconds(link, between(sums(self._reduced_bytes), starts, ends))
         if not self.problem.overlaps:
             return whole_s
-        backward_s = between(self.compute_of(s) - self.forward_of(s), starts, ends)
+        backward_s = between(
+            self.compute_of(s) - self.forward_of(s),
+            starts,
+            ends,
+        )
         return shown_s(whole_s, backward_s, link)
 
-    def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+    def _updates_s(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Counts the seconds of a step's updates; replicas divide the layers among them."""
         slowness = self.problem.slowness(s)
         each_s = self.problem.updates * self._update_s
@@ -381,7 +410,8 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas == 1:
             return whole_s
-        # No layer is divided among replicas, so updates take at least as long as the longest layer.
+        # No layer is divided among replicas, so updates take at least as long as the
+        # longest layer.
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> CutBlock:

@@ -124,7 +124,11 @@ class Shapes:
     ) -> "Shapes":
         """Returns the same shapes on devices that may differ; see `single_groups` for arguments."""
         limit, groups = single_groups(slowness, limits, names)
-        return replace(self, model=replace(self.model, memory_limit_bytes=limit), apart=groups)
+        return replace(
+            self,
+            model=replace(self.model, memory_limit_bytes=limit),
+            apart=groups,
+        )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

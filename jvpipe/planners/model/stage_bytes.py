@@ -1,8 +1,8 @@
 """The bytes of layers, stages and devices: the formulas of all planners, tested by enumeration.
 
-Legend: a stage holds layers [i, j), that is, layers i to j - 1. k is the number of micro-batches in
-flight on the stage: their forward has run, and their backward has not ended. v is the number of
-versions of the stage's parameters that exist at once.
+Legend: a stage holds layers [i, j), that is, layers i to j - 1. k is the number of
+micro-batches in flight on the stage: their forward has run, and their backward has not
+ended. v is the number of versions of the stage's parameters that exist at once.
 
     static     v * parameters + gradients + optimizer state
                + early values + waiting cotangents
@@ -21,21 +21,21 @@ this micro-batch.
 Why min(k, 2): the swapped bytes of at most two micro-batches are on the device at once. One
 micro-batch is at work, and one is being copied from or to the host.
 
-Early values have arrived for micro-batches that are in flight on the stage that makes the values,
-but not yet on this stage. Waiting cotangents have arrived for backwards that this stage runs later.
-If their sender is d stages away, at most d of them wait. How far away other stages are depends on
-the other cuts, so the largest possible distance counts.
+Early values have arrived for micro-batches that are in flight on the stage that makes the
+values, but not yet on this stage. Waiting cotangents have arrived for backwards that this
+stage runs later. If their sender is d stages away, at most d of them wait. How far away
+other stages are depends on the other cuts, so the largest possible distance counts.
 
-A device may have several stages, or backwards in two halves. Then `Schedule.held` says what is in
-flight at once, as vectors. A vector has a pair (k, w) for each stage of the device: k micro-batches
-are in flight, and w are between the halves of their backward, where each holds `handed` bytes. The
-device's peak is the static bytes of all its stages, plus the most that any vector holds, plus the
-largest `beyond` of its stages (`joint_bytes`).
+A device may have several stages, or backwards in two halves. Then `Schedule.held` says what
+is in flight at once, as vectors. A vector has a pair (k, w) for each stage of the device: k
+micro-batches are in flight, and w are between the halves of their backward, where each
+holds `handed` bytes. The device's peak is the static bytes of all its stages, plus the most
+that any vector holds, plus the largest `beyond` of its stages (`joint_bytes`).
 
-On a stage of several devices the legend holds for each device. A device works on its share of a
-micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Adding up
-gradients is counted as if it came after the stage's backwards, when nothing is in flight. So `peak`
-takes a maximum, not a sum.
+On a stage of several devices the legend holds for each device. A device works on its share
+of a micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). Adding
+up gradients is counted as if it came after the stage's backwards, when nothing is in
+flight. So `peak` takes a maximum, not a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,9 +74,9 @@ def on_device_bytes(
 class LayerBytes(NamedTuple):
     """The bytes of a layer under a choice of fates, and the seconds that the choice adds.
 
-    The forward leaves `kept` bytes of a micro-batch on the device, and `swapped` bytes on the host.
-    The layer needs `working` bytes more while it runs. `extra_s` are the seconds that the choice
-    adds to the layer's forward and backward.
+    The forward leaves `kept` bytes of a micro-batch on the device, and `swapped` bytes on
+    the host. The layer needs `working` bytes more while it runs. `extra_s` are the seconds
+    that the choice adds to the layer's forward and backward.
 
     >>> layer = LayerCost("block", 1.0, 2.0, (Option(6),), input_bytes=2, temporary_bytes=3)
     >>> option_bytes(layer, Option(4, 1, 0.5, 7))
@@ -109,7 +109,8 @@ def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
 def recompute_peak_bytes(layer: LayerCost) -> int:
     """Counts a layer's residuals in a backward that recomputes all of them.
 
-    The last option recomputes the most. What it leaves is recomputed here as well, and counts too.
+    The last option recomputes the most. What it leaves is recomputed here as well, and
+    counts too.
     """
     last = layer.options[-1]
     return last.kept_bytes + last.swapped_bytes + last.extra_bytes
@@ -132,7 +133,12 @@ def recomputed_bytes(layer: LayerCost) -> LayerBytes:
     The layer keeps only its input. Its backward recomputes the residuals itself.
     """
     working = recompute_peak_bytes(layer) + layer.temporary_bytes
-    return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))
+    return LayerBytes(
+        layer.input_bytes,
+        0,
+        working,
+        recompute_s(layer),
+    )
 
 
 def layers_bytes(
@@ -141,11 +147,12 @@ def layers_bytes(
 ) -> Iterator[LayerBytes]:
     """Yields each layer's bytes under its choice.
 
-    A run is a layer with `RECOMPUTE` and the layers after it with `RECOMPUTE_CHAIN`. Their forwards
-    run again one after the other, before their backwards. So the residuals of the run's layers, and
-    the inputs between them, are held at once: `working` of a layer includes those of the run's
-    earlier layers. The last layer of a run is an exception, because no forward follows it. Its
-    backward recomputes the residuals itself, which may take less time than its forward.
+    A run is a layer with `RECOMPUTE` and the layers after it with `RECOMPUTE_CHAIN`. Their
+    forwards run again one after the other, before their backwards. So the residuals of the
+    run's layers, and the inputs between them, are held at once: `working` of a layer
+    includes those of the run's earlier layers. The last layer of a run is an exception,
+    because no forward follows it. Its backward recomputes the residuals itself, which may
+    take less time than its forward.
     """
     run = 0
     for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
@@ -169,9 +176,10 @@ def layers_bytes(
 def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
     """Counts the seconds of forwards that run again before the stage's cotangents arrive.
 
-    The forwards of a run (see `layers_bytes`) run again directly before the run's backwards. So
-    only the run at the end of the stage, whose backwards come first, can start before cotangents
-    arrive. Its last layer does not count, because its backward recomputes the residuals itself.
+    The forwards of a run (see `layers_bytes`) run again directly before the run's
+    backwards. So only the run at the end of the stage, whose backwards come first, can
+    start before cotangents arrive. Its last layer does not count, because its backward
+    recomputes the residuals itself.
 
     Args:
         layers: the layers of the stage.
@@ -247,9 +255,9 @@ def stage_bytes(
         else:
             first = min(layer for layer in value.layers if layer >= i)
             shared[first - i] += value.bytes
-    # Backwards run from the last layer to the first. While a layer works, the bytes that later
-    # layers left are free again (`later`). If backwards run in halves, the bytes that later layers
-    # hold from I to W take their place (`handed`).
+    # Backwards run from the last layer to the first. While a layer works, the bytes that
+    # later layers left are free again (`later`). If backwards run in halves, the bytes that
+    # later layers hold from I to W take their place (`handed`).
     beyond = between = later = handed = 0
     for at in reversed(range(len(left))):
         beyond = max(beyond, left[at].working - later)
@@ -313,8 +321,8 @@ def waiting_bytes(
     k = problem.in_flight
     total = 0
     for edge in problem.costs_of(s).edges_at(i, j):
-        # The cuts of other stages are not known here. The most is held if each layer between this
-        # stage and the layer at the edge's other end is a stage of its own.
+        # The cuts of other stages are not known here. The most is held if each layer
+        # between this stage and the layer at the edge's other end is a stage of its own.
         if edge.producer < i:
             maker = max(0, s - (i - edge.producer))
             total += (k[maker] - k[s]) * edge.bytes
@@ -336,8 +344,9 @@ def joint_bytes(
 
     Args:
         of_stages: the bytes of each stage of the device.
-        vectors: the entry of `Schedule.held` for the device. For each moment that may be the peak,
-            it counts the micro-batches in flight, and those between halves, of each stage.
+        vectors: the entry of `Schedule.held` for the device. For each moment that may be
+            the peak, it counts the micro-batches in flight, and those between halves, of
+            each stage.
     """
 
     def held_bytes(moment: Holding) -> float:

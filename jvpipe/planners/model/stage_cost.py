@@ -1,10 +1,10 @@
 """The seconds and bytes of a stage: the one definition that every planner is judged by.
 
-Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. F, B and `extra` are seconds
-per micro-batch: of the layers' forwards, of their backwards, and of recomputing. `link` is the
-time per micro-batch for which the stage's link to its host is busy. The link carries what is
-swapped, out and back. If the problem has `peer_uses_host`, the link also carries the values and
-cotangents that cross the stage's bounds.
+Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. F, B and `extra` are
+seconds per micro-batch: of the layers' forwards, of their backwards, and of recomputing.
+`link` is the time per micro-batch for which the stage's link to its host is busy. The link
+carries what is swapped, out and back. If the problem has `peer_uses_host`, the link also
+carries the values and cotangents that cross the stage's bounds.
 
     seconds   max(F + B + extra, link): the device computes while the link copies
     bytes     see the legend of `stage_bytes.py`
@@ -61,8 +61,8 @@ class StageCost:
         `swap_s` and `comm_s` count both directions, so one direction takes half of each.
 
         Args:
-            send_s: seconds of sending the stage's values on. They are part of the next stage's
-                `comm_s`, so the caller has to pass them.
+            send_s: seconds of sending the stage's values on. They are part of the next
+                stage's `comm_s`, so the caller has to pass them.
         """
         input_s, weight_s = self.halves_s
         return StageLoad(
@@ -151,7 +151,11 @@ def stage_cost(
         traffic_s = peer.seconds(received + returned + sent)
     reduce_s = 0.0
     if group.replicas > 1:
-        reduce_s = _reduce_s(group.reduces, layers, problem.overlaps)
+        reduce_s = _reduce_s(
+            group.reduces,
+            layers,
+            problem.overlaps,
+        )
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
@@ -210,8 +214,8 @@ def _reduce_s(
     size = sum(layer.reduced_bytes for layer in layers)
     if not overlaps or not size:
         return link.seconds(size)
-    # Backwards run from the last layer to the first. The reduction of a layer begins when the
-    # backward of this layer and the reduction of the layer after it have both ended.
+    # Backwards run from the last layer to the first. The reduction of a layer begins when
+    # the backward of this layer and the reduction of the layer after it have both ended.
     computed_s = reduced_s = 0.0
     for layer in reversed(layers):
         computed_s += layer.backward_s
@@ -242,8 +246,9 @@ def halves_s(
 ) -> tuple[float, float]:
     """Counts the seconds of the halves I and W of a layer's backward.
 
-    I gives the cotangents of the layer's inputs, and W adds up its gradients. If no earlier layer
-    waits for a cotangent, the whole backward is in W. Otherwise, a backward without halves is in I.
+    I gives the cotangents of the layer's inputs, and W adds up its gradients. If no earlier
+    layer waits for a cotangent, the whole backward is in W. Otherwise, a backward without
+    halves is in I.
 
     Args:
         costs: the costs of the model.
@@ -282,13 +287,13 @@ def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
 class Evaluation:
     """The stages that a decision gives, their bytes, and an estimate of the seconds of a step.
 
-    The estimate `step_s` has a closed form, called the surrogate (see the function `surrogate`).
-    For M micro-batches of an asynchronous schedule it is M times the slowest stage. For a
-    synchronous schedule it is the time of one micro-batch through all stages, plus M - 1 times the
-    slowest stage. In GPipe the slowest forward plus the slowest backward replace the slowest stage.
-    A link counts like a stage. Recomputing counts in full, although some of it may run while a
-    backward waits for its cotangent. The simulator takes these waits into account, and planners ask
-    it before they choose a plan.
+    The estimate `step_s` has a closed form, called the surrogate (see the function
+    `surrogate`). For M micro-batches of an asynchronous schedule it is M times the slowest
+    stage. For a synchronous schedule it is the time of one micro-batch through all stages,
+    plus M - 1 times the slowest stage. In GPipe the slowest forward plus the slowest
+    backward replace the slowest stage. A link counts like a stage. Recomputing counts in
+    full, although some of it may run while a backward waits for its cotangent. The
+    simulator takes these waits into account, and planners ask it before they choose a plan.
     """
 
     stages: tuple[StageCost, ...]
@@ -335,8 +340,8 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts the seconds between two micro-batches on the slowest device or the slowest link.
 
-    A stage with t seconds per micro-batch, and A seconds once per step, is busy for M t + A seconds
-    in a step of M micro-batches. So it counts as t + A / M.
+    A stage with t seconds per micro-batch, and A seconds once per step, is busy for M t + A
+    seconds in a step of M micro-batches. So it counts as t + A / M.
     """
     # The stages of one device take turns, so their seconds add up.
     busy_s = [0.0] * problem.devices
@@ -348,8 +353,8 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Estimates the seconds of a step in closed form, by which planners search cuts and fates.
 
-    The simulator then decides between the plans that they find. The estimate equals the simulated
-    seconds if all stages are alike and transfers take no time
+    The simulator then decides between the plans that they find. The estimate equals the
+    simulated seconds if all stages are alike and transfers take no time
     (tests/planners/model/test_stage_cost.py). `Evaluation` has the formula in words.
 
     Args:
