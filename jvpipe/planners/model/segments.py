@@ -3,7 +3,8 @@
 A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py`
 defines what is counted, for one segment at a time. This file computes the same numbers as
 arrays; a property test compares both (tests/planners/model/test_segments.py). Numbers of
-layers are summed over segments by `grids.py`, and values that cross cuts by `spans.py`.
+layers are summed over segments by `grids.py`, and values that cross their bounds are
+counted by `crossings.py`.
 
 A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of
 `ends` (columns), where they end. Entries with j <= i mean nothing. The numbers of a layer
@@ -11,16 +12,15 @@ are those of one device of the stage, which works on its share of a micro-batch.
 that of whole micro-batches.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.cost.costs import Costs, Edge, bounds_inside
+from jvpipe.cost.costs import Costs, bounds_inside
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.model.crossings import Crossings
 from jvpipe.planners.model.grids import (
     OverJ,
     between,
@@ -32,7 +32,7 @@ from jvpipe.planners.model.grids import (
 )
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shared_state import surely_spared_bytes
-from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
+from jvpipe.planners.model.spans import Cuts, Grid, Hops
 from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 ROWS_AT_ONCE = 256
@@ -95,31 +95,13 @@ class Segments:
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
         self.parameter_bytes = sums(layer.parameter_bytes for layer in layers)
         self.state_bytes = sums(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-        edges = self.costs.edges
-        shared = self.costs.shared
-        self._values = _hops(edges)
-        self._cotangents = _hops(e for e in edges if e.differentiable)
-        # Whole micro-batches cross cuts, whatever the shares of replicas are.
-        whole = problem.costs.edges
-        self._received = _hops(whole).spans()
-        self._returned = _hops(e for e in whole if e.differentiable).spans()
-        # A value crosses all cuts up to its last reader, and its cotangent crosses them back.
-        sent = Hops.of(
-            (e.producer, [max(e.readers)], (1 + e.differentiable) * e.bytes) for e in whole
-        )
-        self._sent = Spans(
-            self._mirrored(sent.b),
-            self._mirrored(sent.a),
-            sent.bytes,
-        )
+        self._crossings = Crossings(self.n, self.costs.edges, problem.costs.edges)
         # A shared value counts like an edge whose producer is before the model (-1): a
         # segment holds the value once, from its first reader in the segment on.
-        tensors = [x for x in shared if not x.per_version]
-        copies = [x for x in shared if x.per_version]
+        tensors = [x for x in self.costs.shared if not x.per_version]
+        copies = [x for x in self.costs.shared if x.per_version]
         self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
         self._copies = Hops.of((-1, x.layers, x.bytes) for x in copies).spans()
-        self._early_spans = cache(self._early)
-        self._late_spans = cache(self._late)
         self._rows: dict[tuple[int, int], CutBlock] = {}
         self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {
             (): (self.forward_s, self.compute_s)
@@ -177,49 +159,6 @@ class Segments:
             rates += 1 / max(float(ratios.min(initial=np.inf)), 1e-300)
         return float(self.compute_s[-1]) / rates
 
-    def _mirrored(self, layers: Cuts) -> Cuts:
-        """Counts layers from the end: what a segment sends, its mirror image receives."""
-        return self.n - 1 - layers
-
-    def _early(self, more: tuple[int, ...]) -> Spans:
-        """Makes the spans of values that arrive early.
-
-        A value counts once for each micro-batch that is in flight on the stage that makes
-        the value but not on this stage. A value that is made d layers before the segment is
-        made at most d stages before this one, because a stage has at least one layer.
-
-        Args:
-            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one,
-                minus those in flight d - 1 stages before this one. Most stages of a model
-                without long edges have the same `more`, and share the result.
-        """
-        hops = self._values
-        parts = []
-        for d, times in enumerate(more, 1):
-            far = hops.at(hops.b - hops.producer >= d)
-            begin = np.maximum(far.a, far.producer + d - 1)
-            parts.append((begin, far.b, times * far.bytes))
-        return joined_spans(parts)
-
-    def _late(self, count: int) -> Spans:
-        """Makes the spans of waiting cotangents, in the mirrored model.
-
-        A cotangent counts d times if its sender is d stages away. The sender is the stage
-        with the value's next reader after the segment. Each layer from the segment's end up
-        to and including this reader may be a stage of its own.
-
-        Args:
-            count: the most stages that a sender may be away: the number of stages after
-                this one, or the layers of the longest hop (`Hops.longest`), if fewer.
-        """
-        hops = self._cotangents
-        parts = []
-        for d in range(1, count + 1):
-            far = hops.at(hops.b - hops.a >= d)
-            begin = self._mirrored(far.b - d + 1)
-            parts.append((begin, self._mirrored(far.a), far.bytes))
-        return joined_spans(parts)
-
     @cached_property
     def cuts(self) -> Cuts:
         """The bounds that stages may have; bound b is before layer b, the last after all layers.
@@ -258,12 +197,12 @@ class Segments:
         ends: Cuts,
     ) -> Grid:
         """Counts the most bytes of values that arrive early and of cotangents that wait."""
-        reach = min(s, self._values.reach)
-        before = self.in_flight[s - reach : s + 1]
-        more = tuple(earlier - later for earlier, later in pairwise(before))
-        count = min(self.problem.stages - 1 - s, self._cotangents.longest)
-        early = self._early_spans(more[::-1]).over(starts, ends)
-        return early + self._backwards(self._late_spans(count), starts, ends)
+        return self._crossings.waiting_bytes(
+            self.in_flight[: s + 1],
+            self.problem.stages - 1 - s,
+            starts,
+            ends,
+        )
 
     def fixed_bytes(
         self,
@@ -333,9 +272,10 @@ class Segments:
         """Makes the block of the segments of stage s between these cuts."""
         if self.of(s) is not self:
             return self.of(s).block(s, starts, ends)
-        received = self._received.over(starts, ends)
-        returned = self._returned.over(starts, ends)
-        transit = received + returned + self._backwards(self._sent, starts, ends)
+        crossings = self._crossings
+        received = crossings.received(starts, ends)
+        returned = crossings.returned(starts, ends)
+        transit = received + returned + crossings.sent(starts, ends)
         peer = self.problem.link_into(s)
         traffic_s = np.zeros_like(transit)
         if self.problem.peer_uses_host:
@@ -430,19 +370,4 @@ class Segments:
         """For each j, the bytes of values and cotangents that cross a cut before layer j."""
         start = np.array([0])
         ends = np.arange(self.n + 1)
-        return self._backwards(self._sent, start, ends)[0]
-
-    def _backwards(
-        self,
-        spans: Spans,
-        starts: Cuts,
-        ends: Cuts,
-    ) -> Grid:
-        """Sums spans of the mirrored model over segments; [i, j) is [n - j, n - i) there."""
-        mirrored = spans.over(self.n - ends[::-1], self.n - starts[::-1])
-        return mirrored[::-1, ::-1].T
-
-
-def _hops(edges: Iterable[Edge]) -> Hops:
-    """Makes the hops of edges, from producers to readers and from reader to reader."""
-    return Hops.of((edge.producer, edge.readers, edge.bytes) for edge in edges)
+        return self._crossings.sent(start, ends)[0]
