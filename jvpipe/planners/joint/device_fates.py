@@ -56,7 +56,10 @@ class DeviceFates:
         return DeviceFates(pricing_of(problem, swaps))
 
     def fastest(
-        self, problem: Problem, bounds: Sequence[int], moments: Moments | None = None
+        self,
+        problem: Problem,
+        bounds: Sequence[int],
+        moments: Moments | None = None,
     ) -> Decision | None:
         """Chooses the fastest fates that keep the limit; None if none were found.
 
@@ -200,7 +203,9 @@ def _most_swapped_bytes(problem: Problem) -> float:
 
 
 def _decision(
-    problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
+    problem: Problem,
+    bounds: Sequence[int],
+    choose: Callable[[int, Sequence[Cell]], Fates | None],
 ) -> Decision | None:
     """Makes a decision by choosing fates for each device; None if a device has none that fit.
 

@@ -1,4 +1,4 @@
-"""Finds the floor: the plan whose fullest device holds the least. Lower limits are refused.
+"""Finds the floor: the plan whose fullest device holds the least. Limits below it are refused.
 
 One plan is emptier than another if its fullest device holds less. If both hold the same there, the
 second fullest devices decide, and so on.
@@ -271,7 +271,8 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 
 
 def _valid(
-    problem: Problem, proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    problem: Problem,
+    proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> Iterator[Decision]:
     """Mends the runs of proposed bounds and choices, and yields the decisions that are then valid.
 

@@ -84,6 +84,12 @@ class Course:
     """
 
     def __init__(self, loads: Loads, order: TaskLists) -> None:
+        """Makes the course of an order, and runs it.
+
+        Args:
+            loads: of the plan's stages.
+            order: the tasks of each device; backwards may be whole or in halves.
+        """
         M = loads.microbatches
         cells = len(loads.places) * M
         self.loads = loads

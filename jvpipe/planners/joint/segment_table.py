@@ -175,7 +175,14 @@ def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
 
 
 class Table:
-    """The cells of all stages, refined along the paths that a search hands in."""
+    """The cells of all stages, refined along the paths that a search hands in.
+
+    Args:
+        pricing: the choices of all layers, and the memory limit.
+        cuts: for each bound of the stages, the cuts at which it may lie.
+        effort: how hard to search for fates.
+        most_swapped_bytes: for each stage, what it may swap per micro-batch; empty: any amount.
+    """
 
     def __init__(
         self,

@@ -113,7 +113,12 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
 
 
 class Peaks:
-    """The peak bytes of all segments between cuts: lower bounds, or true numbers once settled."""
+    """The peak bytes of all segments between cuts: lower bounds, or true numbers once settled.
+
+    Args:
+        pricing: the choices of all layers, without a limit.
+        cuts: for each bound of the stages, the cuts at which it may lie.
+    """
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments

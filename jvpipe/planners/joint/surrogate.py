@@ -172,14 +172,16 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
-        swapped = pricing.at(s).choices.swapped_bytes[np.arange(i, j), decision.choices[i:j]]
+        swapped_bytes = pricing.at(s).choices.swapped_bytes
+        swapped = swapped_bytes[np.arange(i, j), decision.choices[i:j]]
         moves.append(k[s] * float(swapped.sum()))
     if sum(moves) <= limit:
         return solution
     # There are two ways out, and the faster one is taken: each stage may swap in proportion to what
     # it swaps now, or no stage swaps.
     total = sum(moves)
-    parts = [limit * want / total // kept for want, kept in zip(moves, k, strict=True)]
+    shares = zip(moves, k, strict=True)
+    parts = [limit * moved / total // flying for moved, flying in shares]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),

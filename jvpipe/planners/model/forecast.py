@@ -105,7 +105,9 @@ def least_steps_s(
 
 
 def simulated_bubble_fraction(
-    problem: Problem, stages: Sequence[StageCost], devices: int | None = None
+    problem: Problem,
+    stages: Sequence[StageCost],
+    devices: int | None = None,
 ) -> float:
     """Returns the share of the devices' time that is idle in a simulated step.
 
@@ -242,7 +244,9 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
 
 
 def _steps_s(
-    problem: Problem, stream: StageWork, ends_s: Float[np.ndarray, "tasks runs"]
+    problem: Problem,
+    stream: StageWork,
+    ends_s: Float[np.ndarray, "tasks runs"],
 ) -> Float[np.ndarray, " runs"]:
     """Counts seconds per step from the ends of tasks.
 

@@ -51,7 +51,8 @@ class KeptBytes:
             kept: for each layer, the bytes that it keeps of a micro-batch.
             working: for each layer, the bytes that it needs only while it runs.
         """
-        starts, ends = block.starts, block.ends
+        starts = block.starts
+        ends = block.ends
         in_the_end = between(sums(kept), starts, ends) + block.shared_bytes
         at_work = segments.at_work(starts, ends, kept, working)
         beyond = most_up_to(at_work, starts, ends) - in_the_end

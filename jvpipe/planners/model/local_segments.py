@@ -174,11 +174,12 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # Bytes are counted for a pipeline of three stages, of which number `near` from the end
-        # stands in for this stage. If the stage before this one has more micro-batches in flight,
-        # values arrive early. Then number 1 or 2 stands in, where values arrive early, too. If not,
-        # number 3 stands in, where no value arrives early, or the stage's own number if smaller.
-        # This stage has `more` micro-batches in flight than its stand-in.
+        # Bytes are counted in a pipeline of three stages. The stand-in for this stage is the one
+        # with number `near`, counted from the end. Values arrive early at a stage if the stage
+        # before it has more micro-batches in flight. If they arrive early at this stage, its
+        # stand-in is number 1 or 2, where they arrive early, too. If not, it is number 3, the first
+        # stage, or this stage's own number if that is smaller. This stage has `more` micro-batches
+        # in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes

@@ -45,7 +45,6 @@ class Group:
             together; None: the problem's `peer`.
         reduces: the all-reduce of gradients as a link, for the gradient bytes of one replica.
         machines: the machine of each of these devices; empty if the cluster has only one.
-
     """
 
     devices: tuple[int, ...]
@@ -368,7 +367,10 @@ class Decision:
         return Decision(tuple(bounds), (0,) * bounds[-1])
 
     def plan(
-        self, problem: Problem, planner: str, where: Sequence[tuple[int, ...]] | None = None
+        self,
+        problem: Problem,
+        planner: str,
+        where: Sequence[tuple[int, ...]] | None = None,
     ) -> Plan:
         """Converts the decision to a plan.
 

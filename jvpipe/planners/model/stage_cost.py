@@ -224,9 +224,10 @@ def _reduce_s(
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts the seconds of an update: of the longest layer, but at least an even share of all.
+    """Counts the seconds of an update on the replica that takes the longest, at best.
 
-    Replicas share out whole layers: each layer is updated by one replica for all replicas.
+    Replicas share out whole layers: each layer is updated by one replica for all replicas. So an
+    update takes at least as long as the longest layer, and at least an even share of all layers.
     """
     layer_s = [layer.update_s for layer in layers]
     if replicas == 1:
@@ -406,6 +407,9 @@ def check(problem: Problem, decision: Decision) -> None:
 
 def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
     """Tells whether all devices are within their limits, and swapped bytes within the host's."""
-    memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
-    within = memory is None or evaluation.limit_bytes <= memory
-    return within and (host is None or sum(stage.host_bytes for stage in evaluation.stages) <= host)
+    memory = problem.memory_limit_bytes
+    if memory is not None and evaluation.limit_bytes > memory:
+        return False
+    host = problem.host_limit_bytes
+    host_bytes = sum(stage.host_bytes for stage in evaluation.stages)
+    return host is None or host_bytes <= host
