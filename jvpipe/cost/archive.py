@@ -45,8 +45,10 @@ class Archive:
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
         """Returns the archive in JAX's local compilation cache; without one, it keeps nothing."""
         cache = jax.config.values["jax_compilation_cache_dir"]
-        local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
-        return Archive(Path(cache) / FOLDER if local else None, again, busy)
+        is_on = jax.config.values["jax_enable_compilation_cache"]
+        is_local = cache and "://" not in cache
+        folder = Path(cache) / FOLDER if is_local and is_on else None
+        return Archive(folder, again, busy)
 
     def numbers(
         self,
@@ -93,10 +95,13 @@ class Archive:
 
     def find(self, *what: str) -> list[float] | None:
         """Returns the numbers of a description; None if there are none, or the file is damaged."""
-        if self.folder is None or (self.again and self._path(what) not in self.since):
+        if self.folder is None:
+            return None
+        path = self._path(what)
+        if self.again and path not in self.since:
             return None
         try:
-            kept = json.loads(self._path(what).read_text())
+            kept = json.loads(path.read_text())
             numbers = [float(x) for x in kept["measured"]]
             digest = kept["digest"]
         except (OSError, ValueError, TypeError, KeyError):

@@ -202,7 +202,8 @@ def _cores(device: "_Table", like: Accelerator) -> tuple[int, Tiling | None]:
         return like.cores, like.tiling
     tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")
     tiling.know("cores start winograd")
-    start, winograd = (tiling.number(name, zero=True) for name in ("start", "winograd"))
+    start = tiling.number("start", zero=True)
+    winograd = tiling.number("winograd", zero=True)
     return tiling.count("cores"), Tiling(start, winograd)
 
 
@@ -233,7 +234,8 @@ class _Table:
     def wrong(self, key: str, what: str) -> ValueError:
         """Returns an error that names the file, the line and the key, and says what is wrong."""
         line = _line_of(self.text, self.prefix + key)
-        return ValueError(f"{self.path}{f':{line}' if line else ''}: {self.prefix}{key} {what}")
+        place = f"{self.path}:{line}" if line else f"{self.path}"
+        return ValueError(f"{place}: {self.prefix}{key} {what}")
 
     def know(self, names: str) -> None:
         """Raises an error for a key that is not in `names`, which are separated by spaces."""
@@ -270,12 +272,14 @@ class _Table:
             return default
         value = self.value(key, "a number")
         number = isinstance(value, int | float) and not isinstance(value, bool)
+        # NaN is neither above 0 nor 0.
         if not number or not (0 < value <= sys.float_info.max or (zero and value == 0)):
             least = "of at least 0" if zero else "above 0"
             raise self.wrong(key, f"must be a finite number {least}, not {value!r}")
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
+        """Reads a whole number of at least 1; `default` is the number if the key is missing."""
         if default is not None and key not in self.entries:
             return default
         value = self.value(key, "a whole number")
@@ -284,6 +288,7 @@ class _Table:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
+        """Reads a number of bytes, or a text with a unit; `default` if the key is missing."""
         if default is not None and key not in self.entries:
             return default
         value = self.value(key, "a size")
@@ -293,12 +298,14 @@ class _Table:
         raise self.wrong(key, f"must be bytes, or a text such as '16GiB', not {value!r}")
 
     def flag(self, key: str, default: bool) -> bool:
+        """Reads whether something holds; `default` if the key is missing."""
         value = self.entries.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, f"must be true or false, not {value!r}")
         return value
 
     def text_of(self, key: str, default: str) -> str:
+        """Reads a text that is not empty; `default` if the key is missing."""
         value = self.entries.get(key, default)
         if not isinstance(value, str) or not value:
             raise self.wrong(key, f"must be a text, not {value!r}")
@@ -318,16 +325,23 @@ def _line_of(text: str, key: str) -> int | None:
     header = None
     for number, line in enumerate(lines, 1):
         if match := re.match(r"\s*(\[+)([^\[\]]+)\]", line):
-            nth = f"[{counts[match[2]]}]" if len(match[1]) > 1 else ""
-            counts[match[2]] += 1
-            current = [part.strip(" \"'") for part in (match[2].strip() + nth).split(".")]
-            header = number if current in (tables, [*tables, last]) else header
+            brackets, name = match.groups()
+            nth = f"[{counts[name]}]" if len(brackets) > 1 else ""
+            counts[name] += 1
+            current = _parts(name.strip() + nth)
             if current == [*tables, last]:
                 return number
+            if current == tables:
+                header = number
         elif match := re.match(r"\s*([^=#\[\]]+?)\s*=", line):
-            path = [*current, *(part.strip(" \"'") for part in match[1].split("."))]
+            path = [*current, *_parts(match[1])]
             if path == [*tables, last]:
                 return number
             if path == tables:  # an inline table
                 header = number
     return header
+
+
+def _parts(key: str) -> list[str]:
+    """Splits a dotted key into its parts, without quotes."""
+    return [part.strip(" \"'") for part in key.split(".")]

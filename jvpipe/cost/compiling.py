@@ -84,7 +84,8 @@ class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
 
     def __init__(self, target: Target, text: str, line: str) -> None:
         super().__init__(f"the compiler for {target.name} says: {line}")
-        self.text, self.line = text, line
+        self.text = text
+        self.line = line
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,22 @@ class Compiler:
         return [Sizes.of(size_of[text] or ()) for text in texts]
 
     def _known(self, text: str) -> list[float] | None:
+        """Returns a program's numbers if they are remembered or in the archive, else None."""
         words = self._words(text)
         return self._said.get(words) or self.archive.find(*words)
 
     def _words(self, text: str) -> tuple[str, ...]:
-        flags = _flags(self.target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
-        exact = chain(*_jax.exact(self.target.platform).items())
-        return "compiled bytes of each", *self.target.identity, *flags, *map(str, exact), text
+        """Returns the description under which the archive keeps a program's numbers."""
+        target = self.target
+        flags = _flags(target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
+        exact = chain(*_jax.exact(target.platform).items())
+        return (
+            "compiled bytes of each",
+            *target.identity,
+            *flags,
+            *map(str, exact),
+            text,
+        )
 
     def _compiled(self, texts: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
         """Yields each program with its numbers, in the order of the child's answers."""
@@ -215,7 +225,8 @@ def compiler_of(target: Target, folder: Path | None) -> Compiler:
 def _flags(platform: str) -> str:
     """Returns the flags of the environment without those of other platforms."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    return " ".join(flag for flag in flags if not flag.startswith(_OTHERS.get(platform, ())))
+    others = _OTHERS.get(platform, ())
+    return " ".join(flag for flag in flags if not flag.startswith(others))
 
 
 @contextmanager
@@ -238,7 +249,8 @@ def _child(target: Target) -> Iterator[_Child]:
         )
         child = _Child(target, process, complaints)
         try:
-            child.say({name: getattr(target, name) for name in ("platform", "topology", "config")})
+            names = "platform", "topology", "config"
+            child.say({name: getattr(target, name) for name in names})
             if refused := child.answer().get("refused"):
                 raise ValueError(f"the compiler for {target.name} does not start: {refused}")
             yield child

@@ -6,11 +6,12 @@ asked about some programs. Where it reports more temporary bytes than the rules 
 count (`said.py`). Layers with equal programs are estimated once.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from jvpipe.cost import roofline
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, Option
 from jvpipe.cost.frontier import layer_options, recomputes
 from jvpipe.cost.hardware import Accelerator, Cluster
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
@@ -18,6 +19,7 @@ from jvpipe.cost.said import Said, with_said_options, with_said_updates, with_sa
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.cost.tiles import in_tiles
 from jvpipe.cost.utilization import product_flops
+from jvpipe.ir.layers import LayerGraph, Signature
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
@@ -66,7 +68,8 @@ def estimate(
     [11, 11, 11]
     """
     device = cluster.device
-    store, said = store or shared_store(), said or {}
+    store = store or shared_store()
+    said = said or {}
     programs = layer_programs(store, traced)
     signatures = tuple(of_layer.signature for of_layer in programs)
     if device.platform == "tpu":
@@ -76,6 +79,31 @@ def estimate(
         signatures = in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
     graph = traced.graph
+    works = _works(programs, graph, optimizer, device, said)
+    options = splits = None
+    if fates:
+        options = _options(traced, signatures, works, device, store, said)
+    if split:
+        splits = split_costs(graph, programs, partial(_halves_s, device=device))
+    return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
+
+
+def _works(
+    programs: Sequence[LayerPrograms],
+    graph: LayerGraph,
+    optimizer: OptimizerCut | None,
+    device: Accelerator,
+    said: Said,
+) -> list[Work]:
+    """Estimates the work of each layer.
+
+    Args:
+        programs: by layer, the programs that keep all candidates.
+        graph: the layers.
+        optimizer: the optimizer whose updates count; None if none do.
+        device: the device that would run the programs.
+        said: the answers of the device's compiler.
+    """
     distinct = {id(of_layer): of_layer for of_layer in programs}
     # Equal layers share an object of programs, which is estimated once.
     work_of = {
@@ -83,20 +111,40 @@ def estimate(
         for key, of_layer in distinct.items()
     }
     works = [work_of[id(of_layer)] for of_layer in programs]
-    if optimizer is not None:
-        update_s = partial(_update_s, device=device)
-        works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
-        if said:
-            numbered = enumerate(works)
-            works = [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
-    options = None
-    if fates:
-        # The seconds of recomputation come from the roofline, because nothing is measured here.
-        recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), device)
-        options = layer_options(traced, own_inputs(graph, signatures), recomputed)
-        options = with_said_options(traced, works, options, store, said)
-    splits = split_costs(graph, programs, partial(_halves_s, device=device)) if split else None
-    return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
+    if optimizer is None:
+        return works
+    update_s = partial(_update_s, device=device)
+    works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
+    if not said:
+        return works
+    numbered = enumerate(works)
+    return [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
+
+
+def _options(
+    traced: Traced,
+    signatures: Sequence[Signature],
+    works: Sequence[Work],
+    device: Accelerator,
+    store: ProgramStore,
+    said: Said,
+) -> list[tuple[Option, ...]]:
+    """Estimates the options of each layer.
+
+    Args:
+        traced: the model.
+        signatures: by layer, the interface of the programs that keep all candidates.
+        works: by layer, its work.
+        device: the device that would run the layers.
+        store: the store of the layers' programs.
+        said: the answers of the device's compiler.
+    """
+    nothing = layer_programs(store, traced, "nothing")
+    # The seconds of recomputation come from the roofline, because nothing is measured here.
+    recomputed = recomputes(traced, nothing, device)
+    inputs = own_inputs(traced.graph, signatures)
+    options = layer_options(traced, inputs, recomputed)
+    return with_said_options(traced, works, options, store, said)
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:

@@ -193,7 +193,11 @@ def _option(
     )
 
 
-def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> Iterable[Option]:
+def _swapping(
+    recompute: Recompute,
+    kept: frozenset[int],
+    input_bytes: int,
+) -> Iterable[Option]:
     """Yields options that keep the same candidates and swap more and more of them.
 
     The sets of swapped candidates grow in two orders: largest candidate first, and smallest first.
@@ -234,9 +238,10 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
     efficient = [i for i in range(2, len(points)) if not _is_beaten(points, i)]
     if len(efficient) + 2 <= count:
         return [0, 1, *efficient]
-    largest = points.max(0)
     ids = np.array([0, 1, *efficient])
-    scaled = (points / np.where(largest > 0, largest, 1))[ids]
+    largest = points.max(0)
+    units = np.where(largest > 0, largest, 1)
+    scaled = (points / units)[ids]
     # Each column is scaled to at most 1. The price of seconds is 1. There are 13 prices of kept
     # bytes and 13 of swapped bytes. Extra bytes are free, or cost half of what kept bytes cost.
     grid = np.geomspace(1e-3, 1e3, 13)
@@ -246,7 +251,8 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
     # Points that are best at some prices come first, in falling order of the number of such prices.
     best = (scaled @ price).argmin(0)
     picked, times = np.unique(best, return_counts=True)
-    by_times = picked[np.argsort(-times, kind="stable")].tolist()
+    falling = np.argsort(-times, kind="stable")
+    by_times = picked[falling].tolist()
     chosen = list(dict.fromkeys([0, 1, *by_times]))[: max(count, 2)]
     # Then the point that is farthest from its nearest chosen point is added, again and again.
     apart = scaled[:, None] - scaled[None, chosen]

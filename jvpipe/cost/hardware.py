@@ -203,7 +203,8 @@ class Cluster:
         between = _ring(self.network, len(devices_on), at_once)
         # The phases follow one another, so their seconds per byte and their latencies add up.
         byte_s = 1 / inside.bytes_per_s + 1 / between.bytes_per_s
-        return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
+        bytes_per_s = 1 / byte_s if byte_s else math.inf
+        return Link(bytes_per_s, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
         """Returns a lower bound for the seconds of an all-reduce over at least `count` devices.
@@ -257,7 +258,8 @@ class Cluster:
         # Nothing crosses the network if each slice's sender and reader are on the same machine.
         if at != to and len({*at, *to}) > 1:
             crossing = self.networks * min(len({*at}), len({*to}))
-            ways, link = min(ways, crossing), self.network
+            ways = min(ways, crossing)
+            link = self.network
         return Link(link.bytes_per_s * ways, link.latency_s)
 
 

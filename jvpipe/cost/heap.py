@@ -50,7 +50,8 @@ def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Bu
         for room, there in zip(in_order, lodgers, strict=True):
             # The buffers in a result never overlap in time, and end before the result is written.
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
-            if holds and all(b.last < buffer.first or buffer.last < b.first for b in there):
+            apart = (b.last < buffer.first or buffer.last < b.first for b in there)
+            if holds and all(apart):
                 there.append(buffer)
                 break
         else:

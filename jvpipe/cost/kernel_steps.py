@@ -78,7 +78,9 @@ def loop_of(eqn: JaxprEqn) -> Shape | None:
     """Returns the shape that an elementwise kernel or a reduction loops over; None for others."""
     if is_heavy(eqn) or eqn.primitive.name in SCATTERS:
         return None
-    return shape_of(eqn.invars[0] if eqn.primitive.name in REDUCTIONS else eqn.outvars[0])
+    is_reduction = eqn.primitive.name in REDUCTIONS
+    looped = eqn.invars[0] if is_reduction else eqn.outvars[0]
+    return shape_of(looped)
 
 
 def is_batched(eqn: JaxprEqn) -> bool:

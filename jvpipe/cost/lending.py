@@ -15,7 +15,7 @@ import jax
 from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.effort import MEASURING
-from jvpipe.cost.measure import example_of
+from jvpipe.cost.example_inputs import example_of
 from jvpipe.programs.store import Program, ProgramStore
 
 

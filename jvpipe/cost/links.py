@@ -87,7 +87,8 @@ def links_between(
         other: the device to which it sends; None if it sends to no other device.
         archive: the archive that may have the links, and that keeps measured ones.
     """
-    links, archive = known_links(), archive or Archive()
+    links = known_links()
+    archive = archive or Archive()
     kinds = device.device_kind, other.device_kind if other else ""
     if kinds not in links:
         numbers = archive.numbers(
@@ -179,7 +180,10 @@ def link_through(sizes: tuple[int, int], taken: Sequence[float]) -> Link:
         sizes: the bytes of the small and of the large copy.
         taken: the seconds of the small and of the large copy.
     """
-    per_byte = (taken[1] - taken[0]) / (sizes[1] - sizes[0])
+    small, large = sizes
+    small_s, large_s = taken
+    per_byte = (large_s - small_s) / (large - small)
     if per_byte <= 0:
-        return Link(sizes[1] / taken[1])
-    return Link(1 / per_byte, max(taken[0] - per_byte * sizes[0], 0.0))
+        return Link(large / large_s)
+    latency_s = max(small_s - per_byte * small, 0.0)
+    return Link(1 / per_byte, latency_s)

@@ -1,9 +1,9 @@
 """Measures the costs of a model's layers on a device at hand: each distinct program is timed once.
 
-A program that does not fit on the device is not run. Its seconds are estimated: those of the
-roofline (`roofline.py`), times a pace. For each program that ran, the measured seconds are divided
-by the roofline's, and the pace is the median of these ratios. Seconds that an earlier process has
-measured come from the archive.
+A program that does not fit on the device is not run. Its seconds are estimated: those of
+the roofline (`roofline.py`), times a pace. For each program that ran, the measured seconds
+are divided by the roofline's, and the pace is the median of these ratios. Seconds that an
+earlier process has measured come from the archive.
 """
 
 import statistics
@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jvpipe._jax import ClosedJaxpr, Device
 from jvpipe.cost import roofline
@@ -23,6 +21,7 @@ from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs, Option
 from jvpipe.cost.effort import MEASURING
+from jvpipe.cost.example_inputs import example_of
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
 from jvpipe.cost.presets import accelerator_of
@@ -39,6 +38,7 @@ from jvpipe.programs.model import (
     weight_program,
 )
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
@@ -109,8 +109,8 @@ def measure_programs(
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
-    # Programs that an earlier process has timed are not run. They were compiled above because only
-    # the compiler knows their temporary bytes.
+    # Programs that an earlier process has timed are not run. They were compiled above
+    # because only the compiler knows their temporary bytes.
     seconds = (archive or Archive()).each(
         description,
         len(fitting),
@@ -138,18 +138,18 @@ def measured_costs(
 ) -> Costs:
     """Measures the costs of a model on a device at hand.
 
-    A candidate is a value in a layer whose fate can be chosen: to keep it, swap it to the host, or
-    recompute it. With `fates`, three backwards of each layer are measured, which keep all, half and
-    none of the candidates. The modeled seconds of recomputation are made to agree with these
-    measurements. The extra bytes of each option are those of its backward as compiled.
+    With `fates`, three backwards of each layer are measured. They keep all, half and none of
+    the candidates, which are the values whose fates can be chosen. The modeled seconds of
+    recomputation are made to agree with these measurements. The extra bytes of each option
+    are those of its backward as compiled.
 
     Args:
         traced: the model.
         device: the device that runs the layers.
-        store: the store of the layers' programs. Training with the same store reuses the compiled
-            programs that keep everything.
-        optimizer: the optimizer, whose state is counted and whose updates are measured; None to
-            leave both out.
+        store: the store of the layers' programs. Training with the same store reuses the
+            compiled programs that keep everything.
+        optimizer: the optimizer, whose state is counted and whose updates are measured;
+            None to leave both out.
         microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
         split: whether to measure the halves of backwards, too.
@@ -157,57 +157,71 @@ def measured_costs(
         room_bytes: the bytes that the device has for a program; programs that need more are
             estimated.
         archive: the archive with the seconds of earlier processes; new seconds are kept there.
-        devices_per_core: the devices of the pipeline per core of the host, if they are CPUs. Layers
-            are then timed as if all devices were busy.
+        devices_per_core: the devices of the pipeline per core of the host, if they are
+            CPUs. Layers are then timed as if all devices were busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
-    kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
-    forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
-    backwards = {share: [backward_program(p) for p in kept[share]] for share in shares}
-    # Every program comes with its jaxpr, for an estimate if the program does not fit.
-    pairs = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
+    kept: dict[Share, list[LayerPrograms]] = {}
     for share in shares:
-        pairs += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
-    pairs += _halves(kept["all"]) if split else ()
-    updates = optimizer.update if optimizer is not None else ()
-    pairs += ((piece_program(piece), piece.program) for piece in updates)
+        kept[share] = [programs.on_trial for programs in layer_programs(store, traced, share)]
+    keep_all = kept["all"]
+    pairs = list(_to_measure(kept, optimizer, split=split))
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
-    both = zip(forwards, backwards["all"], strict=True)
-    works = [_work(runs[forward.key], runs[backward.key]) for forward, backward in both]
+    graph = traced.graph
+    works = [_work(runs, programs) for programs in keep_all]
+    options = splits = None
     if optimizer is not None:
-        works = with_update_seconds(
-            works,
-            traced.graph.loss_layer,
-            optimizer,
-            lambda piece: runs[piece_program(piece).key].seconds,
-        )
-    signatures = [programs.signature for programs in kept["all"]]
-    options = None
+        update_s = partial(_update_s, runs)
+        works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
     if fates:
-        measured: list[dict[Share, Run]] = []
-        for layer in range(len(forwards)):
-            measured.append({share: runs[backwards[share][layer].key] for share in shares})
-        inputs = own_inputs(traced.graph, signatures)
-        options = _measured_options(
-            traced,
-            inputs,
-            kept["nothing"],
-            measured,
-            store,
-            device,
-        )
-    splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
-    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+        options = _measured_options(traced, kept, runs, store, device)
+    if split:
+        splits = split_costs(graph, keep_all, partial(_halves_s, runs))
+    signatures = [programs.signature for programs in keep_all]
+    return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
 
 
-def _work(forward: Run, backward: Run) -> Work:
+def _to_measure(
+    kept: Mapping[Share, Sequence[LayerPrograms]],
+    optimizer: OptimizerCut | None,
+    *,
+    split: bool,
+) -> Iterator[tuple[Program, ClosedJaxpr]]:
+    """Yields the programs to measure, each with its jaxpr.
+
+    The jaxpr is for an estimate if the program does not fit on the device.
+
+    Args:
+        kept: by the share of candidates that is kept, the programs of each layer.
+        optimizer: the optimizer whose updates are measured; None if none are.
+        split: whether to measure the halves of backwards, too.
+    """
+    for programs in kept["all"]:
+        yield forward_program(programs, recompute=True), programs.forward
+    for of_share in kept.values():
+        for programs in of_share:
+            yield backward_program(programs), programs.backward
+    if split:
+        yield from _halves(kept["all"])
+    if optimizer is not None:
+        for piece in optimizer.update:
+            yield piece_program(piece), piece.program
+
+
+def _work(runs: Runs, programs: LayerPrograms) -> Work:
+    forward = runs[forward_program(programs, recompute=True).key]
+    backward = runs[backward_program(programs).key]
     return Work(
         forward.seconds,
         backward.seconds,
         forward.temporary_bytes,
         backward.temporary_bytes,
     )
+
+
+def _update_s(runs: Runs, piece: Piece) -> float:
+    return runs[piece_program(piece).key].seconds
 
 
 def _all_runs(
@@ -250,9 +264,8 @@ def _all_runs(
 
 def _measured_options(
     traced: Traced,
-    inputs: Sequence[Sequence[int]],
-    nothing: Sequence[LayerPrograms],
-    measured: Sequence[Mapping[Share, Run]],
+    kept: Mapping[Share, Sequence[LayerPrograms]],
+    runs: Runs,
     store: ProgramStore,
     device: Device,
 ) -> list[tuple[Option, ...]]:
@@ -260,14 +273,20 @@ def _measured_options(
 
     Args:
         traced: the model.
-        inputs: by layer, the input tensors that only this layer's backward reads.
-        nothing: by layer, the programs that keep no candidate.
-        measured: by layer, the runs of its backward, by the share of candidates that is kept.
+        kept: by the share of candidates that is kept, the programs of each layer.
+        runs: the runs of all backwards of these programs.
         store: the store that compiles backwards.
         device: the device for which backwards are compiled.
     """
+    nothing = kept["nothing"]
     recomputed = recomputes(traced, nothing, accelerator_of(device))
+    measured: list[dict[Share, Run]] = [{} for _ in nothing]
+    for share, of_share in kept.items():
+        for of_layer, programs in zip(measured, of_share, strict=True):
+            of_layer[share] = runs[backward_program(programs).key]
     calibrations = list(map(_calibration, recomputed, measured))
+    signatures = [programs.signature for programs in kept["all"]]
+    inputs = own_inputs(traced.graph, signatures)
     options = layer_options(traced, inputs, recomputed, calibrations)
     # Equal layers share an object of programs. Its id is their key, so they are compiled once.
     alike = [id(programs) for programs in nothing]
@@ -296,8 +315,8 @@ def _estimated(
 ) -> Runs:
     """Estimates the seconds of programs that were not run: those of the roofline, times a pace.
 
-    For each program that was run, the measured seconds are divided by the roofline's. The pace is
-    the median of these ratios.
+    For each program that was run, the measured seconds are divided by the roofline's. The
+    pace is the median of these ratios.
     """
     missing = [key for key in programs if key not in runs]
     if not missing:
@@ -349,11 +368,11 @@ def _needed_bytes(needs: Any) -> int:
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
     """Returns the least seconds and processor time of each program over several turns.
 
-    In a turn all programs run one after another. So a slow moment of the machine spoils one turn of
-    a program, and not all of its measurements.
+    In a turn all programs run one after another. So a slow moment of the machine spoils one
+    turn of a program, and not all of its measurements.
     """
-    # The first turn measures every program. Later turns measure short programs only, whose seconds
-    # vary the most.
+    # The first turn measures every program. Later turns measure short programs only, whose
+    # seconds vary the most.
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
@@ -366,8 +385,8 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[l
 def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
     """Returns the median seconds of a few runs, and their median processor time.
 
-    A first run warms up and does not count. A donated input, whose memory the program takes for its
-    results, is put on the device again for each run.
+    A first run warms up and does not count. A donated input, whose memory the program takes
+    for its results, is put on the device again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
@@ -390,32 +409,3 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
         runs_s.append(time.perf_counter() - start)
         processor_s.append(time.process_time() - processor_start)
     return [statistics.median(runs_s[1:]), statistics.median(processor_s[1:])]
-
-
-def example_of(shape: Any) -> Any:
-    """Makes an array of a shape and dtype: random floats, keys, or zeros for other types.
-
-    Floats are not zeros, because some devices compute faster with zeros than with other values.
-    """
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return _keys(shape)
-    if not jnp.issubdtype(shape.dtype, jnp.floating):
-        return np.zeros(shape.shape, shape.dtype)  # integers may be indices, and 0 is in range
-    rng = np.random.default_rng(0)
-    return rng.uniform(-1, 1, shape.shape).astype(shape.dtype)
-
-
-def _keys(shape: Any) -> jax.Array:
-    """Makes keys of JAX's random numbers, of a shape and dtype.
-
-    The implementation of the keys is not part of `shape`: an abstract evaluation finds it out.
-    """
-    impl: list[Any] = []
-
-    def words_of(keys: jax.Array) -> jax.Array:
-        impl.append(jax.random.key_impl(keys))
-        return jax.random.key_data(keys)
-
-    words = jax.eval_shape(words_of, shape)
-    ones = jnp.ones(words.shape, words.dtype)
-    return jax.random.wrap_key_data(ones, impl=impl[0])

@@ -1,10 +1,11 @@
 """A traced model as planners see it: seconds and bytes of its layers, and the values between them.
 
-The bytes follow the rules by which buffers are made when a step is lowered. So a planner never
-counts fewer bytes for a stage than the stage will hold. The rules distinguish two sorts of values.
-A value that some backward reads is held: it exists from when it is made until that backward, once
-for each micro-batch in flight. The layers whose backwards read the value are its holders. Every
-other value passes: it exists while a few layers run, and counts as a temporary of these layers.
+The bytes follow the rules by which buffers are made when a step is lowered. So a planner
+never counts fewer bytes for a stage than the stage will hold. The rules distinguish two
+sorts of values. A value that some backward reads is held: it exists from when it is made
+until that backward, once for each micro-batch in flight. The layers whose backwards read
+the value are its holders. Every other value passes: it exists while a few layers run, and
+counts as a temporary of these layers.
 
     layers of a stage     0   1   2   3
     a value               w---r-------r      w: layer 0's forward makes the value
@@ -42,8 +43,8 @@ _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
 class Work:
     """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
-    A candidate is a value whose fate a planner can choose. The programs here keep all candidates.
-    Temporary bytes are what a program needs besides its inputs and results.
+    A candidate is a value whose fate a planner can choose. The programs here keep all
+    candidates. Temporary bytes are what a program needs besides its inputs and results.
     """
 
     forward_s: float
@@ -91,10 +92,11 @@ def costs_of(
         graph: the layers, tensors and parameters of the model.
         signatures: by layer, the interface of the programs that keep all candidates.
         works: by layer, its seconds and temporary bytes.
-        options: by layer, its options, the first of which keeps everything; None if no layer has
-            any other option.
+        options: by layer, its options, the first of which keeps everything; None if no
+            layer has any other option.
         optimizer: the optimizer whose state and update count; None if neither counts.
-        microbatches: micro-batches of a step, whose losses and aux values are held until its end.
+        microbatches: micro-batches of a step, whose losses and aux values are held until
+            its end.
         splits: by layer, the costs of its backward in halves; None if all backwards run whole.
     """
     model = _Model(graph, signatures)
@@ -170,14 +172,20 @@ def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
 
     Leaves that no layer writes, or that only one layer uses, have no group.
 
-    Each micro-batch reads the leaf that the micro-batch before it has written. Suppose that a group
-    begins in one stage of a device and ends in another one. Before each micro-batch, the earlier
-    stage would wait for the later stage. Therefore no device may have a group in two stages.
+    Each micro-batch reads the leaf that the micro-batch before it has written. Suppose that
+    a group begins in one stage of a device and ends in another one. Before each
+    micro-batch, the earlier stage would wait for the later stage. Therefore no device may
+    have a group in two stages.
     """
     groups = []
     for leaf in range(len(graph.state)):
-        readers = {layer.id for layer in graph.layers if leaf in layer.reading(ValueKind.STATE)}
-        writers = {layer.id for layer in graph.layers if leaf in layer.writing(ValueKind.STATE)}
+        readers = set()
+        writers = set()
+        for layer in graph.layers:
+            if leaf in layer.reading(ValueKind.STATE):
+                readers.add(layer.id)
+            if leaf in layer.writing(ValueKind.STATE):
+                writers.add(layer.id)
         touching = readers | writers
         if writers and len(touching) > 1:
             groups.append(tuple(range(min(touching), max(touching) + 1)))
@@ -307,15 +315,16 @@ class _Model:
         total = sum(p.array.bytes for p in frozen)
         for ref, size in self.bytes.items():
             # A value that no layer reads or makes counts for the first layer.
-            if ref.kind in _LASTING and self.touching.get(ref, (0,)) == (layer,):
+            touching = self.touching.get(ref, (0,))
+            if ref.kind in _LASTING and touching == (layer,):
                 total += size
         return total
 
     def passing_forward_bytes(self, layer: Layer) -> int:
         """Counts the bytes of values that pass and are alive while a layer's forward runs.
 
-        A tensor passes if no backward reads it. A leaf of the batch, a seed or a leaf of the state
-        counts here unless this layer's own backward reads it.
+        A tensor passes if no backward reads it. A leaf of the batch, a seed or a leaf of
+        the state counts here unless this layer's own backward reads it.
         """
         total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():
@@ -362,8 +371,9 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
     """Returns the keys under which `OptimizerCut` lists a layer's pieces and optimizer state.
 
-    One key is the layer itself. The layer of the loss has another key, None, which stands for the
-    optimizer's global program. These holders are not the holders of values that `_Model` has.
+    One key is the layer itself. The layer of the loss has another key, None, which stands
+    for the optimizer's global program. These holders are not the holders of values that
+    `_Model` has.
     """
     return (layer, None) if layer == graph.loss_layer else (layer,)
 
@@ -388,7 +398,8 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
     for parameter in graph.tied():
         if parameter.owner == layer and not parameter.frozen:
             # The owner's own gradient of the parameter counts among the layer's gradients.
-            total += (len(parameter.readers) - 1) * parameter.array.bytes
+            others = len(parameter.readers) - 1
+            total += others * parameter.array.bytes
     # Pieces share slots, and each slot counts once.
     sizes: dict[Slot, int] = {}
     for piece in optimizer.update:

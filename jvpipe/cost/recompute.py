@@ -1,25 +1,26 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
-A candidate is a value in the layer that the forward may keep for the backward. A candidate that
-is not kept is dropped. This file reads the work from one program: the backward that keeps no
-candidate. The program names all candidates. Its equations that depend on no cotangent repeat the
-forward, and all others compute cotangents and gradients.
+A candidate is a value in the layer that the forward may keep for the backward. A candidate
+that is not kept is dropped. This file reads the work from one program: the backward that
+keeps no candidate. The program names all candidates. Its equations that depend on no
+cotangent repeat the forward, and all others compute cotangents and gradients.
 
     inputs --e1--> a --e2--> b --e3--> c --e4--> d        e1 to e4   equations of the forward
                                                           a, c       candidates
                                                           d          read to compute cotangents
 
-The backward always repeats e4, because no candidate lies between e4 and what the backward needs. It
-repeats e2 and e3 if c is dropped. It also repeats e1 if both a and c are dropped, because e2 reads
-a. A candidate is needed if it is read by a repeated equation or by an equation that computes
-cotangents. In the drawing, a is not needed if c is kept. Then a costs no bytes, even if a plan
-keeps it.
+The backward always repeats e4, because no candidate lies between e4 and what the backward
+needs. It repeats e2 and e3 if c is dropped. It also repeats e1 if both a and c are dropped,
+because e2 reads a. A candidate is needed if it is read by a repeated equation or by an
+equation that computes cotangents. In the drawing, a is not needed if c is kept. Then a
+costs no bytes, even if a plan keeps it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,10 +45,10 @@ class Recompute:
         names: the names of the n candidates.
         bytes: their sizes.
         free: the candidates that exist in any case, because they are results of the layer.
-        parents: n + 1 sets of candidates. For each of the n candidates, those that recomputing it
-            reads; last, those that the backward itself reads.
-        behind: an array of (n, equations) that tells whether recomputing a candidate repeats an
-            equation.
+        parents: n + 1 sets of candidates. For each of the n candidates, those that
+            recomputing it reads; last, those that the backward itself reads.
+        behind: an array of (n, equations) that tells whether recomputing a candidate
+            repeats an equation.
         seconds: an array of (equations,) with the seconds of each equation.
     """
 
@@ -62,8 +63,8 @@ class Recompute:
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Returns which of the kept candidates are needed, and which others are recomputed.
 
-        The walk begins at the candidates that the backward reads. From each candidate that is not
-        kept, it goes on to the parents.
+        The walk begins at the candidates that the backward reads. From each candidate that
+        is not kept, it goes on to the parents.
         """
         # Results of the layer exist anyway, so the backward reads them as if they were kept.
         kept = self.free.union(kept)
@@ -98,17 +99,19 @@ class Recompute:
     def subsets(self) -> list[frozenset[int]]:
         """Returns the sets of needed candidates that are worth keeping, by rising bytes.
 
-        A set is worth keeping if it saves more seconds than every tried set of no more bytes. With
-        few candidates, all sets are tried. With many, the minimum cuts at several prices of a byte
-        are tried (`cut`). Minimum cuts find only sets on the convex hull of bytes and seconds. So
-        the sets that differ from a found set in one candidate are tried, too.
+        A set is worth keeping if it saves more seconds than every tried set of no more
+        bytes. With few candidates, all sets are tried. With many, the minimum cuts at
+        several prices of a byte are tried (`cut`). Minimum cuts find only sets on the
+        convex hull of bytes and seconds. So the sets that differ from a found set in one
+        candidate are tried, too.
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
             counts = range(len(order) + 1)
             tried = [frozenset(kept) for n in counts for kept in combinations(order, n)]
         else:
-            cuts = [frozenset[int](), self.choices, *map(self.cut, self._prices())]
+            cuts = [frozenset[int](), self.choices]
+            cuts += map(self.cut, self._prices())
             hull = {self.dropping(kept)[0] for kept in cuts}
             neighbors = [kept ^ {c} for kept in hull for c in order]
             tried = [*hull, *neighbors]
@@ -145,9 +148,9 @@ class Recompute:
     def cut(self, price: float) -> frozenset[int]:
         """Finds the candidates to keep if seconds + price * bytes is to be least, by a minimum cut.
 
-        Each candidate c has two nodes, needed[c] and recomputed[c], and each equation has one. A
-        node on the source's side of the cut is true. An edge u -> v costs its capacity if u is true
-        and v is not, so the cut's capacity is the sum to minimize:
+        Each candidate c has two nodes, needed[c] and recomputed[c], and each equation has
+        one. A node on the source's side of the cut is true. An edge u -> v costs its
+        capacity if u is true and v is not, so the cut's capacity is the sum to minimize:
 
             edge                          capacity           meaning
             source -> needed[p]           endless            the backward itself reads p
@@ -161,7 +164,8 @@ class Recompute:
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         n, columns = self.behind.shape
-        source, sink = 0, 1
+        source = 0
+        sink = 1
         needed = np.arange(n) + 2
         recomputed = needed + n
         equation = np.arange(columns) + 2 + 2 * n
@@ -174,17 +178,20 @@ class Recompute:
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
         for c in range(n):
-            edges.append((needed[c], recomputed[c], int(weights[c] * scale)))
-            edges += [(recomputed[c], needed[p], endless) for p in self.parents[c]]
+            again = recomputed[c]
+            capacity = int(weights[c] * scale)
+            edges.append((needed[c], again, capacity))
+            edges += [(again, needed[p], endless) for p in self.parents[c]]
             repeated = self.behind[c].nonzero()[0]
-            edges += [(recomputed[c], equation[e], endless) for e in repeated]
+            edges += [(again, equation[e], endless) for e in repeated]
         for e in range(columns):
             # At least one unit, so that an equation whose seconds round to 0 still costs something.
             capacity = max(int(self.seconds[e] * scale), 1)
             edges.append((equation[e], sink, capacity))
-        rows, cols, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
-        graph = csr_array((capacities, (rows, cols)), shape=(size, size))
-        residual = (graph - maximum_flow(graph, source, sink).flow).maximum(0)
+        tails, heads, capacities = (np.array(x, np.int32) for x in zip(*edges, strict=True))
+        graph = csr_array((capacities, (tails, heads)), shape=(size, size))
+        flow = maximum_flow(graph, source, sink).flow
+        residual = (graph - flow).maximum(0)
         # The nodes that the source reaches by edges with capacity left are its side of the cut.
         reached = breadth_first_order(residual, source, return_predecessors=False)
         is_true = np.isin(np.arange(size), reached)
@@ -208,49 +215,17 @@ def recompute_of(
     """
     backward = merged_equations(nothing.backward).jaxpr
     repeated, needed = _repeated(backward, len(nothing.signature.sources))
-    maker: dict[Var, int] = {}
-    named: dict[Var, str] = {}
-    for i in repeated:
-        name = _name(backward.eqns[i])
-        for v in backward.eqns[i].outvars:
-            maker[v] = i
-            if name in sizes:
-                named[v] = name
-
-    def operands_of(v: Var) -> list[Var]:
-        return jaxprs.variables(backward.eqns[maker[v]].invars)
-
-    def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
-        """Returns the nearest candidates that values are made of, and the equations in between."""
-        names = set()
-        eqns = set()
-        todo = list(start)
-        while todo:
-            v = todo.pop()
-            if v in named:
-                names.add(named[v])
-            elif v in maker and maker[v] not in eqns:
-                eqns.add(maker[v])
-                todo += operands_of(v)
-        return names, eqns
-
-    direct, always = made_of(needed)
-    operands = {name: operands_of(v) for v, name in named.items()}
-    # The lineage of a candidate: the nearest candidates that it is made of, and the equations in
-    # between. No lineage is found twice, so the loop ends.
-    lineage: dict[str, tuple[set[str], set[int]]] = {}
-    todo = sorted(direct)
-    while todo:
-        if (name := todo.pop()) not in lineage:
-            lineage[name] = made_of(operands[name])
-            todo += sorted(lineage[name][0])
-    names = [name for name in sizes if name in lineage]
-    parents = [*(lineage[name][0] for name in names), direct]
+    ancestry = _Ancestry(backward, repeated, sizes)
+    direct = ancestry.lineage(needed)
+    lineages = ancestry.lineages(direct.names)
+    names = [name for name in sizes if name in lineages]
+    parents = [lineages[name].names for name in names]
+    parents.append(direct.names)
     seconds_of = equation_seconds(backward.eqns, backward.outvars, device)
     # Equations that are always repeated, or take no time, make no difference between choices.
-    behind_any = set[int]().union(*(eqns for _, eqns in lineage.values()))
-    columns = [i for i in sorted(behind_any - always) if seconds_of[i]]
-    behind = [[i in lineage[name][1] for i in columns] for name in names]
+    in_any = set[int]().union(*(lineage.equations for lineage in lineages.values()))
+    columns = [i for i in sorted(in_any - direct.equations) if seconds_of[i]]
+    behind = [np.isin(columns, list(lineages[name].equations)) for name in names]
     free = [c for c, name in enumerate(names) if name in results]
     places = (frozenset(map(names.index, needs)) for needs in parents)
     return Recompute(
@@ -264,13 +239,86 @@ def recompute_of(
     )
 
 
+class _Lineage(NamedTuple):
+    """The nearest candidates that values are made of, and the equations in between."""
+
+    names: set[str]
+    equations: set[int]
+
+
+class _Ancestry:
+    """The candidates and the equations that the values of a forward are made of.
+
+    Attributes:
+        maker: for each value, the equation that makes it.
+        named: for each value that is a candidate, its name.
+    """
+
+    def __init__(
+        self,
+        backward: Jaxpr,
+        repeated: Iterable[int],
+        candidates: Collection[str],
+    ) -> None:
+        """Finds the makers and the names of all values.
+
+        Args:
+            backward: the backward that keeps nothing.
+            repeated: its equations that repeat the forward.
+            candidates: the names of all candidates.
+        """
+        self._equations = backward.eqns
+        self.maker: dict[Var, int] = {}
+        self.named: dict[Var, str] = {}
+        for i in repeated:
+            equation = backward.eqns[i]
+            name = _name(equation)
+            for v in equation.outvars:
+                self.maker[v] = i
+                if name in candidates:
+                    self.named[v] = name
+
+    def _operands(self, v: Var) -> list[Var]:
+        maker = self._equations[self.maker[v]]
+        return jaxprs.variables(maker.invars)
+
+    def lineage(self, values: Iterable[Var]) -> _Lineage:
+        """Finds what values are made of, up to the nearest candidates."""
+        found = _Lineage(set(), set())
+        todo = list(values)
+        while todo:
+            v = todo.pop()
+            if v in self.named:
+                found.names.add(self.named[v])
+                continue
+            if v not in self.maker or self.maker[v] in found.equations:
+                continue
+            found.equations.add(self.maker[v])
+            todo += self._operands(v)
+        return found
+
+    def lineages(self, direct: Iterable[str]) -> dict[str, _Lineage]:
+        """Finds the lineages of some candidates, of the candidates in these lineages, and so on."""
+        operands = {name: self._operands(v) for v, name in self.named.items()}
+        found: dict[str, _Lineage] = {}
+        todo = sorted(direct)
+        while todo:
+            name = todo.pop()
+            # No lineage is found twice, so the loop ends.
+            if name in found:
+                continue
+            found[name] = self.lineage(operands[name])
+            todo += sorted(found[name].names)
+        return found
+
+
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
     """Finds the equations that repeat the forward, and which of their results the rest reads.
 
     Args:
         backward: the backward that keeps nothing.
-        sources: the number of its inputs that come from the forward. They are the first inputs;
-            the others are cotangents and partial sums.
+        sources: the number of its inputs that come from the forward. They are the first
+            inputs; the others are cotangents and partial sums.
     """
     pulled = set(backward.invars[sources:])  # cotangents, sums, and all that is made of them
     repeated: list[int] = []

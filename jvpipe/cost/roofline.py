@@ -1,9 +1,10 @@
 """Seconds and bytes of a program's equations on a device, estimated from their shapes alone.
 
-A kernel is what a device computes in one launch. XLA fuses elementwise operations into the kernels
-that read their results, so few values reach memory: the operands and results of products and the
-like, the results of reductions, and the results of the program. Here each equation that writes such
-a value has a kernel. The kernel reads from memory everything that the value is made of:
+A kernel is what a device computes in one launch. XLA fuses elementwise operations into the
+kernels that read their results, so few values reach memory: the operands and results of
+products and the like, the results of reductions, and the results of the program. Here each
+equation that writes such a value has a kernel. The kernel reads from memory everything that
+the value is made of:
 
     x --exp--> . --add--> u --dot--> y --tanh--> . --sum--> z        arrows: equations
       [   first kernel    ] [second  ] [    third kernel    ]        dots: values inside a kernel
@@ -141,10 +142,10 @@ class Kernels:
         root: by variable, its first name: the variable of the same value before any alias.
         written: the first names of the values that reach memory.
         of: by the index of an equation, its kernel; equations without a kernel are not in it.
-        fused: by variable, what a kernel must do to use the variable, as two dicts. The first has
-            the bytes to read, by value in memory; for a variable in memory, its own bytes. The
-            second has the elementwise operations, by the index of their equation, so that an
-            equation that a kernel uses twice counts once.
+        fused: by variable, what a kernel must do to use the variable, as two dicts. The
+            first has the bytes to read, by value in memory; for a variable in memory, its
+            own bytes. The second has the elementwise operations, by the index of their
+            equation, so that an equation that a kernel uses twice counts once.
     """
 
     def __init__(
@@ -197,8 +198,8 @@ class Kernels:
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
         """Returns the bytes that equation i reads, by value in memory, and its operations.
 
-        The bytes and operations include those of the equations that are fused into equation i.
-        Operations are by the index of their equation.
+        The bytes and operations include those of the equations that are fused into equation
+        i. Operations are by the index of their equation.
         """
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
@@ -231,9 +232,10 @@ def _is_free(eqn: JaxprEqn) -> bool:
 def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
     """Tells whether an equation's results reach memory, whatever reads them.
 
-    For two kinds of equations this depends on the platform. Random bits of threefry are elementwise
-    except on CPUs. A scatter that puts one value into each row is elementwise on TPUs: there it
-    becomes a comparison of each column's number with the number of the value's column.
+    For two kinds of equations this depends on the platform. Random bits of threefry are
+    elementwise except on CPUs. A scatter that puts one value into each row is elementwise
+    on TPUs: there it becomes a comparison of each column's number with the number of the
+    value's column.
     """
     if eqn.primitive.name in SCATTERS:
         return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims
@@ -299,8 +301,8 @@ def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:
     """Estimates the seconds of an equation that contains jaxprs, its bodies.
 
-    The body of a scan counts once per round. The bodies of a while loop count once, because the
-    number of rounds is unknown. The longest branch of a cond counts, the others do not.
+    The body of a scan counts once per round. The bodies of a while loop count once, because
+    the number of rounds is unknown. The longest branch of a cond counts, the others do not.
     """
     body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
     if eqn.primitive.name == "cond":

@@ -1,15 +1,17 @@
 """Increases the modeled temporary bytes of layers to what a target's compiler reports.
 
-A target is a device that programs are compiled for, whether it is here or not. A layer's work is
-what its programs take if they keep all candidates: seconds, and the temporary bytes that they need
-besides inputs and results. An option of a layer is a way to treat what its forward leaves: values
-are kept, swapped or recomputed. Extra bytes are what an option needs beyond the temporary bytes of
-the work. As modeled, they are the bytes of the values that the option recomputes.
+A target is a device that programs are compiled for, whether it is here or not. A layer's
+work is what its programs take if they keep all candidates: seconds, and the temporary bytes
+that they need besides inputs and results. An option of a layer is a way to treat what its
+forward leaves: values are kept, swapped or recomputed. Extra bytes are what an option needs
+beyond the temporary bytes of the work. As modeled, they are the bytes of the values that
+the option recomputes.
 
-A layer has many options, each with programs of its own. But a plan uses one option per layer, and
-the compiler was only asked about the programs of plans. So the compiler's answers for some options
-of a layer are carried over to its other options, by interpolation over their modeled extra bytes.
-If two options have similar modeled bytes, the compiler is expected to add similar amounts to both.
+A layer has many options, each with programs of its own. But a plan uses one option per
+layer, and the compiler was only asked about the programs of plans. So the compiler's
+answers for some options of a layer are carried over to its other options, by interpolation
+over their modeled extra bytes. If two options have similar modeled bytes, the compiler is
+expected to add similar amounts to both.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -104,9 +106,10 @@ def with_said_options(
     of_layers = zip(traced.graph.layers, traced.bodies, works, options, strict=True)
     for layer, body, work, of_layer in of_layers:
         partial = partial_inputs(traced.graph, layer)
-        # Maps modeled extra bytes to the compiler's. If several options have equal modeled bytes,
-        # the largest answer counts. The first entry is the option that keeps everything: extra
-        # bytes are counted beyond this option, so it has 0 modeled and 0 compiled ones.
+        # Maps modeled extra bytes to the compiler's. If several options have equal modeled
+        # bytes, the largest answer counts. The first entry is the option that keeps
+        # everything: extra bytes are counted beyond this option, so it has 0 modeled and 0
+        # compiled ones.
         said_bytes: dict[int, int] = {0: 0}
         extras: list[int | None] = []
         for option in of_layer:
@@ -151,8 +154,9 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
 def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
     """Returns an option with the compiler's extra bytes, or with interpolated ones.
 
-    The excess is the compiler's extra bytes minus the modeled ones. For an option without an answer
-    of the compiler, the excess is interpolated between the layer's options with an answer.
+    The excess is the compiler's extra bytes minus the modeled ones. For an option without
+    an answer of the compiler, the excess is interpolated between the layer's options with
+    an answer.
 
     Args:
         option: the modeled option.

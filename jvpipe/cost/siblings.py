@@ -21,13 +21,18 @@ def with_siblings(steps: Sequence[Step]) -> list[Step]:
     for i, step in enumerate(steps):
         groups = groups_over.setdefault(step.loop, [])
         siblings = (group for group in groups if _may_join(steps, behind, i, group))
-        if (group := next(siblings, None)) is None:
+        group = next(siblings, None)
+        if group is None:
             groups.append([i])
         else:
             group.append(i)
             _join(behind, group)
     every = [group for groups in groups_over.values() for group in groups]
-    return [_joined([steps[j] for j in group]) for group in _in_order(every, behind)]
+    joined = []
+    for group in _in_order(every, behind):
+        members = [steps[i] for i in group]
+        joined.append(_joined(members))
+    return joined
 
 
 def _waits(steps: Sequence[Step]) -> list[int]:
@@ -40,7 +45,12 @@ def _waits(steps: Sequence[Step]) -> list[int]:
     return behind
 
 
-def _may_join(steps: Sequence[Step], behind: Sequence[int], i: int, group: Sequence[int]) -> bool:
+def _may_join(
+    steps: Sequence[Step],
+    behind: Sequence[int],
+    i: int,
+    group: Sequence[int],
+) -> bool:
     """Tells whether step i can become one with a group of steps that loop over the same shape.
 
     Args:
@@ -90,10 +100,12 @@ def _join(behind: list[int], group: Sequence[int]) -> None:
 
 def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
     """Yields groups of steps by their last members, each after the groups that it needs."""
-    todo, done = sorted(groups, key=max), 0
+    todo = sorted(groups, key=max)
+    done = 0
     while todo:
         # One is always ready, because the groups form no cycle.
-        ready = next(group for group in todo if not behind[group[0]] & ~done)
+        missing = ~done
+        ready = next(group for group in todo if not behind[group[0]] & missing)
         todo.remove(ready)
         done |= _digits(ready)
         yield ready

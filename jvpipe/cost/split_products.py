@@ -40,7 +40,9 @@ def sum_parts(product: Product, cores: int) -> int:
     if operations < _FEW_OPERATIONS * moved_bits:
         return min(_MOST_PARTS, _power(k // _SHORTEST_OF_FEW))
     tile_rows, tile_columns = _TILE
-    tiles = product.b * -(-m // tile_rows) * -(-n // tile_columns)
+    down = -(-m // tile_rows)
+    across = -(-n // tile_columns)
+    tiles = product.b * down * across
     target = -(-int(_TILES_PER_CORE * cores) // max(1, tiles))
     largest = 1 << max(1, k // _SHORTEST).bit_length() - 1
     return _power(min(target, largest))

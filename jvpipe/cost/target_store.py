@@ -54,7 +54,8 @@ class TargetStore(ProgramStore):
 
     def __init__(self, compiler: Compiler, store: ProgramStore) -> None:
         super().__init__()
-        self.compiler, self._store = compiler, store
+        self.compiler = compiler
+        self._store = store
         self.sizes: dict[Hashable, Sizes] = {}
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
@@ -71,7 +72,10 @@ class TargetStore(ProgramStore):
             ValueError: the compiler cannot be asked; the message says why.
         """
         platform = self.compiler.target.platform
-        missing = {pair[0].key: pair for pair in programs if pair[0].key not in self.sizes}
+        missing: dict[Hashable, tuple[Program, Device]] = {}
+        for program, device in programs:
+            if program.key not in self.sizes:
+                missing[program.key] = program, device
         texts = [self._store.text(*pair, platform) for pair in missing.values()]
         try:
             # `sizes` returns its answers in the order of the texts.

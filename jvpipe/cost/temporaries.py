@@ -1,8 +1,8 @@
 """The bytes that a program holds besides its inputs and results, counted from its equations alone.
 
 The rules describe what compilers were seen to do in programs for H100s and TPUs
-(`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). On CPUs only
-the first rule holds.
+(`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). On
+CPUs only the first rule holds.
 
     kernels    a value that reaches memory by the roofline's rules has a buffer, which lives from
                the kernel that writes the value to the last kernel that reads it
@@ -64,9 +64,9 @@ _ADDED = ("add", "add_any")
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     """Counts the most bytes that a program holds at once besides its inputs and results.
 
-    The program becomes a list of steps, one for each kernel. The rules of the device's compiler
-    change this list. A value then has a buffer from the first step that writes it to the last step
-    that reads it.
+    The program becomes a list of steps, one for each kernel. The rules of the device's
+    compiler change this list. A value then has a buffer from the first step that writes it
+    to the last step that reads it.
 
     Args:
         closed: the program.
@@ -89,7 +89,8 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         elsewhere = elsewhere | _inside_results(program) | _inner_sums(program)
     if device.platform == "cuda":
-        steps = with_siblings(_with_once(steps, _summed_across(program)))
+        across = _summed_across(program)
+        steps = with_siblings(_with_once(steps, across))
     if device.platform == "tpu":
         layouts = TpuLayouts(program)
         elsewhere -= layouts.apart
@@ -97,11 +98,20 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = layouts.with_copies(steps)
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
-    last = {v: i for i, step in enumerate(steps) for v in step.reads}
-    first = {v: i for i, step in reversed([*enumerate(steps)]) for v in step.writes}
-    in_buffers = (v for v in first if v not in elsewhere)
-    buffers = [Buffer(size(v), first[v], last.get(v, first[v])) for v in in_buffers]
-    buffers += [Buffer(step.own_bytes, i, i) for i, step in enumerate(steps)]
+    # By value: the first step that writes it, and the last step that reads it.
+    first: dict[Var, int] = {}
+    last: dict[Var, int] = {}
+    for i, step in reversed([*enumerate(steps)]):
+        first |= dict.fromkeys(step.writes, i)
+    for i, step in enumerate(steps):
+        last |= dict.fromkeys(step.reads, i)
+    buffers = []
+    for v, begin in first.items():
+        if v not in elsewhere:
+            end = last.get(v, begin)
+            buffers.append(Buffer(size(v), begin, end))
+    for i, step in enumerate(steps):
+        buffers.append(Buffer(step.own_bytes, i, i))
     if device.platform == "cuda":
         buffers = without_lodgers(buffers, _rooms(program, steps, elsewhere))
     return peak_bytes(buffers, device.scratch_bytes)
@@ -180,14 +190,19 @@ def _summed_across(program: Program) -> dict[Var, set[Var]]:
     axes: defaultdict[Var, dict[Var, Shape]] = defaultdict(dict)
     dear: set[Var] = set()
     for eqn in program.eqns:
+        name = eqn.primitive.name
         read = program.roots(eqn.invars)
-        if eqn.primitive.name in REDUCTIONS:
+        if name in REDUCTIONS:
+            total = eqn.outvars[0]
             for v in read:
-                axes[v][eqn.outvars[0]] = tuple(eqn.params["axes"])
-        elif (loop := loop_of(eqn)) is not None:
-            as_large = (shape_of(v) == loop for v in dear & read)
-            if eqn.primitive.name in DEAR or any(as_large):
-                dear.update(eqn.outvars)
+                axes[v][total] = tuple(eqn.params["axes"])
+            continue
+        loop = loop_of(eqn)
+        if loop is None:
+            continue
+        as_large = (shape_of(v) == loop for v in dear & read)
+        if name in DEAR or any(as_large):
+            dear.update(eqn.outvars)
     across = {}
     for v in dear - program.kernels.written:
         # Sums over the same axes are one kernel, which computes the value only once.
@@ -201,48 +216,60 @@ def _with_once(steps: Iterable[Step], once: Mapping[Var, set[Var]]) -> list[Step
 
     The later reductions read it from memory.
     """
-    marked, missing = [], set(once)
+    marked = []
+    missing = set(once)
     for step in steps:
-        added = {v for v, sums in once.items() if not sums.isdisjoint(step.writes)}
-        made = added & missing
-        missing -= made
-        marked.append(replace(step, writes=step.writes | made, reads=step.reads | (added - made)))
+        reduced = {v for v, sums in once.items() if not sums.isdisjoint(step.writes)}
+        written = reduced & missing
+        missing -= written
+        with_values = replace(
+            step,
+            writes=step.writes | written,
+            reads=step.reads | (reduced - written),
+        )
+        marked.append(with_values)
     return marked
 
 
 def _inside_results(program: Program) -> set[Var]:
     """Finds values that lie in a result's memory, as the rule `results` says.
 
-    If the kernel adds a value to an input, the result overwrites that input. Then only products and
-    scattered sums need no buffer, because they are summed up in place.
+    If the kernel adds a value to an input, the result overwrites that input. Then only
+    products and scattered sums need no buffer, because they are summed up in place.
     """
     summed = jaxprs.defined(program.named(*_SUMMED))
-    made_by = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
+    made_by: dict[Var, int] = {}
+    for i, eqn in enumerate(program.eqns):
+        made_by |= dict.fromkeys(eqn.outvars, i)
     inside: set[Var] = set()
     for eqn, kernel in program.with_kernels():
-        is_elementwise = loop_of(eqn) is not None and eqn.primitive.name not in REDUCTIONS
+        name = eqn.primitive.name
+        is_elementwise = loop_of(eqn) is not None and name not in REDUCTIONS
         if not is_elementwise or program.results.isdisjoint(eqn.outvars):
             continue
         result_bytes = nbytes(eqn.outvars[0])
         alike = {v for v in kernel.reads if nbytes(v) == result_bytes}
         alone = {v for v in alike - program.inputs if program.readers[v] == 1}
         inside |= alone & summed
-        # The result's memory has room for one operand that is not summed up in place. An addition
-        # to an input leaves no room, because it overwrites the input.
+        # The result's memory has room for one operand that is not summed up in place. An
+        # addition to an input leaves no room, because it overwrites the input.
         reads_input = not program.inputs.isdisjoint(jaxprs.variables(eqn.invars))
-        if not (eqn.primitive.name in _ADDED and reads_input):
-            others = sorted(alone - summed, key=lambda v: made_by.get(v, -1))
-            inside.update(others[:1])
+        if name in _ADDED and reads_input:
+            continue
+        others = sorted(alone - summed, key=lambda v: made_by.get(v, -1))
+        inside.update(others[:1])
     return inside
 
 
 def _inner_sums(program: Program) -> set[Var]:
     """Finds the reductions that only a reduction of the same kind reads: both are one kernel."""
-    kind = {v: eqn.primitive for eqn in program.eqns for v in eqn.outvars}
+    kinds = {v: eqn.primitive for eqn in program.eqns for v in eqn.outvars}
     inner: set[Var] = set()
     for eqn in program.named(*REDUCTIONS):
-        alike = {v for v in program.roots(eqn.invars) if kind.get(v) is eqn.primitive}
-        inner.update(v for v in alike if program.readers[v] == 1)
+        for v in program.roots(eqn.invars):
+            is_alike = kinds.get(v) is eqn.primitive
+            if is_alike and program.readers[v] == 1:
+                inner.add(v)
     return inner
 
 
@@ -253,7 +280,8 @@ def _rooms(
 ) -> Iterator[Room]:
     """Yields the results in whose memory buffers may lie: those that do not overwrite an input.
 
-    A result's memory is in use from the step that first writes the result, or a value in its place.
+    A result's memory is in use from the step that first writes the result, or a value in
+    its place.
     """
     free = set(program.results)
     for eqn in program.named(*_ADDED):

@@ -91,12 +91,14 @@ def _waves_s(
     sums_bytes = 4 * product.b * product.m * product.n
     least = math.inf
     for rows, columns, share in TILES:
-        tiles_down, tiles_across = -(-product.m // rows), -(-product.n // columns)
+        tiles_down = -(-product.m // rows)
+        tiles_across = -(-product.n // columns)
         tiles = product.b * tiles_down * tiles_across
         for parts in _PARTS:
             terms = -(-product.k // parts) + tiling.start
             waves = -(-tiles * parts // cores)
-            seconds = waves * 2 * rows * columns * terms / (core_flops_per_s * share)
+            tile_flops = 2 * rows * columns * terms
+            seconds = waves * tile_flops / (core_flops_per_s * share)
             # Each part writes a whole result, and adding up the parts reads all of them again.
             if parts > 1:
                 seconds += 2 * parts * sums_bytes / result_bytes_per_s

@@ -39,7 +39,9 @@ class TpuLayouts:
         aval = _jax.aval(v)
         lanes = aval.ndim - 1 if v in self.images else None
         itemsize = aval.dtype.itemsize
-        return tiled_bytes(aval.shape, itemsize // 2 if v in self.halves else itemsize, lanes)
+        if v in self.halves:
+            itemsize //= 2
+        return tiled_bytes(aval.shape, itemsize, lanes)
 
     def with_copies(self, steps: Sequence[Step]) -> list[Step]:
         """Returns steps with their copies.
@@ -47,13 +49,18 @@ class TpuLayouts:
         A convolution also holds a copy of its result, with examples as rows. The first reader of a
         relaid input also writes the input's copy.
         """
-        copying, without_copy = [], self.relaid
+        copying = []
+        without_copy = self.relaid
         for step in steps:
             turned = step.writes & self.images if step.loop is None else ()
             copies_bytes = sum(map(self.nbytes, turned))
-            writes = step.writes | (step.reads & without_copy)
+            with_copies = replace(
+                step,
+                writes=step.writes | (step.reads & without_copy),
+                own_bytes=step.own_bytes + copies_bytes,
+            )
+            copying.append(with_copies)
             without_copy = without_copy - step.reads
-            copying.append(replace(step, writes=writes, own_bytes=step.own_bytes + copies_bytes))
         return copying
 
 
@@ -112,7 +119,8 @@ def _relaid(program: Program) -> Iterator[Var]:
     operands = {v for eqn in heavy for v in jaxprs.variables(eqn.invars)}
     for v in program.inputs - operands:
         aval = _jax.aval(v)
-        is_looped_row = aval.shape[-1:] > (COLUMNS,) and aval.shape in loops
+        is_long = aval.shape[-1:] > (COLUMNS,)
+        is_looped_row = is_long and aval.shape in loops
         if aval.shape in batched or (is_looped_row and _is_wider(aval)):
             yield v
 

@@ -60,7 +60,8 @@ def _reason(
     costs = problem.costs
     layer = costs.ids[j] if costs.ids else j
     head = f"layer {layer} ({costs.layers[j].name}) goes to stage {s} because "
-    if any(min(group) <= j < max(group) for group in problem.together):
+    is_bound = (min(group) <= j < max(group) for group in problem.together)
+    if any(is_bound):
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
@@ -73,7 +74,8 @@ def _reason(
     limit = problem.limit_of(problem.places[s - 1])
     if limit is not None and before.peak_bytes > limit:
         size = format_bytes(before.peak_bytes)
-        return head + f"stage {s - 1} would hold {size} with it, the limit is {format_bytes(limit)}"
+        allowed = format_bytes(limit)
+        return head + f"stage {s - 1} would hold {size} with it, the limit is {allowed}"
     moved_ms = 1e3 * before.seconds
     slowest_s = max(stage.seconds for stage in stages)
     if before.seconds > slowest_s:
@@ -81,6 +83,7 @@ def _reason(
             f"stage {s - 1} would take {moved_ms:.2f} ms with it, more than the slowest stage's "
             f"{1e3 * slowest_s:.2f} ms"
         )
-    if before.seconds > max(stages[s].seconds, stages[s - 1].seconds):
+    larger_s = max(stages[s].seconds, stages[s - 1].seconds)
+    if before.seconds > larger_s:
         return head + f"the larger of stages {s - 1} and {s} would grow to {moved_ms:.2f} ms"
     return head + "the step would not be faster with it on the stage before"

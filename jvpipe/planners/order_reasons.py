@@ -30,7 +30,11 @@ def order_reasons(
     if not problem.schedule.synchronous or problem.devices == 1 or not is_timed:
         return []
     schedule = find_schedule("1f1b")
-    plain = replace(problem.unlimited, stages=problem.devices, schedule=schedule)
+    plain = replace(
+        problem.unlimited,
+        stages=problem.devices,
+        schedule=schedule,
+    )
     ours = evaluate_decision(problem, decision)
     usual = evaluate_decision(plain, under_rule(plain))
     step_s = simulated_step_s(problem, ours.stages)

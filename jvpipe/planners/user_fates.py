@@ -23,7 +23,11 @@ MODES = ("always", "except_last", "never")
 _log = logging.getLogger("jvpipe")
 
 
-def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
+def checkpointed(
+    graph: LayerGraph,
+    plan: Plan,
+    mode: str,
+) -> Plan:
     """Applies one of torchgpipe's checkpoint modes, which recompute whole stages from their inputs.
 
     Args:
@@ -43,11 +47,11 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
     # forward of the stage's last layer run again before cotangents arrive, and not within
     # that layer's backward.
     again = Fate.RECOMPUTE
-    stages = tuple(
-        replace(stage, fates=dict.fromkeys(_names(graph, stage, again), again))
-        for stage in plan.stages
-    )
-    return replace(plan, stages=stages, keep_last=mode == "except_last")
+    stages = []
+    for stage in plan.stages:
+        names = _names(graph, stage, again)
+        stages.append(replace(stage, fates=dict.fromkeys(names, again)))
+    return replace(plan, stages=tuple(stages), keep_last=mode == "except_last")
 
 
 def with_fates(
@@ -157,13 +161,21 @@ def _changed(
     """
     every_fate = [dict(getattr(stage, field)) for stage in plan.stages]
     for pattern, fate in patterns.items():
-        for fates, names in zip(every_fate, matching(pattern, Fate(fate)), strict=True):
+        matched = matching(pattern, Fate(fate))
+        for fates, names in zip(every_fate, matched, strict=True):
             fates.update(dict.fromkeys(names, Fate(fate)))
-    pairs = zip(plan.stages, every_fate, strict=True)
-    return replace(plan, stages=tuple(replace(stage, **{field: fates}) for stage, fates in pairs))
+    stages = []
+    for stage, fates in zip(plan.stages, every_fate, strict=True):
+        changed = replace(stage, **{field: fates})
+        stages.append(changed)
+    return replace(plan, stages=tuple(stages))
 
 
-def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
+def recut(
+    graph: LayerGraph,
+    plan: Plan,
+    cuts: Sequence[int],
+) -> Plan:
     """Changes a plan's layers per stage, on the same devices; values keep their fates if possible.
 
     Args:
@@ -191,7 +203,11 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
+def _names(
+    graph: LayerGraph,
+    stage: Stage,
+    fate: Fate,
+) -> list[str]:
     """Lists the tensors that can have a fate on a stage: candidates of its layers, and edges.
 
     An edge can be recomputed on the stage that makes it, and kept or swapped on a stage that reads

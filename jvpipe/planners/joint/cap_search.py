@@ -247,7 +247,12 @@ class _Boxes:
         if table.proven:
             bound_s = self.heap[0][0] if self.heap else self.best_s
         paths = tuple(sorted(self.paths, key=lambda path: self.paths[path]))
-        return Solution(paths, self.best_s, min(bound_s, self.best_s), table)
+        return Solution(
+            paths,
+            self.best_s,
+            min(bound_s, self.best_s),
+            table,
+        )
 
     def _push(self, bound_s: float, box: Box) -> None:
         """Adds a box; of boxes with equal bounds, the one that was added first is opened first."""
@@ -264,7 +269,8 @@ class _Boxes:
         """Finds the path with the least sum under the caps; None if no path keeps them."""
         objective = Objective(self.problem, self.table.stages)
         total_s, places = least_sum(objective.under(caps))
-        return float(objective.summed(total_s)), self.table.path(places) if places else None
+        path = self.table.path(places) if places else None
+        return float(objective.summed(total_s)), path
 
     def _meet(self, path: Path) -> Caps:
         """Records a path whose cells are all settled, and returns its maxima."""
@@ -291,10 +297,13 @@ class _Boxes:
         # add up to at most `rest_s`. The maximum of each other phase is at least that phase's entry
         # of `low`. So the maximum of a phase is at most `rest_s` minus the other entries of `low`.
         least_s, _ = least_sum(objective.sums)
-        rest_s = (self.best_s - least_s) / self.waits * (1 + 1e-12) if self.waits else np.inf
+        rest_s = np.inf
+        if self.waits:
+            rest_s = (self.best_s - least_s) / self.waits * (1 + 1e-12)
         caps = tuple(rest_s - sum(low) + low_s for low_s in low)
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
-        kept = [np.flatnonzero(x <= enough_s) for x in sums_through(objective.under(caps))]
+        least_through = sums_through(objective.under(caps))
+        kept = [np.flatnonzero(least_s <= enough_s) for least_s in least_through]
         if all(len(places) for places in kept):
             self.table.narrow(kept)
 

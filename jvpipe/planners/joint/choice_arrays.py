@@ -30,12 +30,12 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.stage_bytes import (
     LayerBytes,
+    handed_bytes,
     on_device_bytes,
     option_bytes,
     recompute_peak_bytes,
     recompute_s,
 )
-from jvpipe.planners.model.stage_cost import handed_bytes
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
@@ -80,7 +80,12 @@ class Choices:
             # Whether a layer ends its run depends on the next layer's choice. The lesser need of the
             # two cases is a lower bound for both.
             inside = min(layer.options[0].kept_bytes, recompute_peak_bytes(layer))
-            chain = LayerBytes(0, 0, inside + layer.temporary_bytes, recompute_s(layer))
+            chain = LayerBytes(
+                0,
+                0,
+                inside + layer.temporary_bytes,
+                recompute_s(layer),
+            )
             again = chain._replace(kept=layer.input_bytes)
             options = [option_bytes(layer, option) for option in layer.options]
             for c, taken in (*enumerate(options), (RECOMPUTE_CHAIN, chain), (RECOMPUTE, again)):
@@ -181,5 +186,9 @@ class Choices:
         (`stage_bytes.py`).
         """
         k, between = flight
-        total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
+        total = on_device_bytes(
+            k,
+            self.kept_bytes[layers],
+            self.swapped_bytes[layers],
+        )
         return total + between * self.handed_bytes[layers]

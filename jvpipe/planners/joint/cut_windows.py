@@ -1,20 +1,21 @@
 """Finds for each bound of the stages the cuts where it can lie if no stage takes longer than a cap.
 
-Legend: T is the cap, in seconds per micro-batch. left[s] is the last cut that the first s stages
-can reach if each of them keeps the cap and the memory limit. right[s] is the first cut from which
-the stages from s on can reach the end. In any plan that keeps the cap, bound s lies in the window
-[right[s], left[s]]. The nearer T is to the least cap that a plan can keep, the narrower are the
-windows.
+Legend: T is the cap, in seconds per micro-batch. left[s] is the last cut that the first s
+stages can reach if each of them keeps the cap and the memory limit. right[s] is the first
+cut from which the stages from s on can reach the end. In any plan that keeps the cap, bound
+s lies in the window [right[s], left[s]]. The nearer T is to the least cap that a plan can
+keep, the narrower are the windows.
 
     first layer |------ stages before s ------>| left[s]
                         right[s] |<------ stages from s on ------| last layer
     window of bound s            [-------------]
 
-How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under given prices a stage
-pays for the seconds and the bytes of its layers. A stage that keeps the cap and the limit pays at
-most T plus the price of as many bytes as the limit allows. What a layer pays is never negative, so
-a longer stage never pays less, and the farthest end is found by bisection in prefix sums. What a
-stage pays besides, such as for its transfers, is left out, which can only make windows wider.
+How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under given prices a
+stage pays for the seconds and the bytes of its layers. A stage that keeps the cap and the
+limit pays at most T plus the price of as many bytes as the limit allows. What a layer pays
+is never negative, so a longer stage never pays less, and the farthest end is found by
+bisection in prefix sums. What a stage pays besides, such as for its transfers, is left out,
+which can only make windows wider.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,9 @@ import numpy as np
 
 from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.model.segments import Cuts, OverJ, Segments, sums
+from jvpipe.planners.model.grids import OverJ, sums
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.util.sizes import MOST_BYTES
 
 PRICE_ROUNDS = 2
@@ -42,8 +45,8 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        prices: lists with a pair of prices for each stage, which gives a high lower bound of the
-            stage's seconds. Each round in `of` adds a list. Any prices are valid.
+        prices: lists with a pair of prices for each stage, which gives a high lower bound
+            of the stage's seconds. Each round in `of` adds a list. Any prices are valid.
         known: a cache of prefix sums, by stage and prices.
     """
 
@@ -55,9 +58,9 @@ class Reach:
     def of(pricing: Pricing) -> "Reach":
         """Makes a reach with prices whose lower bounds are high for stages near the least cap.
 
-        Each round finds the windows of the least cap under the prices so far. It takes the middles
-        of these windows as bounds, and adds the best prices of the stages between them. Without a
-        limit no prices are needed.
+        Each round finds the windows of the least cap under the prices so far. It takes the
+        middles of these windows as bounds, and adds the best prices of the stages between
+        them. Without a limit no prices are needed.
         """
         reach = Reach(pricing)
         for _ in range(PRICE_ROUNDS if pricing.limit_bytes < MOST_BYTES else 0):
@@ -77,7 +80,9 @@ class Reach:
             compute_s = segments.compute_of(s)
             room = self._room_bytes(s) - float(static[j] - static[i])
             work_s = float(compute_s[j] - compute_s[i])
-            asked.append(self.pricing.at(s).relaxed((s, i, j), room, work_s, 0.0))
+            cell = s, i, j
+            relaxed = self.pricing.at(s).relaxed(cell, room, work_s, traffic_s=0.0)
+            asked.append(relaxed)
         return DualBounds(asked).solve()
 
     def _room_bytes(self, s: int) -> float:
@@ -91,9 +96,9 @@ class Reach:
         Args:
             tolerance: by how much the result may be above the least cap, as a share of it.
         """
-        # Under a larger cap, stages reach at least as far. So the least cap is found by halving an
-        # interval. The least cap is not below the seconds of the longest layer, nor below
-        # `share_s`, a lower bound on the slowest stage.
+        # Under a larger cap, stages reach at least as far. So the least cap is found by
+        # halving an interval. The least cap is not below the seconds of the longest layer,
+        # nor below `share_s`, a lower bound on the slowest stage.
         segments = self.pricing.segments
         layers_s = np.diff(segments.least_compute_s)
         low = max(float(layers_s.max(initial=0.0)), segments.share_s)
@@ -111,16 +116,17 @@ class Reach:
 
     def windows(self, cap_s: float) -> list[Cuts]:
         """Lists for each bound the cuts of its window; at least one, even if none keeps the cap."""
-        cuts = self.pricing.segments.cuts
-        stages = self.pricing.segments.problem.stages
-        # If a bound is beyond `left`, one of the stages before it is too slow or too full. If it is
-        # before `right`, one of the stages after it is.
+        segments = self.pricing.segments
+        cuts = segments.cuts
+        stages = segments.problem.stages
+        # If a bound is beyond `left`, one of the stages before it is too slow or too full.
+        # If it is before `right`, one of the stages after it is.
         left = self.left(cap_s)
         right = self.right(cap_s)
         windows = []
         for s in range(stages + 1):
-            # Each stage has at least one layer, so that at least s cuts come before bound s, and at
-            # least stages - s cuts after it.
+            # Each stage has at least one layer, so that at least s cuts come before bound
+            # s, and at least stages - s cuts after it.
             first = max(int(np.searchsorted(cuts, right[s])), s)
             reached = int(np.searchsorted(cuts, left[s], "right"))
             last = min(reached, len(cuts) - (stages - s))
@@ -132,16 +138,16 @@ class Reach:
 
     def left(self, cap_s: float) -> list[int]:
         """Finds for s = 0, 1, ... the last cut that the first s stages reach."""
-        # It is best that each stage goes as far as possible: the next stage then begins later, and
-        # pays no more to reach the same end.
+        # It is best that each stage goes as far as possible: the next stage then begins
+        # later, and pays no more to reach the same end.
         cuts = self.pricing.segments.cuts
         reached = [0]
         for s in range(self.pricing.segments.problem.stages):
             begin = reached[-1]
-            ends = (
-                np.searchsorted(paid, paid[begin] + limit, "right") - 1
-                for paid, limit in self._paid(s, cap_s)
-            )
+            ends = []
+            for paid, limit in self._paid(s, cap_s):
+                beyond = np.searchsorted(paid, paid[begin] + limit, "right")
+                ends.append(beyond - 1)
             place = np.searchsorted(cuts, min(ends), "right") - 1
             reached.append(int(cuts[place]))
         return reached
@@ -152,9 +158,10 @@ class Reach:
         reached = [self.pricing.segments.n]
         for s in reversed(range(self.pricing.segments.problem.stages)):
             end = reached[-1]
-            begins = (
-                np.searchsorted(paid, paid[end] - limit) for paid, limit in self._paid(s, cap_s)
-            )
+            begins = []
+            for paid, limit in self._paid(s, cap_s):
+                begin = np.searchsorted(paid, paid[end] - limit)
+                begins.append(begin)
             place = np.searchsorted(cuts, max(begins))
             reached.append(int(cuts[place]))
         return reached[::-1]
@@ -170,9 +177,11 @@ class Reach:
         if self.pricing.limit_bytes < MOST_BYTES:
             room_bytes = self._room_bytes(s)
             yield self._sums(s, BYTES_ALONE), room_bytes + ROUNDING_BYTES
-            for prices in self.prices:
-                limit = cap_s * (1 + 1e-9) + prices[s][1] * room_bytes
-                yield self._sums(s, prices[s]), limit
+            for of_round in self.prices:
+                prices = of_round[s]
+                _, mu = prices
+                limit = cap_s * (1 + 1e-9) + mu * room_bytes
+                yield self._sums(s, prices), limit
 
     def _sums(self, s: int, prices: Prices) -> OverJ:
         """Returns prefix sums of the least that each layer pays on stage s at these prices."""
@@ -192,7 +201,12 @@ class Reach:
         return self.known[s, prices]
 
 
-def halved(suffices: Callable[[float], bool], low: float, high: float, tolerance: float) -> float:
+def halved(
+    suffices: Callable[[float], bool],
+    low: float,
+    high: float,
+    tolerance: float,
+) -> float:
     """Finds nearly the least number that suffices, by halving an interval.
 
     Args:
@@ -267,21 +281,30 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
         near = cuts[away_s <= CUTS.spread_stages * mean_s]
         nearest = cuts[away_s.argmin()]
         windows.append(near if len(near) else nearest[None])
-    return bounded(windows, cells, lambda cuts, count: _narrow(segments, cuts, count))
+    return bounded(
+        windows,
+        cells,
+        lambda cuts, count: _narrow(segments, cuts, count),
+    )
 
 
-def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
+def _narrow(
+    segments: Segments,
+    cuts: Cuts,
+    count: int,
+) -> Cuts:
     """Picks at most `count` of the cuts, spread evenly over seconds.
 
-    The seconds between the first and the last cut are divided into `count` equal parts. Each part
-    gives one cut, the one that the fewest bytes cross.
+    The seconds between the first and the last cut are divided into `count` equal parts.
+    Each part gives one cut, the one that the fewest bytes cross.
     """
     if len(cuts) <= count:
         return cuts
     total = segments.compute_s[cuts]
     passed = total - total[0]
     whole = max(total[-1] - total[0], 1e-300)
-    part = np.minimum(passed / whole * count, count - 1).astype(int)
+    parts = passed / whole * count
+    part = np.minimum(parts, count - 1).astype(int)
     # Cuts are sorted by part and then by bytes, so that the first cut of each part is picked.
     order = np.lexsort((segments.crossing_bytes[cuts], part))
     first = np.flatnonzero(np.diff(part[order], prepend=-1))

@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import Prices, Pricing
 from jvpipe.planners.joint.effort import FATE
+from jvpipe.planners.joint.lot import Cell, Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_bytes import StageBytes
-from jvpipe.planners.model.stage_cost import joint_bytes, stage_bytes, stage_cost
+from jvpipe.planners.model.stage_bytes import StageBytes, joint_bytes, stage_bytes
+from jvpipe.planners.model.stage_cost import stage_cost
 from jvpipe.schedules.schedule import Holding
 
 Fates = tuple[int, ...]
@@ -56,7 +56,10 @@ class DeviceFates:
         return DeviceFates(pricing_of(problem, swaps))
 
     def fastest(
-        self, problem: Problem, bounds: Sequence[int], moments: Moments | None = None
+        self,
+        problem: Problem,
+        bounds: Sequence[int],
+        moments: Moments | None = None,
     ) -> Decision | None:
         """Chooses the fastest fates that keep the limit; None if none were found.
 
@@ -67,7 +70,11 @@ class DeviceFates:
                 flight.
         """
         asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
-        return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, asked))
+        return _decision(
+            problem,
+            bounds,
+            lambda d, cells: self._fastest(problem, d, cells, asked),
+        )
 
     def emptiest(self, problem: Problem, bounds: Sequence[int]) -> Decision:
         """Chooses the fates that hold the fewest bytes on each device, whatever their seconds.
@@ -76,7 +83,11 @@ class DeviceFates:
             problem: gives the order of tasks; it must have this object's placement.
             bounds: of the stages.
         """
-        decision = _decision(problem, bounds, lambda d, cells: self._emptiest(problem, d, cells))
+        decision = _decision(
+            problem,
+            bounds,
+            lambda d, cells: self._emptiest(problem, d, cells),
+        )
         assert decision is not None, "some fates take the fewest bytes"
         return decision
 
@@ -107,7 +118,11 @@ class DeviceFates:
         """Counts the bytes of a stage that keeps everything."""
         key = problem.in_flight, problem.splits, cell
         if key not in self.kept:
-            self.kept[key] = stage_bytes(problem, *cell, [0] * len(problem.costs.layers))
+            self.kept[key] = stage_bytes(
+                problem,
+                *cell,
+                [0] * len(problem.costs.layers),
+            )
         return self.kept[key]
 
     def _sought(
@@ -188,7 +203,9 @@ def _most_swapped_bytes(problem: Problem) -> float:
 
 
 def _decision(
-    problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
+    problem: Problem,
+    bounds: Sequence[int],
+    choose: Callable[[int, Sequence[Cell]], Fates | None],
 ) -> Decision | None:
     """Makes a decision by choosing fates for each device; None if a device has none that fit.
 

@@ -102,7 +102,11 @@ def _promise(problem: Problem) -> tuple[float, float]:
     is_chunked = problem.schedule == AUTO or problem.schedule.chunks > 1
     asked = problem
     if is_chunked or problem.splits:
-        asked = replace(problem, stages=problem.devices, schedule=ONE_F_ONE_B)
+        asked = replace(
+            problem,
+            stages=problem.devices,
+            schedule=ONE_F_ONE_B,
+        )
     try:
         decision = jvpipe(asked, refine=False)
         return evaluate_decision(asked, decision).step_s, 0.0

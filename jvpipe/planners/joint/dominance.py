@@ -5,7 +5,7 @@ the earlier choices matter to the later layers. These numbers are called a state
 state B if A is at most as large as B in every number. Any later choices that complete B also
 complete A, with at most as many seconds and bytes. So dropping B loses nothing.
 
-The least that the layers to come hold and need is summed beforehand (`_look_ahead`). These sums
+The least that the layers to come hold and need is summed beforehand (`look_ahead.py`). These sums
 show early that a state must end over the limit.
 
 Legend: a device has the layers of one stage or of several, one stage after the other. At each
@@ -56,10 +56,10 @@ from jaxtyping import Float, Int
 
 from jvpipe.planners.joint.choice_arrays import Flight
 from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.look_ahead import look_ahead
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 
-Cell = tuple[int, int, int]
-"""A stage s and its layers [i, j), as (s, i, j)."""
 States = Float[np.ndarray, "rows _"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
@@ -68,34 +68,6 @@ Chosen = Int[np.ndarray, "_ layers"]
 CHUNK_STATES = 128
 """How many states are compared with each other at once. It bounds memory and changes no result."""
 EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
-
-
-@dataclass(frozen=True)
-class Lot:
-    """The layers of one device, and what is in flight on it at each moment that matters.
-
-    Attributes:
-        cells: the device's stages, in forward order.
-        moments: for each moment, what each stage has in flight.
-        base_bytes: for each moment, bytes that are held whatever is chosen.
-        halves: whether backwards run in two halves.
-    """
-
-    cells: tuple[Cell, ...]
-    moments: tuple[tuple[Flight, ...], ...]
-    base_bytes: tuple[float, ...] = (0.0,)
-    halves: bool = False
-
-    @staticmethod
-    def of_stage(in_flight: int, cell: Cell) -> "Lot":
-        """Makes the lot of a device with one stage, whose backwards are whole."""
-        flight = (in_flight, 0)
-        return Lot((cell,), ((flight,),))
-
-    @property
-    def layers(self) -> list[slice]:
-        """The layers of each stage."""
-        return [slice(i, j) for _, i, j in self.cells]
 
 
 class Growth:
@@ -113,6 +85,7 @@ class Growth:
         given: for each layer, bytes that are held from that layer on for values that several layers
             read.
         fixed_rows: how many rows of a state come before the rows of the moments.
+        ahead: lower bounds of what the layers to come hold and need.
     """
 
     def __init__(
@@ -153,7 +126,14 @@ class Growth:
         self.held = np.stack([self._held_bytes(moment) for moment in lot.moments])
         every = self.table.every
         self.columns = self._columns() if by_bytes else [every[layer] for layer in self.at]
-        self._look_ahead()
+        self.ahead = look_ahead(
+            self.table,
+            self.at,
+            self.held,
+            self.given,
+            self.ends,
+            halves=lot.halves,
+        )
 
     def _held_bytes(self, moment: Sequence[Flight]) -> np.ndarray:
         """Counts the bytes that each choice of each layer holds at a moment, as [layer, column]."""
@@ -167,65 +147,6 @@ class Growth:
             flights = tuple(moment[stage] for moment in self.lot.moments)
             columns += self.table.min_bytes_columns(flights)[layers]
         return columns
-
-    def _look_ahead(self) -> None:
-        """Computes for each layer lower bounds of what it and all later layers hold and need.
-
-        The bounds are arrays by moment and layer. Their last entries are for no layers at all:
-
-            least_to_come   bytes that these layers hold for all micro-batches in flight
-            spare_to_come   the same while an earlier layer of the same stage runs
-            most_to_come    the most that these layers hold and work with while one of them runs
-            fall_to_come    by how much the bytes that these layers hand over exceed those that they
-                            leave, up to the end of the stage; an array by layer alone, made only if
-                            backwards are split
-        """
-        table = self.table
-        allowed = table.allowed[self.at]
-        left = table.left_bytes[self.at]
-        working = table.working_bytes[self.at]
-
-        def least_of(sizes: np.ndarray) -> np.ndarray:
-            return np.where(allowed, sizes, np.inf).min(-1)
-
-        least = least_of(self.held)
-        spare = least_of(self.held - left)  # while an earlier layer of the stage runs
-        top = least_of(self.held + working)  # while the layer itself runs
-        self.least_to_come = to_come(least)
-        self.spare_to_come = self.until_end(spare - self.given, least)
-        behind = self.until_end(spare - self.given, least, 1)
-        if self.lot.halves:
-            fall = least_of(table.handed_bytes[self.at] - left)
-            nothing = np.zeros(self.n)
-            self.fall_to_come = self.until_end(fall - self.given, nothing)
-        # While a layer runs, the later layers of its stage hold nothing of the micro-batch at work.
-        # `over` is what this layer and all later ones then take, less the least that they hold when
-        # none of them runs. The layer with the largest `over` sets `most_to_come`.
-        least_from = self.least_to_come[:, :-1]
-        over = top + behind[:, :-1] - least_from
-        most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
-        largest = most_over + least_from
-        behind_all = np.full((len(largest), 1), -np.inf)
-        self.most_to_come = np.append(largest, behind_all, axis=1)
-
-    def until_end(
-        self,
-        inside: np.ndarray,
-        after: np.ndarray,
-        skipped: int = 0,
-    ) -> np.ndarray:
-        """Sums from each layer to the last: `inside` up to the end of its stage, then `after`.
-
-        Args:
-            inside: for each layer, what counts in sums that begin in the layer's own stage.
-            after: for each layer, what counts in sums that begin in an earlier stage.
-            skipped: how many layers to leave out at the beginning of each sum.
-        """
-        begin = np.minimum(np.arange(self.n + 1) + skipped, self.n)
-        inner = to_come(inside)
-        outer = to_come(after)
-        own_stage = inner[..., begin] - inner[..., self.ends]
-        return own_stage + outer[..., self.ends]
 
     def begin(self) -> States:
         """Returns the one state in which no layer has a choice yet."""
@@ -252,8 +173,10 @@ class Growth:
         layer = self.at[at]
         columns = self.columns[at]
         grown = np.empty((len(states), states.shape[1], len(columns)))
-        grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
-        grown[SWAPPED] = states[SWAPPED][:, None] + self.swapped_bytes[layer, columns]
+        extra_s = self.extra_s[layer, columns]
+        swapped_bytes = self.swapped_bytes[layer, columns]
+        grown[EXTRA] = states[EXTRA][:, None] + extra_s
+        grown[SWAPPED] = states[SWAPPED][:, None] + swapped_bytes
         # RECOMPUTE and RECOMPUTE_CHAIN are -1 and -2, and so index the last two columns.
         run = np.full(grown.shape[1:], np.inf)  # bytes of the run while this layer runs
         run[:, RECOMPUTE] = 0.0
@@ -353,24 +276,32 @@ class Growth:
         """
         # The peak is at a layer of the present stage so far, at a layer to come, or at a layer of
         # an earlier stage.
-        so_far = beyond_held(states) + self.spare_to_come[:, done, None]
-        beyond = np.maximum(so_far, self.most_to_come[:, done, None])
+        ahead = self.ahead
+        so_far = beyond_held(states) + ahead.spare_bytes[:, done, None]
+        beyond = np.maximum(so_far, ahead.top_bytes[:, done, None])
         if self.fixed_rows > MOST:
             largest = states[MOST]
             if self.lot.halves:
-                largest = np.maximum(largest, self._beyond_halves(states, done))
-            beyond = np.maximum(beyond, largest + self.least_to_come[:, done, None])
+                halves = self._beyond_halves(states, done)
+                largest = np.maximum(largest, halves)
+            of_earlier = largest + ahead.least_bytes[:, done, None]
+            beyond = np.maximum(beyond, of_earlier)
         held = states[self.fixed_rows :]
         return np.asarray((held + beyond).max(0))
 
     def _beyond_halves(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """Bounds from below the need of the present stage while first halves go through it."""
-        fall = self.fall_to_come[done]
+        fall = self.ahead.fall_bytes[done]
         closed = np.minimum(states[HALVES] + fall, states[ENDS])
         opened = np.minimum(states[HALVES_OPEN] + fall, states[ENDS_OPEN])
         return np.minimum(closed, opened)
 
-    def chosen(self, before: Chosen, kept: Int[np.ndarray, "M"], at: int) -> Chosen:
+    def chosen(
+        self,
+        before: Chosen,
+        kept: Int[np.ndarray, "M"],
+        at: int,
+    ) -> Chosen:
         """Returns the choices that led to grown states.
 
         Args:
@@ -429,7 +360,8 @@ def follow(
         bound = bounds(states, at + 1)
         alive = np.flatnonzero(bound < below)
         if len(alive) > 2 * width:
-            stay = np.intersect1d(alive, fittest(states, bound, alive, at + 1))
+            fit = fittest(states, bound, alive, at + 1)
+            stay = np.intersect1d(alive, fit)
             left = np.setdiff1d(alive, stay, assume_unique=True)
             least = float(bound[left].min(initial=np.inf))
             dropped = min(dropped, least)
@@ -448,14 +380,6 @@ def beyond_held(states: np.ndarray) -> np.ndarray:
     return np.minimum(states[BEYOND], states[OPEN])
 
 
-def to_come(per_layer: np.ndarray) -> np.ndarray:
-    """Makes suffix sums along the last axis, with a final 0: from each layer to the last."""
-    backwards = per_layer[..., ::-1]
-    total = np.zeros((*per_layer.shape[:-1], per_layer.shape[-1] + 1))
-    total[..., :-1] = np.cumsum(backwards, axis=-1)[..., ::-1]
-    return total
-
-
 def front(states: States) -> Int[np.ndarray, "_"]:
     """Returns the indices of the states that no other dominates, and of the first of equal ones."""
     if states.shape[1] <= 1:
@@ -471,7 +395,8 @@ def front(states: States) -> Int[np.ndarray, "_"]:
         if len(best):
             by_best = _below(states[:, chunk], states[:, best])
             chunk = chunk[~by_best.any(1)]
-        inside = _below(states[:, chunk], states[:, chunk])
+        present = states[:, chunk]
+        inside = _below(present, present)
         earlier = EARLIER[: len(chunk), : len(chunk)]
         is_dominated = (inside & earlier).any(1)
         best = np.concatenate([best, chunk[~is_dominated]])

@@ -1,7 +1,7 @@
 """Bounds the seconds of many segments from below at once, whatever fates their layers have.
 
-The method is Lagrangian relaxation: the limit on bytes is replaced by a price for bytes. A segment
-is a range of layers, as a possible stage. Legend, in seconds per micro-batch:
+The method is Lagrangian relaxation: the limit on bytes is replaced by a price for bytes. A
+segment is a range of layers, as a possible stage. Legend, in seconds per micro-batch:
 
     compute   forwards and backwards of the segment's layers
     extra     what the layers' choices of fates add to compute
@@ -14,12 +14,12 @@ A segment takes max(compute + extra, traffic + swaps) seconds. If its bytes keep
 
     seconds >= alpha (compute + extra) + (1 - alpha) (traffic + swaps) + mu (bytes - limit)
 
-for any prices alpha and mu. The reason is that a maximum is at least any weighted mean, and that
-bytes - limit is at most 0.
+for any prices alpha and mu. The reason is that a maximum is at least any weighted mean, and
+that bytes - limit is at most 0.
 
-The bytes are at least what all layers hold, plus what the last layer works with. So the right side
-is a sum over layers, and is least if each layer makes its cheapest choice at these prices. The
-bound of any segment is then a difference of two prefix sums.
+The bytes are at least what all layers hold, plus what the last layer works with. So the
+right side is a sum over layers, and is least if each layer makes its cheapest choice at
+these prices. The bound of any segment is then a difference of two prefix sums.
 
 Bad prices give a weak bound, but never a wrong one. `DualBounds` finds good prices for some
 segments. The same prices also give good bounds for segments with nearby ends.
@@ -34,7 +34,9 @@ import numpy as np
 from jaxtyping import Bool
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
-from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, most_of, sums
+from jvpipe.planners.model.grids import between, most_of, sums
+from jvpipe.planners.model.segments import CutBlock, Segments
+from jvpipe.planners.model.spans import Grid
 
 Prices = tuple[float, float]
 """The prices (alpha, mu) of the module: the weight of compute, and the seconds that a byte costs."""
@@ -58,15 +60,19 @@ class Offers(NamedTuple):
     def cost(self, alpha: float | np.ndarray, mu: float | np.ndarray) -> PerChoice:
         """Returns what each choice costs at these prices; infinity if it is not possible."""
         seconds = alpha * self.extra_s + (1 - alpha) * self.link_s
-        return np.where(self.there, seconds + mu * self.held_bytes, np.inf)
+        return np.where(
+            self.there,
+            seconds + mu * self.held_bytes,
+            np.inf,
+        )
 
 
 class Relaxation(NamedTuple):
     """What the bound of one segment depends on besides prices.
 
     Attributes:
-        offers: what the choices of the segment's layers take. The last layer's bytes include its
-            working bytes.
+        offers: what the choices of the segment's layers take. The last layer's bytes
+            include its working bytes.
         room_bytes: what the held bytes may add up to.
         compute_s: seconds of compute without extra ones.
         traffic_s: seconds of the link without swaps.
@@ -82,8 +88,8 @@ class Relaxation(NamedTuple):
 class Pricing:
     """All choices of all layers under a limit, and the bounds that prices prove for segments.
 
-    If a stage has several devices, each works on a share of a micro-batch, so that choices cost
-    less there: `at` returns the pricing of such a stage.
+    If a stage has several devices, each works on a share of a micro-batch, so that choices
+    cost less there: `at` returns the pricing of such a stage.
 
     Attributes:
         segments: of the model.
@@ -104,7 +110,11 @@ class Pricing:
             return self
         if id(segments) not in self._at:
             choices = Choices.of(segments.costs, self.swaps)
-            self._at[id(segments)] = replace(self, segments=segments, choices=choices)
+            self._at[id(segments)] = replace(
+                self,
+                segments=segments,
+                choices=choices,
+            )
         return self._at[id(segments)]
 
     @cached_property
@@ -118,8 +128,8 @@ class Pricing:
     def offers(self, s: int, layers: slice) -> Offers:
         """Returns what the choices of some layers take on a device of a stage.
 
-        A choice is not possible if the layer does not have it, or if its working bytes alone are
-        over the limit.
+        A choice is not possible if the layer does not have it, or if its working bytes
+        alone are over the limit.
 
         Args:
             s: the stage.
@@ -133,7 +143,12 @@ class Pricing:
         # Swapped bytes cross the link twice: out and in.
         twice = 2 * choices.swapped_bytes[layers]
         link_s = twice / self.segments.problem.host.bytes_per_s
-        return Offers(there, extra_s, link_s, choices.held_bytes(flight, layers))
+        return Offers(
+            there,
+            extra_s,
+            link_s,
+            choices.held_bytes(flight, layers),
+        )
 
     def relaxed(
         self,
@@ -153,15 +168,28 @@ class Pricing:
         s, i, j = cell
         offers = self.offers(s, slice(i, j))
         offers.held_bytes[-1] += self.choices.working_bytes[j - 1]
-        return Relaxation(offers, room_bytes, compute_s, traffic_s)
+        return Relaxation(
+            offers,
+            room_bytes,
+            compute_s,
+            traffic_s,
+        )
 
     def least_bytes(self, block: CutBlock) -> Grid:
         """Bounds from below the peak bytes of each segment of a block, whatever is chosen."""
         layers = slice(block.starts[0], block.ends[-1])
         offers = self.offers(block.s, layers)
         held_bytes = np.where(offers.there, offers.held_bytes, np.inf)
-        taken = self._over(held_bytes, self.choices.working_bytes[layers], block)
-        working = most_of(self.choices.least_working_bytes, block.starts, block.ends)
+        taken = self._over(
+            held_bytes,
+            self.choices.working_bytes[layers],
+            block,
+        )
+        working = most_of(
+            self.choices.least_working_bytes,
+            block.starts,
+            block.ends,
+        )
         return block.fixed_bytes + np.maximum(taken, working)
 
     def bound_s(self, block: CutBlock, prices: Prices) -> Grid:
@@ -183,9 +211,9 @@ class Pricing:
     ) -> Grid:
         """Sums the least cost of each layer over each segment of a block.
 
-        A layer without a possible choice adds nothing, which keeps the prefix sums finite. Segments
-        with such a layer are excluded elsewhere: `least_bytes` counts the layer's working bytes,
-        which are over the limit.
+        A layer without a possible choice adds nothing, which keeps the prefix sums finite.
+        Segments with such a layer are excluded elsewhere: `least_bytes` counts the layer's
+        working bytes, which are over the limit.
 
         Args:
             cost: of each choice of each layer.
@@ -199,8 +227,9 @@ class Pricing:
         final = np.where(there, (cost + last).min(1), 0.0)
         total = sums(per_layer)
         more = np.concatenate([[0.0], final - per_layer])
+        starts = block.starts - first
         ends = np.maximum(block.ends - first, 0)
-        return between(total, block.starts - first, ends) + more[ends]
+        return between(total, starts, ends) + more[ends]
 
 
 class _Point(NamedTuple):
@@ -209,10 +238,10 @@ class _Point(NamedTuple):
     Attributes:
         mu: the price of a byte.
         dual: the bound in seconds.
-        over: the dual's slope in mu: by how much the held bytes of the cheapest choices exceed the
-            room.
-        compute_over_link: the dual's slope in alpha: by how much compute, with these choices, takes
-            longer than the link.
+        over: the dual's slope in mu: by how much the held bytes of the cheapest choices
+            exceed the room.
+        compute_over_link: the dual's slope in alpha: by how much compute, with these
+            choices, takes longer than the link.
     """
 
     mu: np.ndarray
@@ -224,16 +253,20 @@ class _Point(NamedTuple):
 class DualBounds:
     """A search for the best prices of several relaxations, side by side.
 
-    The layers of all relaxations (`asked`) stand in one table, one relaxation after the other. The
-    numbers of steps, and the range of prices around `scale`, may be changed: they trade time for
-    better bounds.
+    The layers of all relaxations (`asked`) stand in one table, one relaxation after the
+    other. The numbers of steps, and the range of prices around `scale`, may be changed:
+    they trade time for better bounds.
     """
 
-    ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
+    ALPHA_STEPS = 10
+    BISECTION_STEPS = 7
+    SECANT_STEPS = 5
+    PRICE_RANGE = 1e4
 
     def __init__(self, asked: Sequence[Relaxation]) -> None:
         every, room, compute_s, traffic_s = zip(*asked, strict=True)
-        self.offers = Offers(*map(np.concatenate, zip(*every, strict=True)))
+        by_number = zip(*every, strict=True)
+        self.offers = Offers(*map(np.concatenate, by_number))
         self.room = np.array(room)
         self.compute_s = np.array(compute_s)
         self.traffic_s = np.array(traffic_s)
@@ -253,9 +286,9 @@ class DualBounds:
         """Returns for each relaxation prices (alpha, mu) whose bound is the best, or nearly so."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
-        # If compute takes longer than the link at alpha = 1, then alpha = 1 is best. Otherwise the
-        # best alpha is smaller: the one at which compute and link take equally long. Halving finds
-        # it.
+        # If compute takes longer than the link at alpha = 1, then alpha = 1 is best.
+        # Otherwise the best alpha is smaller: the one at which compute and link take
+        # equally long. Halving finds it.
         is_sought = compute_over_link < 0
         if is_sought.any():
             low = np.zeros_like(alpha)
@@ -277,9 +310,9 @@ class DualBounds:
         low = self._point(alpha, self.scale / self.PRICE_RANGE)
         high = self._point(alpha, self.scale * self.PRICE_RANGE)
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
-            # The dual is concave in mu, so the sign of its slope (`over`) says on which side the
-            # best mu lies. The geometric mean is tried, because prices range over many powers of
-            # ten.
+            # The dual is concave in mu, so the sign of its slope (`over`) says on which
+            # side the best mu lies. The geometric mean is tried, because prices range over
+            # many powers of ten.
             mu = np.sqrt(low.mu * high.mu)
             if step >= self.BISECTION_STEPS:
                 # A dual is made of straight pieces. Once `low` and `high` are on neighboring
@@ -305,13 +338,13 @@ class DualBounds:
         Any prices give a valid bound. The best bound seen so far, and its prices, are recorded.
         """
         offers = self.offers
-        cost = offers.cost(alpha[self.of][:, None], mu[self.of][:, None])
+        alphas = alpha[self.of][:, None]
+        prices = mu[self.of][:, None]
+        cost = offers.cost(alphas, prices)
         # Each layer makes its cheapest choice; sums are over the layers of each relaxation.
         chosen = np.arange(len(cost)), cost.argmin(1)
-        extra_s, swaps_s, held_bytes = (
-            np.add.reduceat(x[chosen], self.first)
-            for x in (offers.extra_s, offers.link_s, offers.held_bytes)
-        )
+        numbers = offers.extra_s, offers.link_s, offers.held_bytes
+        extra_s, swaps_s, held_bytes = (np.add.reduceat(x[chosen], self.first) for x in numbers)
         compute_s = self.compute_s + extra_s
         link_s = self.traffic_s + swaps_s
         over = held_bytes - self.room
@@ -322,6 +355,11 @@ class DualBounds:
         return _Point(mu, dual, over, compute_s - link_s)
 
 
-def _either(first: np.ndarray, a: _Point, b: _Point) -> _Point:
+def _either(
+    first: np.ndarray,
+    a: _Point,
+    b: _Point,
+) -> _Point:
     """Takes the numbers of each relaxation from `a` if `first` holds for it, else from `b`."""
-    return _Point(*(np.where(first, x, y) for x, y in zip(a, b, strict=True)))
+    pairs = zip(a, b, strict=True)
+    return _Point(*(np.where(first, x, y) for x, y in pairs))

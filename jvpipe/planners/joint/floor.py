@@ -1,4 +1,4 @@
-"""Finds the floor: the plan whose fullest device holds the least. Lower limits are refused.
+"""Finds the floor: the plan whose fullest device holds the least. Limits below it are refused.
 
 One plan is emptier than another if its fullest device holds less. If both hold the same there, the
 second fullest devices decide, and so on.
@@ -31,8 +31,8 @@ from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
-from jvpipe.planners.model.stage_bytes import StageBytes
-from jvpipe.planners.model.stage_cost import check, stage_bytes
+from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
+from jvpipe.planners.model.stage_cost import check
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,11 @@ class _Search:
                 self.seen.add(decision)
                 self.left -= 1
                 plan = Floor(decision, tuple(self.held_bytes(decision)))
-                self.lowest = min(self.lowest, plan, key=lambda x: x.fullness)
+                self.lowest = min(
+                    self.lowest,
+                    plan,
+                    key=lambda x: x.fullness,
+                )
 
 
 def _untimed(problem: Problem) -> Problem:
@@ -154,12 +158,22 @@ def _untimed(problem: Problem) -> Problem:
         for group in problem.groups
     )
     costs = untimed(problem.costs)
-    return replace(problem, costs=costs, memory_limit_bytes=None, groups=groups)
+    return replace(
+        problem,
+        costs=costs,
+        memory_limit_bytes=None,
+        groups=groups,
+    )
 
 
 def _untimed_layer(layer: LayerCost) -> LayerCost:
     options = tuple(replace(option, extra_s=1.0) for option in layer.options)
-    return replace(layer, forward_s=1.0, backward_s=2.0, options=options)
+    return replace(
+        layer,
+        forward_s=1.0,
+        backward_s=2.0,
+        options=options,
+    )
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
@@ -257,7 +271,8 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 
 
 def _valid(
-    problem: Problem, proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    problem: Problem,
+    proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> Iterator[Decision]:
     """Mends the runs of proposed bounds and choices, and yields the decisions that are then valid.
 

@@ -52,12 +52,17 @@ def lower_bound(problem: Problem) -> float:
     # The least seconds t of each segment over all fates, and its other costs, transfers included.
     stages: Stages = []
     for x in solution.table.lower():
-        block = segments.block(x.block.s, x.block.starts, x.block.ends)
+        block = segments.block(
+            x.block.s,
+            x.block.starts,
+            x.block.ends,
+        )
         stages.append((block, x.seconds))
     m = problem.microbatches
     above_cap_s = m * solution.cap_s  # a bound for plans whose slowest stage is above the cap
     if not problem.schedule.synchronous:
-        return min(max(_of_stream(problem, stages), solution.bound_s), above_cap_s)
+        of_stream_s = max(_of_stream(problem, stages), solution.bound_s)
+        return min(of_stream_s, above_cap_s)
     work_s = float(segments.least_compute_s[-1])
     if problem.phases == 2:
         above_cap_s = work_s + (m - 1) * solution.cap_s
@@ -78,10 +83,18 @@ def _hidden_transfers(problem: Problem) -> Solution:
 
     A search for an asynchronous schedule removes no cuts, so its table still bounds all segments.
     """
-    alone = replace(problem, peer=INFINITE, peer_uses_host=False)
+    alone = replace(
+        problem,
+        peer=INFINITE,
+        peer_uses_host=False,
+    )
     schedule = problem.schedule
     if schedule.synchronous:
-        schedule = Schedule(name=schedule.name, lists=schedule.lists, synchronous=False)
+        schedule = Schedule(
+            name=schedule.name,
+            lists=schedule.lists,
+            synchronous=False,
+        )
     return solve(replace(alone, schedule=schedule), pricing_of(alone))
 
 
@@ -123,8 +136,12 @@ def _of_stream(problem: Problem, stages: Stages) -> float:
 def _of_two_phases(problem: Problem, stages: Stages) -> float:
     """Bounds GPipe: a micro-batch through all stages, and M - 1 times the slowest of each phase."""
     slowest_s = sum(map(least_max, phases(problem, stages)))
-    ways_s = [np.where(np.isfinite(t), x.compute_s + x.comm_s, np.inf) for x, t in stages]
-    return least_sum(ways_s)[0] + (problem.microbatches - 1) * slowest_s
+    ways_s = []
+    for x, t in stages:
+        way_s = x.compute_s + x.comm_s
+        ways_s.append(np.where(np.isfinite(t), way_s, np.inf))
+    through_s, _ = least_sum(ways_s)
+    return through_s + (problem.microbatches - 1) * slowest_s
 
 
 def _of_1f1b(

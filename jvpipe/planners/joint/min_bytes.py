@@ -8,9 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from jvpipe.planners.joint.dominance import Growth, Lot, States, follow
+from jvpipe.planners.joint.dominance import Growth, States, follow
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
+from jvpipe.planners.joint.lot import Lot
 
 Fewest = tuple[float, tuple[int, ...]]
 """The fewest bytes found, and the choices that take them; no choices if none were found."""
@@ -41,7 +42,13 @@ def fewest_bytes(
     growth = Growth(pricing, lot, by_bytes=True)
     best: Fewest = below, ()
     for width in (FATE.few_states, FATE.many_states)[: 1 + exact]:
-        last = follow(growth, best[0], width, growth.least_bytes, partial(_emptiest, width))
+        last = follow(
+            growth,
+            best[0],
+            width,
+            growth.least_bytes,
+            partial(_emptiest, width),
+        )
         if last.states.shape[1]:
             taken = growth.least_bytes(last.states, growth.n)
             at = int(taken.argmin())

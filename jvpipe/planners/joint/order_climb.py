@@ -79,7 +79,8 @@ def climbed(
     draw = Random(0)
     course = Course(loads, order)
     bound_s = loads.bound_s() * (1 + ROUNDING)  # no order can be faster
-    best, best_s = order, course.step_s
+    best = order
+    best_s = course.step_s
     gainless = 0  # turns since the last gain; turns without a move count several times
     rest_until = dict[int, int]()  # by step: the turn from which it may move again
     course.follow()
@@ -92,7 +93,8 @@ def climbed(
         free = (
             move for move in drawn if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
-        moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
+        judged = sorted(islice(free, ORDER.moves))
+        moves = _together(judged, course.step_s)
         # If no move is possible, the next turn may draw another longest path, or find that steps
         # have rested for long enough.
         if not moves:
@@ -101,7 +103,8 @@ def climbed(
         gainless += 1
         # The best move is made even if the order becomes slower, to leave a local optimum.
         for move in moves:
-            rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
+            turns = draw.randrange(ORDER.rest, 2 * ORDER.rest)
+            rest_until[move.moved] = turn + turns
         _make(course, moves)
         if course.step_s < short_s:
             best = course.order
@@ -130,7 +133,8 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     # Each move was judged by itself. Two moves that are possible alone may be impossible together.
     before = [course.lists[move.device] for move in moves]
     for move, steps in zip(moves, before, strict=True):
-        _put(course, move, [*steps[: move.first], *move.steps, *steps[move.end :]])
+        changed = [*steps[: move.first], *move.steps, *steps[move.end :]]
+        _put(course, move, changed)
     course.run()
     if course.step_s == float("inf"):
         for move, steps in zip(moves, before, strict=True):
@@ -142,7 +146,11 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     course.follow()
 
 
-def _put(course: Course, move: Move, steps: list[int]) -> None:
+def _put(
+    course: Course,
+    move: Move,
+    steps: list[int],
+) -> None:
     """Gives the device of a move another list: the one after the move, or the one before it."""
     if move.flips >= 0:  # flipping twice undoes the flip
         course.flip(move.flips)
@@ -229,9 +237,11 @@ def _flip(
     # for a moment.
     course.flip(cell)
     if joins:
-        every = list(_move(course, d, at, end + 1, [step, *passed], weight, cell))
+        changed = [step, *passed]
+        every = list(_move(course, d, at, end + 1, changed, weight, cell))
     else:
-        every = list(_move(course, d, at, end, [step, *passed, weight], step, cell))
+        changed = [step, *passed, weight]
+        every = list(_move(course, d, at, end, changed, step, cell))
     course.flip(cell)
     yield from every
 
@@ -246,7 +256,11 @@ def _may_pass(course: Course, step: int, other: int) -> bool:
     return there_s < end_s and not _bound(course, step, other)
 
 
-def _bound(course: Course, step: int, other: int) -> bool:
+def _bound(
+    course: Course,
+    step: int,
+    other: int,
+) -> bool:
     """Tells whether two steps of a device must stay in order.
 
     Steps of different stages may change places. Two steps of one stage must stay in order if they
@@ -261,7 +275,8 @@ def _bound(course: Course, step: int, other: int) -> bool:
         return True
     # A second half (kind 2) adds to the gradients. So does a step of kind 1 if it is a whole
     # backward, but not if it is a first half.
-    return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
+    backward = cell if kind == 1 else other_cell
+    return kind + other_kind == 3 and not course.half[backward]
 
 
 def _move(

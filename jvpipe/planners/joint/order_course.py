@@ -84,6 +84,12 @@ class Course:
     """
 
     def __init__(self, loads: Loads, order: TaskLists) -> None:
+        """Makes the course of an order, and runs it.
+
+        Args:
+            loads: of the plan's stages.
+            order: the tasks of each device; backwards may be whole or in halves.
+        """
         M = loads.microbatches
         cells = len(loads.places) * M
         self.loads = loads
@@ -95,7 +101,11 @@ class Course:
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
 
         def by_step(kinds: Iterable[Sequence[_T]]) -> list[_T]:
-            return [each for of_stages in kinds for each in of_stages for _ in range(M)]
+            numbers = list[_T]()
+            for of_stages in kinds:
+                for number in of_stages:
+                    numbers += [number] * M
+            return numbers
 
         # Backwards are whole until `flip` splits them.
         kinds = Kind.F, Kind.B, Kind.W
@@ -115,7 +125,8 @@ class Course:
         self.lists = [list[int]()] * len(order)
         self.held = [list[float]()] * len(order)
         for d, tasks in enumerate(order):
-            self.put(d, [base[kind] + s * M + m for s, kind, m in tasks])
+            steps = [base[kind] + s * M + m for s, kind, m in tasks]
+            self.put(d, steps)
         self.run()
 
     @property
@@ -128,7 +139,8 @@ class Course:
         kind, cell = divmod(step, self.cells)
         s, m = divmod(cell, self.M)
         backward = Kind.I if self.half[cell] else Kind.B
-        return Task(s, (Kind.F, backward, Kind.W)[kind], m)
+        kinds = Kind.F, backward, Kind.W
+        return Task(s, kinds[kind], m)
 
     def flip(self, cell: int) -> None:
         """Splits a cell's backward if it is whole, or else joins its halves; lists and times stay."""
@@ -160,13 +172,10 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        # The last `cells` entries are never read. They are there so that the line marked (*) needs
-        # no test for second halves.
-        there = [NOT_YET] * (4 * cells)
-        there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
-        starts = [0.0] * (3 * cells)
-        ends = [0.0] * (3 * cells)
-        ran = list[int]()
+        self.there = there = self._arrivals()
+        self.starts = starts = [0.0] * (3 * cells)
+        self.ends = ends = [0.0] * (3 * cells)
+        self.ran = ran = list[int]()
         free_s = [0.0] * len(lists)
         done = [0] * len(lists)
         ready = list(range(len(lists)))  # devices that can go on
@@ -180,8 +189,7 @@ class Course:
                 step = steps[at]
                 begin = there[step]
                 if begin < 0.0:
-                    # The step that sends this input will wake the device. If that never happens,
-                    # not all steps have run at the end.
+                    # The step that sends this input wakes the device, unless steps wait in a circle.
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
@@ -207,13 +215,25 @@ class Course:
                 if target in waits:
                     ready.append(waits.pop(target))
             free_s[d] = now
-        self.there = there
-        self.starts = starts
-        self.ends = ends
-        self.ran = ran
-        all_ran = len(ran) == sum(map(len, lists))
-        ends_s = map(add, free_s, self.updates_s)
-        self.step_s = max(ends_s) if all_ran else float("inf")
+        self.step_s = self._whole_s(free_s)
+
+    def _arrivals(self) -> list[float]:
+        """Makes the entries of `there` as they are before any step has run."""
+        # The last `cells` entries are never read. They are there so that the line marked (*) in
+        # `run` needs no test for second halves.
+        there = [NOT_YET] * (4 * self.cells)
+        there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
+        return there
+
+    def _whole_s(self, free_s: Sequence[float]) -> float:
+        """Counts the seconds of the whole order; infinite if not all steps have run.
+
+        Args:
+            free_s: for each device, when its last step has ended.
+        """
+        if len(self.ran) < sum(map(len, self.lists)):
+            return float("inf")
+        return max(map(add, free_s, self.updates_s))
 
     def follow(self) -> None:
         """Finds `tails` and `answers` from the last `run`.
@@ -260,9 +280,12 @@ class Course:
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s
-        devices = zip(self.lists, self.updates_s, strict=True)
-        lasts = [(steps[-1], update_s) for steps, update_s in devices if steps]
-        _, step = max((ends[step] + update_s, step) for step, update_s in lasts)
+        lasts = []
+        for steps, update_s in zip(self.lists, self.updates_s, strict=True):
+            if steps:
+                step = steps[-1]
+                lasts.append((ends[step] + update_s, step))
+        _, step = max(lasts)
         blocks = list[CourseBlock]()
         last = self.place[step]
         # Each step starts when the step before it on the device ends, or when its input arrives, or
@@ -299,7 +322,8 @@ class Course:
         e = self.device[step]
         for at in range(self.place[source], -1, -1):
             other = self.lists[d][at]
-            if not self.send_s[other] or self.device[self.to[other]] != e:
+            target = self.to[other]
+            if not self.send_s[other] or self.device[target] != e:
                 continue
             # `arrives` becomes the time when the transfer of `other` started. If `other` ended
             # before that, the link was busy with an earlier transfer.
@@ -319,6 +343,18 @@ def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     """
     nowhere = [-1] * M
     backwards = range(cells, 2 * cells)
-    to = [*range(M, cells), *backwards[-M:], *nowhere, *backwards[:-M], *[-1] * cells]
-    source = [*nowhere, *range(cells - M), *backwards[M:], *range(cells - M, cells), *backwards]
+    to = [
+        *range(M, cells),
+        *backwards[-M:],
+        *nowhere,
+        *backwards[:-M],
+        *[-1] * cells,
+    ]
+    source = [
+        *nowhere,
+        *range(cells - M),
+        *backwards[M:],
+        *range(cells - M, cells),
+        *backwards,
+    ]
     return to, source

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import Cuts
+from jvpipe.planners.model.spans import Cuts
 
 
 def moved_bounds(
@@ -44,8 +44,10 @@ def moved_bounds(
         return []
     places = np.searchsorted(cuts, bounds)
     # Bounds stay in strict order: between two equal bounds, a stage would have no layers.
-    back = max(-count, places[s - 1] + 1 - places[s])
-    ahead = min(count, places[end] - 1 - places[end - 1])
+    first = places[s - 1] + 1
+    last = places[end] - 1
+    back = max(-count, first - places[s])
+    ahead = min(count, last - places[end - 1])
     _, *moves = sorted(range(back, ahead + 1), key=abs)  # the first is 0
     inner = (cuts[places[s:end] + by].tolist() for by in moves)
     return [(*bounds[:s], *moved, *bounds[end:]) for moved in inner]
@@ -70,10 +72,12 @@ def shifted_bounds(
     shifted = []
     for gone in range(1, len(bounds) - 1):
         kept = [*bounds[:gone], *bounds[gone + 1 :]]
+        before = bounds[gone - 1]
+        after = bounds[gone + 1]
         for new in others:
             # A cut between the two neighbors of the removed bound only moves that bound: no stage
             # changes its device, and `moved_bounds` lists the result.
-            if not bounds[gone - 1] < new < bounds[gone + 1]:
+            if not before < new < after:
                 shifted.append(tuple(sorted([*kept, new])))
     return _least_busy_first(problem, shifted)
 
@@ -87,10 +91,14 @@ def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     """
     first, *inner, last = cuts.tolist()
     chosen = combinations(inner, problem.stages - 1)
-    return _least_busy_first(problem, [(first, *some, last) for some in chosen])
+    every = [(first, *some, last) for some in chosen]
+    return _least_busy_first(problem, every)
 
 
-def _least_busy_first(problem: Problem, every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _least_busy_first(
+    problem: Problem,
+    every: list[tuple[int, ...]],
+) -> list[tuple[int, ...]]:
     """Sorts bounds by the seconds per micro-batch for which their busiest device works."""
     usual_s = layer_s(problem)
     places = problem.places
@@ -99,7 +107,8 @@ def _least_busy_first(problem: Problem, every: list[tuple[int, ...]]) -> list[tu
     def busiest_s(bounds: Sequence[int]) -> float:
         works_s = [0.0] * problem.devices
         for s, (i, j) in enumerate(pairwise(bounds)):
-            works_s[places[s]] += float(layers_s[s][i:j].sum())
+            work_s = layers_s[s][i:j].sum()
+            works_s[places[s]] += float(work_s)
         return max(works_s)
 
     return sorted(every, key=busiest_s)

@@ -54,9 +54,18 @@ def order_floors(
     for placed in placements:
         schedule = one_by_one(placed)
         stages = schedule.stages_on(problem.devices)
-        alone = replace(problem, stages=stages, schedule=schedule, memory_limit_bytes=None)
+        alone = replace(
+            problem,
+            stages=stages,
+            schedule=schedule,
+            memory_limit_bytes=None,
+        )
         decision = _emptiest(alone)
-        yield OrderFloor(schedule, decision, evaluate_decision(alone, decision).limit_bytes)
+        yield OrderFloor(
+            schedule,
+            decision,
+            evaluate_decision(alone, decision).limit_bytes,
+        )
 
 
 def _emptiest(problem: Problem) -> Decision:

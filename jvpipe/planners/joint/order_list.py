@@ -96,7 +96,8 @@ class Listing:
             on = loads.stages_on(d)
             unit = sum(loads.kept_bytes[s] for s in on)
             self.devices.append(_Device(on, cap, unit))
-        self.forward = _Way([0] * stages, {(0, m): 0.0 for m in range(loads.microbatches)})
+        at_once = {(0, m): 0.0 for m in range(loads.microbatches)}
+        self.forward = _Way([0] * stages, at_once)
         self.backward = _Way([0] * stages, {})
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
@@ -109,7 +110,8 @@ class Listing:
             if self.devices[d].free_s <= now:
                 self._turn(now, d)
         all_back = all(n == loads.microbatches for n in self.backward.next)
-        is_whole = all_back and not any(device.late for device in self.devices)
+        any_late = any(device.late for device in self.devices)
+        is_whole = all_back and not any_late
         order = tuple(tuple(device.tasks) for device in self.devices)
         self.order: TaskLists | None = order if is_whole else None
 
@@ -177,7 +179,12 @@ class Listing:
                     forward = s, m
         return backward, forward, following
 
-    def _room(self, device: _Device, s: int, m: int) -> bool:
+    def _room(
+        self,
+        device: _Device,
+        s: int,
+        m: int,
+    ) -> bool:
         """Tells whether a forward fits and leaves room for the first micro-batch not yet through.
 
         A micro-batch is through once its forwards on all stages of this device ran. After that it
@@ -225,7 +232,8 @@ class Listing:
         # forward is followed by its own backward.
         to = s + 1 if kind is Kind.F else s - 1
         if to == len(loads.places):
-            to, way = s, self.backward
+            to = s
+            way = self.backward
         if to < 0:
             return
         e = loads.places[to]

@@ -70,12 +70,15 @@ class Loads:
             problem: whose schedule gives the micro-batches in flight.
             decision: the plan.
         """
-        spans = pairwise(decision.bounds)
-        stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(spans)]
+        choices = decision.choices
+        spans = enumerate(pairwise(decision.bounds))
+        stages = [stage_cost(problem, s, i, j, choices) for s, (i, j) in spans]
         places = problem.places
         # `comm_s` counts both directions of the link before a stage, so each takes half of it.
-        hops = zip(pairwise(places), stages[1:], strict=True)
-        send_s = [0.0 if a == b else following.comm_s / 2 for (a, b), following in hops]
+        send_s = []
+        for (place, next_place), following in zip(pairwise(places), stages[1:], strict=True):
+            stays = place == next_place
+            send_s.append(0.0 if stays else following.comm_s / 2)
         updates_s = list[float]()
         room_bytes = list[float]()
         for d in range(problem.devices):
@@ -84,10 +87,13 @@ class Loads:
             room_bytes.append(_room_bytes(problem.limit_of(d), here))
         is_limited = problem.memory_limit_bytes is not None
         early = _early(problem, decision.bounds) if is_limited else ()
+        seconds = {}
+        for kind in ORDERED_KINDS:
+            seconds[kind] = tuple(stage.task_s(kind) for stage in stages)
         return Loads(
             places=places,
             microbatches=problem.microbatches,
-            seconds={kind: tuple(stage.task_s(kind) for stage in stages) for kind in ORDERED_KINDS},
+            seconds=seconds,
             send_s=(*send_s, 0.0),
             kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),
             handed_bytes=tuple(float(x.held.handed) for x in stages),
@@ -116,14 +122,14 @@ class Loads:
     @cached_property
     def more_bytes(self) -> dict[Kind, list[float]]:
         """The bytes that a task of each kind adds to what its device holds, for each stage."""
-        every = list(zip(self.kept_bytes, self.handed_bytes, strict=True))
-        return {
-            kind: [
-                KINDS[kind].in_flight * kept + KINDS[kind].between * handed
-                for kept, handed in every
-            ]
-            for kind in ORDERED_KINDS
-        }
+        more: dict[Kind, list[float]] = {}
+        for kind in ORDERED_KINDS:
+            traits = KINDS[kind]
+            more[kind] = []
+            for kept, handed in zip(self.kept_bytes, self.handed_bytes, strict=True):
+                size = traits.in_flight * kept + traits.between * handed
+                more[kind].append(size)
+        return more
 
     def over_bytes(self, order: TaskLists) -> list[float]:
         """Counts by how many bytes each device exceeds its room; not above 0 if it fits."""

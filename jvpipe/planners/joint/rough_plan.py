@@ -56,8 +56,10 @@ class RoughPlan:
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
         half = count // 2
-        half_s = simulated_step_s(replace(self.problem, microbatches=half), stages)
-        step_s = simulated_step_s(replace(self.problem, microbatches=count), stages)
+        short = replace(self.problem, microbatches=half)
+        longer = replace(self.problem, microbatches=count)
+        half_s = simulated_step_s(short, stages)
+        step_s = simulated_step_s(longer, stages)
         apart_s = (step_s - half_s) / (count - half)
         rest_s = (self.problem.microbatches - count) * apart_s
         return replace(self, step_s=step_s + rest_s)
@@ -117,7 +119,13 @@ class RoughStages:
         group = problem.group(s)
         # Everything that a stage's cost depends on must be part of the key. `apart` is what differs
         # between devices.
-        apart = group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
+        apart = (
+            group.replicas,
+            group.receives,
+            group.reduces,
+            group.slowness,
+            group.less_bytes,
+        )
         key = problem.microbatches, problem.stages, s, i, j, apart
         if key not in self._known:
             choice = 0
@@ -153,7 +161,8 @@ def _period_s(stages: Sequence[StageCost]) -> float:
     for a, stage in enumerate(stages):
         before_s = through_s[a] + stage.comm_s
         for r in range(a + 1, len(stages)):
-            period_s = max(period_s, (through_s[r + 1] - before_s) / (r - a + 1))
+            trip_s = through_s[r + 1] - before_s
+            period_s = max(period_s, trip_s / (r - a + 1))
     return period_s
 
 

@@ -31,7 +31,8 @@ from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.schedules.auto import given_lists, lines_of
 
@@ -71,7 +72,14 @@ class RuledPlan:
         loads = Loads.of(problem, decision)
         schedule = problem.schedule
         order = schedule.tasks(problem.devices, problem.microbatches)
-        return RuledPlan(problem, decision, loads, order, schedule.name, fates)
+        return RuledPlan(
+            problem,
+            decision,
+            loads,
+            order,
+            schedule.name,
+            fates,
+        )
 
     @property
     def listed(self) -> Problem:
@@ -105,7 +113,12 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
         # does not count that the stages of a device share its memory.
         refine = len(problem.costs.layers) <= RULE.refined_layers
         others.append(on_devices(partial(jvpipe, refine=refine))(problem))
-    climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
+    climb = Climb(
+        problem,
+        ways,
+        RULE.simulated_tasks,
+        around=RULE.around,
+    )
     begins = [decision for bounds in first for decision in climb.refitted(bounds)]
     best = climb.top([*begins, *others])
     # If no plan near fast cuts fits, bounds move to where devices hold less, however slow that is.
@@ -166,7 +179,12 @@ def fitting(
     if loads.fits(order):
         step_s = Course(loads, order).step_s
         if step_s < float("inf"):
-            yield replace(one, order=order, family=family or one.family, step_s=step_s)
+            yield replace(
+                one,
+                order=order,
+                family=family or one.family,
+                step_s=step_s,
+            )
 
 
 def _whole_where_not_split(tasks: Sequence[Task], splits: Sequence[bool]) -> Iterator[Task]:

@@ -1,20 +1,20 @@
 """Holds the seconds of all possible stages between given cuts, for a search for the best cuts.
 
-The search needs the seconds of each stage with its best fates. Choosing fates takes long, and most
-stages never matter. So each stage first has a lower bound of its seconds, which is counted quickly,
-and the search refines only the stages of the plans that look best so far:
+The search needs the seconds of each stage with its best fates. Choosing fates takes long,
+and most stages never matter. So each stage first has a lower bound of its seconds, which is
+counted quickly, and the search refines only the stages of the plans that look best so far:
 
     open       the seconds are a lower bound: at first the seconds without recomputation and swaps,
                later also a bound that follows from prices of bytes and seconds (`dual_bounds.py`)
     settled    the seconds are those of fates that were found (`stage_fates.py`), or of keeping
                everything; infinite if no fates fit
 
-Bounds only rise. So if a plan is the best by these numbers and its stages are all settled, no plan
-is better. There is one exception: a search for fates may miss the best ones, and says so
-(`Table.unproven`).
+Bounds only rise. So if a plan is the best by these numbers and its stages are all settled,
+no plan is better. There is one exception: a search for fates may miss the best ones, and
+says so (`Table.unproven`).
 
-Legend: a cell (s, i, j) is the segment of layers [i, j) as stage s. A path is the bounds of all
-stages, from 0 to the number of layers.
+Legend: a cell (s, i, j) is the segment of layers [i, j) as stage s. A path is the bounds of
+all stages, from 0 to the number of layers.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,13 @@ import numpy as np
 from jaxtyping import Bool
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
+from jvpipe.planners.joint.lot import Cell, Lot
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.model.chain_dp import Matrix
 from jvpipe.planners.model.keep_all import KeptBytes
-from jvpipe.planners.model.segments import CutBlock, Cuts
+from jvpipe.planners.model.segments import CutBlock
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.simulate.stages import PARTS
 
 Path = tuple[int, ...]
@@ -74,11 +75,18 @@ class StageTable:
         """Makes the table of a block, and settles the cells that keep everything or cannot fit."""
         limit = pricing.limit_bytes
         least_s = np.maximum(block.compute_s, block.traffic_s)
+        keeping = _keeping_bytes(pricing, block)
+        least = pricing.least_bytes(block)
         possible = block.inside & (block.reducing_bytes <= limit)
-        keeps = possible & (_keeping_bytes(pricing, block) <= limit)
-        fits = keeps | (possible & (pricing.least_bytes(block) <= limit))
+        keeps = possible & (keeping <= limit)
+        fits = keeps | (possible & (least <= limit))
         seconds = np.where(fits, least_s, np.inf)
-        return StageTable(pricing, block, seconds, keeps | ~fits)
+        return StageTable(
+            pricing,
+            block,
+            seconds,
+            keeps | ~fits,
+        )
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""
@@ -93,9 +101,10 @@ class StageTable:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the seconds of cells in the form that `least_steps_s` (`forecast.py`) takes.
 
-        All seconds beyond those of keeping everything count as recomputation that may run while a
-        backward waits for its cotangents. Any other work delays a step at least as much. So
-        `least_steps_s` still bounds a step from below, even if some of these seconds are swaps.
+        All seconds beyond those of keeping everything count as recomputation that may run
+        while a backward waits for its cotangents. Any other work delays a step at least as
+        much. So `least_steps_s` still bounds a step from below, even if some of these
+        seconds are swaps.
 
         Args:
             rows: the row of each cell.
@@ -123,18 +132,25 @@ class StageTable:
             Kind.U: block.once_s[at] / updates,
         }
         nothing = np.zeros_like(forward_s)
-        return np.array([by_part.get(part, nothing) for part in PARTS]), traffic_s
+        parts_s = [by_part.get(part, nothing) for part in PARTS]
+        return np.array(parts_s), traffic_s
 
     def price(self, prices: Prices) -> None:
         """Raises the lower bound of each cell to the one that these prices prove, if higher."""
-        proven_s = np.maximum(self.seconds, self.pricing.bound_s(self.block, prices))
+        bound_s = self.pricing.bound_s(self.block, prices)
+        proven_s = np.maximum(self.seconds, bound_s)
         self.seconds = np.where(self.settled, self.seconds, proven_s)
 
     def at(self, rows: Cuts, columns: Cuts) -> "StageTable":
         """Returns the cells of the starts and the ends at these indices."""
         at = np.ix_(rows, columns)
         block = self.block.at(rows, columns)
-        return StageTable(self.pricing, block, self.seconds[at], self.settled[at])
+        return StageTable(
+            self.pricing,
+            block,
+            self.seconds[at],
+            self.settled[at],
+        )
 
 
 def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
@@ -159,7 +175,14 @@ def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
 
 
 class Table:
-    """The cells of all stages, refined along the paths that a search hands in."""
+    """The cells of all stages, refined along the paths that a search hands in.
+
+    Args:
+        pricing: the choices of all layers, and the memory limit.
+        cuts: for each bound of the stages, the cuts at which it may lie.
+        effort: how hard to search for fates.
+        most_swapped_bytes: for each stage, what it may swap per micro-batch; empty: any amount.
+    """
 
     def __init__(
         self,
@@ -171,7 +194,8 @@ class Table:
         self.pricing = pricing
         self.effort = effort
         self.cuts = list(cuts)
-        blocks = [pricing.segments.block(s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
+        spans = enumerate(pairwise(cuts))
+        blocks = [pricing.segments.block(s, starts, ends) for s, (starts, ends) in spans]
         self.stages = [StageTable.of(pricing.at(block.s), block) for block in blocks]
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
         self.fates: dict[Cell, tuple[int, ...]] = {}
@@ -202,8 +226,12 @@ class Table:
 
     def along(self, path: Path) -> list[StageTable]:
         """Returns the stages, each with only its cell of a path."""
-        found = map(self.found, cells(path))
-        return [stage.at(np.array([row]), np.array([column])) for stage, (row, column) in found]
+        stages = []
+        for stage, (row, column) in map(self.found, cells(path)):
+            rows = np.array([row])
+            columns = np.array([column])
+            stages.append(stage.at(rows, columns))
+        return stages
 
     @property
     def exhausted(self) -> bool:
@@ -212,18 +240,24 @@ class Table:
 
     def narrow(self, places: Sequence[np.ndarray]) -> None:
         """Keeps for each bound only the cuts at these indices."""
-        self.cuts = [cuts[kept] for cuts, kept in zip(self.cuts, places, strict=True)]
+        windows = zip(self.cuts, places, strict=True)
+        self.cuts = [cuts[kept] for cuts, kept in windows]
         ends = zip(self.stages, pairwise(places), strict=True)
         self.stages = [stage.at(*kept) for stage, kept in ends]
 
     def path(self, places: Sequence[int] | np.ndarray) -> Path:
         """Returns the cuts at these indices, one for each bound."""
-        return tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
+        pairs = zip(self.cuts, places, strict=True)
+        return tuple(int(cuts[place]) for cuts, place in pairs)
 
     def open_cells(self, path: Path) -> list[Cell]:
         """Lists the open cells of a path."""
-        every = ((cell, *self.found(cell)) for cell in cells(path))
-        return [cell for cell, stage, at in every if not stage.settled[at]]
+        opened = []
+        for cell in cells(path):
+            stage, at = self.found(cell)
+            if not stage.settled[at]:
+                opened.append(cell)
+        return opened
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
         """Refines open cells: first by prices, then by choosing fates, which settles them."""
@@ -239,11 +273,21 @@ class Table:
         asked = []
         for cell in open_cells:
             query = self.query(cell)
-            room = query.room_bytes
             pricing = self.pricing.at(cell[0])
-            asked.append(pricing.relaxed(cell, room, query.compute_s, query.traffic_s))
+            relaxed = pricing.relaxed(
+                cell,
+                query.room_bytes,
+                query.compute_s,
+                query.traffic_s,
+            )
+            asked.append(relaxed)
         bounds = DualBounds(asked)
-        every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
+        every = zip(
+            open_cells,
+            bounds.solve(),
+            bounds.best.tolist(),
+            strict=True,
+        )
         for cell, prices, bound_s in every:
             self.prices[cell] = prices
             stage, at = self.found(cell)
@@ -265,10 +309,13 @@ class Table:
         may_be_better = not fates.proven and enough_s < fates.seconds
         if may_be_better and self.effort.thorough > self.effort.quick:
             better = search.least_seconds(self.effort.thorough, fates.seconds)
-            within_s = min(fates.seconds, better.bound_s)
-            fates = better if better.choices else replace(fates, bound_s=within_s)
-        # If nothing was found, the states that were dropped may have led to choices that fit. Then
-        # the choices that hold few bytes are tried.
+            if better.choices:
+                fates = better
+            else:
+                bound_within_s = min(fates.seconds, better.bound_s)
+                fates = replace(fates, bound_s=bound_within_s)
+        # If nothing was found, the states that were dropped may have led to choices that
+        # fit. Then the choices that hold few bytes are tried.
         if not fates.choices and np.isfinite(fates.bound_s):
             fates = search.emptiest()
         self.fates[cell] = fates.choices

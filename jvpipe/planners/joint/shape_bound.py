@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Cluster
 from jvpipe.planners.joint.effort import SHAPE
+from jvpipe.planners.model.grids import between, sums
 from jvpipe.planners.model.local_segments import LocalSegments
-from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.model.spans import Grid
 
 
 def least_step_s(shapes: Shapes) -> float:
@@ -59,7 +60,12 @@ def least_step_s(shapes: Shapes) -> float:
         stages_s = np.where(inside, m * once_s + late_s, np.inf)
         whole_s = stages_s[:, 0, -1].min()
         high_s = float(min(least_s, whole_s))
-        cap_s = _least_cap_s(stages_s, counts, shapes.devices, high_s)
+        cap_s = _least_cap_s(
+            stages_s,
+            counts,
+            shapes.devices,
+            high_s,
+        )
         least_s = min(least_s, max(through_s, cap_s))
     return float(least_s)
 
@@ -71,7 +77,11 @@ def _fastest(shapes: Shapes) -> Float[np.ndarray, " layers"]:
     return np.min(every, axis=0) if every else alike
 
 
-def _reduce_s(cluster: Cluster, replicas: int, sizes: Grid) -> Grid:
+def _reduce_s(
+    cluster: Cluster,
+    replicas: int,
+    sizes: Grid,
+) -> Grid:
     """Bounds the seconds of all-reduces of many sizes from below, by a chord.
 
     As a function of bytes, the least seconds are the minimum of several straight lines, so they are

@@ -35,9 +35,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jvpipe.planners.model.grids import sums
 from jvpipe.planners.model.local_segments import LocalSegments
-from jvpipe.planners.model.segments import Cuts, Grid, sums
 from jvpipe.planners.model.shapes import Path, Shape
+from jvpipe.planners.model.spans import Cuts, Grid
 
 OverM = Float[np.ndarray, "n m"]
 
@@ -94,9 +95,12 @@ class Ground:
         for r, b in zip(self.counts, shares, strict=True):
             links = [reducing(self.devices(m, r)) for m in range(self.places)]
             # Many m have equal links for the all-reduce. The seconds of a link are counted once.
-            reduce_s = {link: self.here(segments.reduce_s(b, link)) for link in set(links)}
-            shown_s = {link: np.maximum(x - hidden_s, 0) for link, x in reduce_s.items()}
-            every.append(np.stack([shown_s[link] for link in links], axis=-1))
+            shown_s = {}
+            for link in set(links):
+                reduce_s = self.here(segments.reduce_s(b, link))
+                shown_s[link] = np.maximum(reduce_s - hidden_s, 0)
+            by_m = [shown_s[link] for link in links]
+            every.append(np.stack(by_m, axis=-1))
         return every
 
     @cached_property
@@ -113,11 +117,13 @@ class Ground:
         for m in range(self.places):
             for k, r in enumerate(self.counts):
                 behind = m - r // self.unit
+                senders = self.devices(m, r)
                 for after, readers in enumerate(self.counts):
-                    if behind * self.unit >= readers:
-                        link = way(self.devices(m, r), self.devices(behind, readers))
-                        latency_s[m, k, after] = 2 * link.latency_s
-                        byte_s[m, k, after] = 1 / link.bytes_per_s
+                    if behind * self.unit < readers:
+                        continue
+                    link = way(senders, self.devices(behind, readers))
+                    latency_s[m, k, after] = 2 * link.latency_s
+                    byte_s[m, k, after] = 1 / link.bytes_per_s
         return latency_s, byte_s
 
 
@@ -199,15 +205,18 @@ def _longer(
         c = np.where(sends, latency_s + sizes * byte_s, 0.0)
         fitting_s = ground.segments.fitting_s(ground.size, r, e)
         t = ground.here(fitting_s)[:, :, None]
-        sum_s = t + ground.shown_s[k][:, :, m] + (after.sum_s[:, behind] + c)
+        shown_s = ground.shown_s[k][:, :, m]
+        sum_s = t + shown_s + (after.sum_s[:, behind] + c)
         behind_s = np.maximum(after.slowest_s[:, behind], c)
         slowest_s = np.maximum(t, behind_s)
         # The period must be finite, because `rest` may be 0, and 0 times infinity is not a number.
-        period_s = np.minimum(np.maximum(slowest_s, floor_s), 1e300)
+        longest_s = np.maximum(slowest_s, floor_s)
+        period_s = np.minimum(longest_s, 1e300)
         key_s = sum_s + rest * period_s
         cut = key_s.argmin(1)
         at_cut = cut[:, None]
-        ways = (np.take_along_axis(x, at_cut, 1)[:, 0] for x in (key_s, sum_s, slowest_s))
+        numbers = key_s, sum_s, slowest_s
+        ways = (np.take_along_axis(x, at_cut, 1)[:, 0] for x in numbers)
         new = (*ways, np.full_like(cut, k), cut)
         # One way stays for each i and m: the best over the numbers of replicas tried so far.
         better = new[0] < best.key_s[:, m]
@@ -216,7 +225,11 @@ def _longer(
     return best
 
 
-def _path(ground: Ground, levels: Sequence[_Ways], m: int) -> Path:
+def _path(
+    ground: Ground,
+    levels: Sequence[_Ways],
+    m: int,
+) -> Path:
     """Makes the path of one way of the last level: the one that has all layers on m units."""
     i = 0
     bounds = [0]

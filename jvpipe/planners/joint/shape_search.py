@@ -35,8 +35,8 @@ from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import with_entry
-from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -216,17 +216,32 @@ class _Search:
         orders = self.shapes.orders
         pins = self.shapes.pins
         counts = self.segments.counts(size)
-        unit = -(-self.shapes.devices // max(units, 2 * (pins.count or 0)))
+        # If the user has fixed the number of stages, there are at least two units for each stage.
+        most_units = max(units, 2 * (pins.count or 0))
+        unit = -(-self.shapes.devices // most_units)
         if pins.replicas:
             counts = pins.replicas
             unit = gcd(*counts)
             orders = tuple(order[: sum(counts)] for order in orders)
         whole = {r for r in counts if r % unit == 0}
         for order in orders:
-            yield Ground(self.segments, size, order, tuple(sorted(whole)), cuts, unit)
+            yield Ground(
+                self.segments,
+                size,
+                order,
+                tuple(sorted(whole)),
+                cuts,
+                unit,
+            )
         if unit > 1 and not pins.replicas:
             few = orders[0][: len(cuts) - 1]
-            yield Ground(self.segments, size, few, (1,), cuts)
+            yield Ground(
+                self.segments,
+                size,
+                few,
+                (1,),
+                cuts,
+            )
 
     def counted(self, path: Path) -> RoughPlan | None:
         """Makes the rough plan of a path; None if the path does not fit or breaks a pin."""
@@ -292,8 +307,10 @@ class _Search:
         cuts = self.segments.cuts.tolist()
         for s in range(1, len(bounds) - 1):
             at = cuts.index(bounds[s])
+            before = bounds[s - 1]
+            after = bounds[s + 1]
             for b in cuts[max(0, at - 2) : at + 3]:
-                if bounds[s - 1] < b < bounds[s + 1]:
+                if before < b < after:
                     yield shape, with_entry(bounds, s, b)
         at = self.shapes.sizes.index(shape.size)
         for size in self.shapes.sizes[max(0, at - 1) : at + 2]:
@@ -347,7 +364,8 @@ class _Search:
         stages = len(replicas)
         if max(replicas) > size:
             return ()
-        every = [self.segments.fitting_s(size, r, stages - s) for s, r in enumerate(replicas)]
+        fitting_s = self.segments.fitting_s
+        every = [fitting_s(size, r, stages - s) for s, r in enumerate(replicas)]
         _, places = least_path(every, np.maximum)
         if places is None:
             return ()

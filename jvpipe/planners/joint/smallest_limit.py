@@ -1,13 +1,14 @@
 """Finds the smallest memory limit that any plan keeps, and makes the error for a limit below it.
 
-Peak bytes are the most that a device of a stage holds at once. The smallest limit is that of the
-emptiest plan, whose fullest stage has the least peak. Its seconds do not matter.
+Peak bytes are the most that a device of a stage holds at once. The smallest limit is that
+of the emptiest plan, whose fullest stage has the least peak. Its seconds do not matter.
 
-Finding the fewest bytes of one segment takes long (`min_bytes.py`). So each segment first has a
-lower bound of its peak. A search settles segments, that is, it finds their true peaks, only along
-the path of cuts that looks emptiest so far. It ends when that path is settled: all other paths have
-bounds that are not lower. For models of many layers the search ends sooner, near the smallest
-limit. `LIMIT` in `effort.py` says when; its numbers may be changed.
+Finding the fewest bytes of one segment takes long (`min_bytes.py`). So each segment first
+has a lower bound of its peak. A search settles segments, that is, it finds their true
+peaks, only along the path of cuts that looks emptiest so far. It ends when that path is
+settled: all other paths have bounds that are not lower. For models of many layers the
+search ends sooner, near the smallest limit. `LIMIT` in `effort.py` says when; its numbers
+may be changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,15 @@ from math import comb
 import numpy as np
 
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded, halved
-from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.model.chain_dp import least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
-from jvpipe.planners.model.segments import CutBlock, Cuts, Grid
+from jvpipe.planners.model.segments import CutBlock
+from jvpipe.planners.model.spans import Cuts, Grid
 from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 
@@ -51,9 +53,10 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         assert plan is not None, "without a limit there is a plan"
         return plan
     least = _least_reached_bytes(pricing)
-    # Each bound gets a window: the cuts that stages can reach under a limit. `least` is only a
-    # lower bound, so perhaps no plan keeps it, and larger limits are tried. All plans that keep a
-    # limit lie in its windows. So once the plan found keeps the limit, no wider windows are needed.
+    # Each bound gets a window: the cuts that stages can reach under a limit. `least` is
+    # only a lower bound, so perhaps no plan keeps it, and larger limits are tried. All
+    # plans that keep a limit lie in its windows. So once the plan found keeps the limit, no
+    # wider windows are needed.
     plan = None
     for slack in (1.02, 1.2, 3.0):
         limit = least * slack
@@ -110,14 +113,20 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
 
 
 class Peaks:
-    """The peak bytes of all segments between cuts: lower bounds, or true numbers once settled."""
+    """The peak bytes of all segments between cuts: lower bounds, or true numbers once settled.
+
+    Args:
+        pricing: the choices of all layers, without a limit.
+        cuts: for each bound of the stages, the cuts at which it may lie.
+    """
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments
         self.pricing = pricing
         self.cuts = cuts
         self.exact = segments.n <= LIMIT.exact_layers
-        self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
+        spans = enumerate(pairwise(cuts))
+        self.blocks = [segments.block(s, *near) for s, near in spans]
         self.bytes = [self._least_bytes(block) for block in self.blocks]
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
@@ -159,7 +168,13 @@ class Peaks:
         # A longer segment that contains this one needs at least nearly as many bytes. The bounds of
         # longer segments are raised now, so that many of them never have to be settled.
         longer = peaks[: a + 1, b:]
-        least_bytes = longer_bytes(self.pricing, block, a, b, held_bytes)
+        least_bytes = longer_bytes(
+            self.pricing,
+            block,
+            a,
+            b,
+            held_bytes,
+        )
         np.maximum(longer, least_bytes, out=longer)
         reducing = float(block.reducing_bytes[a, b])
         peaks[a, b] = max(fixed + held_bytes, reducing)
@@ -172,23 +187,29 @@ class Peaks:
             places: for each bound, the index of its cut.
             below: from this many bytes on, the exact number does not matter.
         """
-        return max(self.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
+        spans = enumerate(pairwise(places))
+        return max(self.settle(s, a, b, below) for s, (a, b) in spans)
 
     def plan(self, places: Sequence[int]) -> MinBytesPlan:
         """Makes the plan of a path whose segments are settled, given the index of each cut."""
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
         taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
-        bounds = tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
+        pairs = zip(self.cuts, places, strict=True)
+        bounds = tuple(int(cuts[place]) for cuts, place in pairs)
         choices = tuple(choice for cell in cells for choice in self.choices[cell])
         fullest = int(np.argmax(taken))
-        return MinBytesPlan(Decision(bounds, choices), fullest, int(taken[fullest]))
+        return MinBytesPlan(
+            Decision(bounds, choices),
+            fullest,
+            int(taken[fullest]),
+        )
 
 
 def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
     """Finds the emptiest plan between these cuts; None if there is no plan.
 
-    For models of more than `LIMIT.exact_layers` layers it may be a plan that is nearly as empty, or
-    None if no plan was found in time.
+    For models of more than `LIMIT.exact_layers` layers it may be a plan that is nearly as
+    empty, or None if no plan was found in time.
     """
     peaks = Peaks(pricing, cuts)
     near = 1 if peaks.exact else 1 + LIMIT.tolerance
@@ -196,9 +217,9 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
     rounds = 0
     while True:
         rounds += 1
-        # Each path has a highest bound, that of its fullest segment. `highest` is the least of them
-        # over all paths, so no plan holds less, and a plan that holds no more is the emptiest. The
-        # loop ends, because each round settles another segment.
+        # Each path has a highest bound, that of its fullest segment. `highest` is the least
+        # of them over all paths, so no plan holds less, and a plan that holds no more is
+        # the emptiest. The loop ends, because each round settles another segment.
         highest = least_max(peaks.bytes)
         if highest == np.inf:
             return None
@@ -225,8 +246,8 @@ def longer_bytes(
 ) -> Grid:
     """Bounds from below the peak bytes of longer segments, which contain one with known bytes.
 
-    The choices of a longer segment also suit the known segment inside it. So the longer one needs
-    at least as many bytes, less three differences:
+    The choices of a longer segment also suit the known segment inside it. So the longer one
+    needs at least as many bytes, less three differences:
 
     - A run (layers that are recomputed together) may begin before the known segment. Inside the
       known segment it begins with the first layer, whose input is then kept in place of the input
@@ -245,13 +266,14 @@ def longer_bytes(
     starts = block.starts[: a + 1]
     last = block.ends[b] - 1
     in_flight = pricing.segments.in_flight[block.s]
-    # The first difference: by how much the input of the known segment's first layer is larger than
-    # the smallest input from the start of the longer segment on.
+    # The first difference: by how much the input of the known segment's first layer is
+    # larger than the smallest input from the start of the longer segment on.
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1]
-    begun = on_device_bytes(in_flight, inputs[-1] - least[starts - starts[0]])
-    # The second: what a run needs in addition if it ends with the known segment. This is 0 if the
-    # longer segment ends there, too.
+    larger = inputs[-1] - least[starts - starts[0]]
+    begun = on_device_bytes(in_flight, larger)
+    # The second: what a run needs in addition if it ends with the known segment. This is 0
+    # if the longer segment ends there, too.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
     ended = np.full(len(block.ends) - b, max(0.0, more_at_end))
     ended[0] = 0.0
@@ -268,7 +290,8 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     """
     plan = min_bytes_plan(pricing)
     limit = int(pricing.limit_bytes)
-    i, j = plan.decision.bounds[plan.stage : plan.stage + 2]
+    bounds = plan.decision.bounds
+    i, j = bounds[plan.stage : plan.stage + 2]
     over = plan.peak_bytes - limit
     problem = pricing.segments.problem
     stage_limit = limit - problem.less_bytes(plan.stage)

@@ -1,17 +1,18 @@
 """Finds the fastest choices (fates) for the layers of a device under its limit, by dominance.
 
-A state stands for choices of the first layers: their seconds and bytes (`dominance.py`). The search
-begins with one state, for no layers. With each further layer, a state becomes several, one for each
-choice of the layer. Then three kinds of states are dropped:
+A state stands for choices of the first layers: their seconds and bytes (`dominance.py`).
+The search begins with one state, for no layers. With each further layer, a state becomes
+several, one for each choice of the layer. Then three kinds of states are dropped:
 
     - states that cannot fit, whatever the layers to come choose;
     - states whose lower bound of seconds (`dual_bounds.py`) is not below the best that is known;
     - states that another state dominates, because it is at least as good in every number.
 
-Dropping them loses nothing. The first kind never fits. The second never gets faster than the best
-choices that are known. The third never gets better than the state that dominates it. So the result
-is the best, with one exception: if more than twice `width` states are left after a layer, only the
-most promising stay. The answer's `bound_s` then tells how fast the best may be.
+Dropping them loses nothing. The first kind never fits. The second never gets faster than
+the best choices that are known. The third never gets better than the state that dominates
+it. So the result is the best, with one exception: if more than twice `width` states are
+left after a layer, only the most promising stay. The answer's `bound_s` then tells how fast
+the best may be.
 """
 
 from dataclasses import dataclass
@@ -26,14 +27,14 @@ from jvpipe.planners.joint.dominance import (
     MOST,
     SWAPPED,
     Growth,
-    Lot,
     States,
     beyond_held,
     follow,
-    to_come,
 )
 from jvpipe.planners.joint.dual_bounds import DualBounds, Offers, Prices, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
+from jvpipe.planners.joint.look_ahead import to_come, until_end
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.util.sizes import ROUNDING
 
@@ -83,9 +84,9 @@ class StageChoices:
 class FateSearch:
     """A search that answers a query; lower bounds come from prices (`dual_bounds.py` defines them).
 
-    If no `prices` are given, the prices that prove the highest bound are used. Choices must fit at
-    every moment of the lot. Prices apply only to the bytes of one moment: the one at which the
-    device would hold the most if everything was kept.
+    If no `prices` are given, the prices that prove the highest bound are used. Choices must
+    fit at every moment of the lot. Prices apply only to the bytes of one moment: the one at
+    which the device would hold the most if everything was kept.
     """
 
     def __init__(
@@ -106,29 +107,46 @@ class FateSearch:
         self.moment = int(keeping.argmax())
         held_bytes = growth.held[self.moment]
         self.room = query.room_bytes - base[self.moment]
-        offers = Offers(table.allowed[at], growth.extra_s[at], link_s, held_bytes)
+        offers = Offers(
+            table.allowed[at],
+            growth.extra_s[at],
+            link_s,
+            held_bytes,
+        )
         # A device needs at least what all layers hold plus what the last layer works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
         with_last = offers._replace(held_bytes=held_bytes + last)
         if prices is None:
-            asked = Relaxation(with_last, self.room, query.compute_s, query.traffic_s)
+            asked = Relaxation(
+                with_last,
+                self.room,
+                query.compute_s,
+                query.traffic_s,
+            )
             prices = DualBounds([asked]).solve()[0]
         self.prices = self.alpha, self.mu = prices
         # Lower bounds of what the layers to come cost at these prices.
         priced = offers.cost(*prices)
         paid = priced.min(1)
-        # Backwards run from the last layer to the first. So while the backward of an earlier layer
-        # runs, the layers to come hold nothing of this micro-batch: their backwards have freed it.
+        # Backwards run from the last layer to the first. So while the backward of an
+        # earlier layer runs, the layers to come hold nothing of this micro-batch: their
+        # backwards have freed it.
         left = table.left_bytes[at]
         others = offers._replace(held_bytes=held_bytes - left).cost(*prices)
         spared = others.min(1) - self.mu * growth.given
         self.cost_to_come = to_come(with_last.cost(*prices).min(1))
         self.paid_to_come = to_come(paid)
-        self.spare_to_come = growth.until_end(spared, paid)
+        self.spare_to_come = until_end(spared, paid, growth.ends)
         self.extra_to_come = to_come(offers.cost(1.0, 0.0).min(1))  # of compute alone
         self.last_bytes = float(table.least_working_bytes[at[-1]])
-        self.expected = self._expected(priced, offers.extra_s, link_s, held_bytes, left)
+        self.expected = self._expected(
+            priced,
+            offers.extra_s,
+            link_s,
+            held_bytes,
+            left,
+        )
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
         """Estimates what the layers to come take: means over choices, mostly over the cheap ones.
@@ -139,29 +157,41 @@ class FateSearch:
 
         Args:
             cost: of each choice at these prices.
-            taken: extra seconds, link seconds, held bytes and left bytes of each choice. Left bytes
-                are scaled like held bytes.
+            taken: extra seconds, link seconds, held bytes and left bytes of each choice.
+                Left bytes are scaled like held bytes.
         """
         query = self.query
-        without_fates_s = self.alpha * query.compute_s + (1 - self.alpha) * query.traffic_s
+        alpha = self.alpha
+        without_fates_s = alpha * query.compute_s + (1 - alpha) * query.traffic_s
         bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
-        # The more a choice costs above its layer's cheapest, the less it counts. The unit of this
-        # difference is a share (`FATE.near_best`) of the mean seconds of a layer.
+        # The more a choice costs above its layer's cheapest, the less it counts. The unit
+        # of this difference is a share (`FATE.near_best`) of the mean seconds of a layer.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
         least_s = max(1e-12 * most_s, 1e-300)
         near_s = max(FATE.near_best * bound_s / len(cost), least_s)
-        near = np.exp((cost.min(1)[:, None] - cost) / near_s)
+        cheapest = cost.min(1)[:, None]
+        near = np.exp((cheapest - cost) / near_s)
         shares = near / near.sum(1)[:, None]
         sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
         room = self.room - self.last_bytes
-        binding = (self.alpha > 0, self.alpha < 1, self.mu > 0)
-        wholes = (bound_s - query.compute_s, bound_s - query.traffic_s, room)
+        binding = (
+            self.alpha > 0,
+            self.alpha < 1,
+            self.mu > 0,
+        )
+        wholes = (
+            bound_s - query.compute_s,
+            bound_s - query.traffic_s,
+            room,
+        )
         scales = []
         for x, available, binds in zip(sums_to_come, wholes, binding, strict=False):
-            # An estimate that is nearly 0 stays: its scale might be infinite.
             rest = max(available, 0.0)
-            is_scaled = binds and x[0] > ROUNDING * rest
-            scales.append(rest / x[0] if is_scaled else 1.0)
+            scale = 1.0
+            # An estimate that is nearly 0 stays: its scale might be infinite.
+            if binds and x[0] > ROUNDING * rest:
+                scale = rest / x[0]
+            scales.append(scale)
         scales.append(scales[-1])
         return [x * scale for x, scale in zip(sums_to_come, scales, strict=True)]
 
@@ -171,8 +201,8 @@ class FateSearch:
         Ties go to the choices that swap least, then to those that hold least.
 
         Args:
-            width: if more than twice `width` states are left after a layer, about twice `width`
-                of them stay (`_fittest`).
+            width: if more than twice `width` states are left after a layer, about twice
+                `width` of them stay (`_fittest`).
             below_s: seconds; slower choices are not of interest.
         """
         last = follow(
@@ -216,18 +246,20 @@ class FateSearch:
         query = self.query
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
-        # There are three bounds: compute alone, the link alone, and the weighted mean of both with
-        # the price of bytes.
+        # There are three bounds: compute alone, the link alone, and the weighted mean of
+        # both with the price of bytes.
         compute_s, link_s = self._loads_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
             over = self._held_bytes(states) - query.room_bytes
-            beyond = self.mu * beyond_held(states) + self.spare_to_come[done]
+            beyond = self.mu * beyond_held(states)
+            beyond = beyond + self.spare_to_come[done]
             to_come = np.maximum(self.cost_to_come[done], beyond)
             if self.growth.fixed_rows > MOST:
                 largest = self.mu * states[MOST] + self.paid_to_come[done]
                 to_come = np.maximum(to_come, largest)
-            priced = priced + self.mu * np.where(fits, over, 0.0) + to_come
+            paid = self.mu * np.where(fits, over, 0.0)
+            priced = priced + paid + to_come
         else:
             priced = priced + self.cost_to_come[done]
         least_compute_s = compute_s + self.extra_to_come[done]
@@ -244,8 +276,8 @@ class FateSearch:
     ) -> np.ndarray:
         """Picks the states that stay: `width` with the least bounds, and `width` expected to be fast.
 
-        The expected seconds are those of a state, plus the estimates of `_expected` for the layers to
-        come, plus a price for each byte that would then be over the limit.
+        The expected seconds are those of a state, plus the estimates of `_expected` for the
+        layers to come, plus a price for each byte that would then be over the limit.
         """
         extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
         held_bytes = self._held_bytes(states)
@@ -257,7 +289,9 @@ class FateSearch:
         may = np.isfinite(bound)
         overrun = np.maximum(np.where(may, over, 0.0), 0.0)
         penalty_s = FATE.overrun_price * self.mu * overrun
-        seconds = np.maximum(compute_so_far_s + extra_s, link_so_far_s + link_s) + penalty_s
+        compute_s = compute_so_far_s + extra_s
+        transfers_s = link_so_far_s + link_s
+        seconds = np.maximum(compute_s, transfers_s) + penalty_s
         expected_s = np.where(may, seconds, np.inf)
         near = np.argpartition(expected_s, width)[:width]
         low = np.argpartition(bound, width)[:width]
@@ -273,5 +307,9 @@ class FateSearch:
         """Counts the seconds of compute and of the link that states take."""
         query = self.query
         swapped = states[SWAPPED]
-        one_way_s = np.where(swapped > 0, self.host.latency_s + swapped / self.host.bytes_per_s, 0)
+        one_way_s = np.where(
+            swapped > 0,
+            self.host.latency_s + swapped / self.host.bytes_per_s,
+            0,
+        )
         return query.compute_s + states[EXTRA], query.traffic_s + 2 * one_way_s

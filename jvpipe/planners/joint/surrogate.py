@@ -25,7 +25,8 @@ from jvpipe.planners.joint.segment_table import Effort, Table, cells
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 from jvpipe.util.sizes import MOST_BYTES
 
 
@@ -49,7 +50,12 @@ def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """
     limit = problem.memory_limit_bytes
     limit_bytes = float(MOST_BYTES if limit is None else limit)
-    return Pricing(Segments(problem), Choices.of(problem.costs, swaps), limit_bytes, swaps)
+    return Pricing(
+        Segments(problem),
+        Choices.of(problem.costs, swaps),
+        limit_bytes,
+        swaps,
+    )
 
 
 def solve(
@@ -67,7 +73,12 @@ def solve(
     everything = pricing.segments.windows
 
     def between(cuts: Sequence[Cuts]) -> Solution:
-        table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
+        table = Table(
+            pricing,
+            cuts,
+            effort(pricing.segments.n),
+            most_swapped_bytes,
+        )
         return search(problem, table)
 
     if area(everything) <= CUTS.all_cells:
@@ -161,14 +172,16 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
-        swapped = pricing.at(s).choices.swapped_bytes[np.arange(i, j), decision.choices[i:j]]
+        swapped_bytes = pricing.at(s).choices.swapped_bytes
+        swapped = swapped_bytes[np.arange(i, j), decision.choices[i:j]]
         moves.append(k[s] * float(swapped.sum()))
     if sum(moves) <= limit:
         return solution
     # There are two ways out, and the faster one is taken: each stage may swap in proportion to what
     # it swaps now, or no stage swaps.
     total = sum(moves)
-    parts = [limit * want / total // kept for want, kept in zip(moves, k, strict=True)]
+    shares = zip(moves, k, strict=True)
+    parts = [limit * moved / total // flying for moved, flying in shares]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),

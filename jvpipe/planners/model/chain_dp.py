@@ -91,7 +91,9 @@ def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
     ahead = [np.zeros(1)]
     behind = [np.zeros(1)]
     for matrix in matrices:
-        ahead.append((ahead[-1][:, None] + matrix).min(0))
+        longer = ahead[-1][:, None] + matrix
+        ahead.append(longer.min(0))
     for matrix in reversed(matrices):
-        behind.append((matrix + behind[-1]).min(1))
+        longer = matrix + behind[-1]
+        behind.append(longer.min(1))
     return [a + b for a, b in zip(ahead, reversed(behind), strict=True)]

@@ -7,7 +7,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.spans import Cuts
 
 _EQUAL_S = 1e-12
 """The search for the least time ends when its interval is at most this fraction of the time."""
@@ -50,7 +51,9 @@ def even_counts(layers: int, stages: int) -> list[int]:
 
 
 def balanced(
-    problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
+    problem: Problem,
+    cuts: Cuts,
+    layer_s: Float[np.ndarray, " layers"],
 ) -> tuple[int, ...]:
     """Finds bounds that give devices nearly equal work.
 
@@ -68,7 +71,8 @@ def balanced(
     for s in range(problem.devices):
         slowness = np.array(problem.slowness(s) or 1.0)
         device_s = np.cumsum(layer_s * slowness)
-        totals[s] = np.concatenate([[0.0], device_s])[cuts]
+        before_s = np.concatenate([[0.0], device_s])
+        totals[s] = before_s[cuts]
     places = np.array(problem.places)
     best = _least_longest(totals[places])
 
@@ -113,7 +117,8 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
         bounds = [last]
         for s in reversed(range(stages)):
             end = bounds[-1]
-            begin = int(np.searchsorted(totals[s], totals[s, end] - longest_s))
+            begin_s = totals[s, end] - longest_s
+            begin = int(np.searchsorted(totals[s], begin_s))
             # This stage has at least one layer, and at least one is left for each stage before it.
             bounds.append(min(max(begin, s), end - 1))
         return bounds[::-1]

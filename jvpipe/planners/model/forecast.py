@@ -44,8 +44,17 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     33.0
     """
     parts_s = [load.parts_s for load in _loads(stages)]
-    features = Features.of(parts_s, shared=problem.peer_uses_host, machines=_machines(problem))
-    stream = _stream(problem.schedule, len(stages), problem.microbatches, features)
+    features = Features.of(
+        parts_s,
+        shared=problem.peer_uses_host,
+        machines=_machines(problem),
+    )
+    stream = _stream(
+        problem.schedule,
+        len(stages),
+        problem.microbatches,
+        features,
+    )
     seconds = stream.seconds(parts_s)
     starts = stream.work.starts_s(seconds)
     ends = np.add(starts, seconds)
@@ -82,7 +91,12 @@ def least_steps_s(
         swaps=False,
         updates=bool(parts_s[:, PARTS.index(Kind.U)].any()),
     )
-    stream = _stream(problem.schedule, stages, problem.microbatches, features)
+    stream = _stream(
+        problem.schedule,
+        stages,
+        problem.microbatches,
+        features,
+    )
     by_task_s = possible_s[stream.slots]
     ends_s = stream.work.many_starts_s(by_task_s) + by_task_s
     least_s = _steps_s(problem, stream, ends_s)
@@ -91,7 +105,9 @@ def least_steps_s(
 
 
 def simulated_bubble_fraction(
-    problem: Problem, stages: Sequence[StageCost], devices: int | None = None
+    problem: Problem,
+    stages: Sequence[StageCost],
+    devices: int | None = None,
 ) -> float:
     """Returns the share of the devices' time that is idle in a simulated step.
 
@@ -104,13 +120,14 @@ def simulated_bubble_fraction(
     lists = problem.schedule.tasks(problem.devices, problem.microbatches)
     if not step_s:
         return 0.0
-    tasks = chain.from_iterable(lists)
-    busy_s = sum(
-        problem.group(task.stage).replicas * stages[task.stage].task_s(task.kind) for task in tasks
-    )
-    # All replicas of a stage work at the same time, so each of them counts as busy.
+    works_s = []
+    for task in chain.from_iterable(lists):
+        task_s = stages[task.stage].task_s(task.kind)
+        # All replicas of a stage work at the same time, so each of them counts as busy.
+        works_s.append(problem.group(task.stage).replicas * task_s)
+    busy_s = sum(works_s)
     busy_s += sum(problem.updates * stage.replicas * stage.update_s for stage in stages)
-    there = devices or sum(len(devices) for devices in set(problem.where))
+    there = devices or sum(map(len, set(problem.where)))
     return 1.0 - busy_s / (there * step_s)
 
 
@@ -127,7 +144,12 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     """
     loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
-    lists = _lists(problem.schedule, problem.devices, problem.microbatches, count)
+    lists = _lists(
+        problem.schedule,
+        problem.devices,
+        problem.microbatches,
+        count,
+    )
     return simulate_lists(
         lists,
         loads,
@@ -154,7 +176,12 @@ def _stream(
     if not schedule.synchronous:
         # The micro-batches after the timed ones keep all stages busy until the timing ends.
         count = sum(stream_window(stages, microbatches)) + stages + 1
-    lists = _lists(schedule, stages // schedule.chunks, microbatches, count)
+    lists = _lists(
+        schedule,
+        stages // schedule.chunks,
+        microbatches,
+        count,
+    )
     return stage_work(lists, features)
 
 
@@ -195,7 +222,9 @@ def trips_counted(stages: int, microbatches: int) -> float:
     the share. The result is the smallest share that any length of cycles gives.
     """
     _, timed = stream_window(stages, microbatches)
-    return min(timed // length * length for length in range(1, stages + 1)) / timed
+    lengths = range(1, stages + 1)
+    in_cycles = min(timed // length * length for length in lengths)
+    return in_cycles / timed
 
 
 def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
@@ -209,11 +238,15 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
         stages: the number of stages.
         microbatches: the number of micro-batches of a step.
     """
-    return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
+    before = 2 * stages
+    cycles = math.ceil(max(before, microbatches) / stages)
+    return before, stages * cycles
 
 
 def _steps_s(
-    problem: Problem, stream: StageWork, ends_s: Float[np.ndarray, "tasks runs"]
+    problem: Problem,
+    stream: StageWork,
+    ends_s: Float[np.ndarray, "tasks runs"],
 ) -> Float[np.ndarray, " runs"]:
     """Counts seconds per step from the ends of tasks.
 

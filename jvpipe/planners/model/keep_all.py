@@ -15,17 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.planners.model.grids import OverJ, between, most_up_to, sums
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import (
-    CutBlock,
-    Cuts,
-    Grid,
-    OverJ,
-    Segments,
-    between,
-    most_up_to,
-    sums,
-)
+from jvpipe.planners.model.segments import CutBlock, Segments
+from jvpipe.planners.model.spans import Cuts, Grid
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
 
 
@@ -58,7 +51,8 @@ class KeptBytes:
             kept: for each layer, the bytes that it keeps of a micro-batch.
             working: for each layer, the bytes that it needs only while it runs.
         """
-        starts, ends = block.starts, block.ends
+        starts = block.starts
+        ends = block.ends
         in_the_end = between(sums(kept), starts, ends) + block.shared_bytes
         at_work = segments.at_work(starts, ends, kept, working)
         beyond = most_up_to(at_work, starts, ends) - in_the_end
@@ -73,7 +67,13 @@ class KeptBytes:
                 micro-batches in flight. They are subtracted, because `kept` includes them, too.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
-        return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak
+        return StageBytes(
+            in_flight,
+            static,
+            self.kept,
+            np.zeros(()),
+            self.beyond,
+        ).peak
 
 
 class KeepAll:
@@ -117,7 +117,12 @@ class KeepAll:
         layers = [option_bytes(layer, layer.options[0]) for layer in self.segments.costs.layers]
         kept = np.array([float(x.kept) for x in layers])
         working = np.array([float(x.working) for x in layers])
-        return KeptBytes.of(self.segments, self._block, kept, working)
+        return KeptBytes.of(
+            self.segments,
+            self._block,
+            kept,
+            working,
+        )
 
     @property
     def kept_bytes(self) -> Grid:

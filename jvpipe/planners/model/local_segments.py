@@ -19,18 +19,12 @@ from jaxtyping import Float
 
 from jvpipe.cost.costs import Costs, Option, bounds_inside
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.model.grids import between, link_seconds, shown_s, sums
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Group, Problem
-from jvpipe.planners.model.segments import (
-    Cuts,
-    Grid,
-    Segments,
-    between,
-    link_seconds,
-    shown_s,
-    sums,
-)
+from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.model.spans import Cuts, Grid
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
@@ -131,7 +125,12 @@ class LocalSegments:
         segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
         return segments.block(0, self.coarse, self.coarse).comm_s
 
-    def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
+    def _fitting_s(
+        self,
+        size: int,
+        replicas: int,
+        behind: int,
+    ) -> Grid:
         """Counts each segment's seconds if all is kept, or recomputed if only that fits.
 
         The seconds are infinite if nothing fits. The arguments are those of `peak_bytes`.
@@ -175,11 +174,12 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # Bytes are counted for a pipeline of three stages, of which number `near` from the end
-        # stands in for this stage. If the stage before this one has more micro-batches in flight,
-        # values arrive early. Then number 1 or 2 stands in, where values arrive early, too. If not,
-        # number 3 stands in, where no value arrives early, or the stage's own number if smaller.
-        # This stage has `more` micro-batches in flight than its stand-in.
+        # Bytes are counted in a pipeline of three stages. The stand-in for this stage is the one
+        # with number `near`, counted from the end. Values arrive early at a stage if the stage
+        # before it has more micro-batches in flight. If they arrive early at this stage, its
+        # stand-in is number 1 or 2, where they arrive early, too. If not, it is number 3, the first
+        # stage, or this stage's own number if that is smaller. This stage has `more` micro-batches
+        # in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes
@@ -196,7 +196,12 @@ class LocalSegments:
         if again:
             costs = computing_again(costs)
         stages = min(3, self.shapes.layers)
-        problem = _of_stages(costs, stages, microbatches, replicas)
+        problem = _of_stages(
+            costs,
+            stages,
+            microbatches,
+            replicas,
+        )
         return KeepAll(problem, cuts=self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
@@ -212,7 +217,11 @@ class LocalSegments:
         if not self.shapes.model.overlaps:
             return whole_s
         _, backward_s = self.layer_s(b)
-        return shown_s(whole_s, between(sums(backward_s), self.coarse, self.coarse), link)
+        return shown_s(
+            whole_s,
+            between(sums(backward_s), self.coarse, self.coarse),
+            link,
+        )
 
     def counts(self, size: int) -> tuple[int, ...]:
         """Lists the numbers of replicas worth comparing, for micro-batches of `size` examples.

@@ -29,23 +29,22 @@ RECOMPUTE_CHAIN = -2
 class Group:
     """The devices at one place of the pipeline: replicas that share the work of a micro-batch.
 
-    A problem counts its places from 0, in the order in which a micro-batch passes them. Outside of
-    the problem, such as in a plan, the devices have other numbers (`devices`).
+    A problem counts its places from 0, in the order in which a micro-batch passes them.
+    Outside of the problem, such as in a plan, the devices have other numbers (`devices`).
 
     Attributes:
         devices: the numbers of these devices outside of the problem.
-        slowness: for each layer, the seconds on the slowest of these devices, as a multiple of the
-            seconds in the costs; empty: all multiples are 1.
-        less_bytes: by how many bytes the limit of these devices is below the problem's limit. The
-            device with the least memory counts.
+        slowness: for each layer, the seconds on the slowest of these devices, as a multiple
+            of the seconds in the costs; empty: all multiples are 1.
+        less_bytes: by how many bytes the limit of these devices is below the problem's
+            limit. The device with the least memory counts.
         name: the kind of these devices, for messages.
         costs: the layers' costs for the largest share of a micro-batch that one of these devices
             works on; None: the problem's, because each device works on whole micro-batches.
-        receives: the link from the place before, for the bytes that all replicas receive together;
-            None: the problem's `peer`.
+        receives: the link from the place before, for the bytes that all replicas receive
+            together; None: the problem's `peer`.
         reduces: the all-reduce of gradients as a link, for the gradient bytes of one replica.
         machines: the machine of each of these devices; empty if the cluster has only one.
-
     """
 
     devices: tuple[int, ...]
@@ -82,22 +81,25 @@ class Problem:
         stages: how many stages there are: the schedule's chunks times the number of places.
         schedule: the order of tasks.
         microbatches: how many micro-batches a step has.
-        memory_limit_bytes: the bytes that the roomiest device (the one with the most memory) may
-            hold; None: no limit. The limit of any other device is this number minus `less_bytes` of
-            its group. So raising this number raises all limits by the same number of bytes.
-        host_limit_bytes: the bytes that the host may hold for all devices together; None: no limit.
+        memory_limit_bytes: the bytes that the roomiest device (the one with the most
+            memory) may hold; None: no limit. The limit of any other device is this number
+            minus `less_bytes` of its group. So raising this number raises all limits by the
+            same number of bytes.
+        host_limit_bytes: the bytes that the host may hold for all devices together; None:
+            no limit.
         host: the link between a device and its host.
         peer: the link between a device and the device of the next stage.
         peer_uses_host: whether `host` and `peer` are the same physical link.
         cluster: the machines, if they are known.
-        groups: the devices of each place, in the order in which a micro-batch passes the places;
-            empty: each place has one device, and all devices are alike. The limit of a place holds
-            for each of its devices.
-        overlaps: whether replicas add up the gradients of a layer while the last backwards of the
-            layers before it still run; if not, they add them up after all backwards of the stage.
-        lent: the share of an idle device's time that other devices can use. It is above 0 if
-            devices share the cores of one machine. This share of idle time does not count when
-            orders of tasks are compared.
+        groups: the devices of each place, in the order in which a micro-batch passes the
+            places; empty: each place has one device, and all devices are alike. The limit
+            of a place holds for each of its devices.
+        overlaps: whether replicas add up the gradients of a layer while the last backwards
+            of the layers before it still run; if not, they add them up after all backwards
+            of the stage.
+        lent: the share of an idle device's time that other devices can use. It is above 0
+            if devices share the cores of one machine. This share of idle time does not
+            count when orders of tasks are compared.
     """
 
     costs: Costs
@@ -152,8 +154,8 @@ class Problem:
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
         """The sets of layers that must share a stage."""
-        # With several chunks, layers that pass model state on to the next micro-batch (`carried`)
-        # must stay in one stage.
+        # With several chunks, layers that pass model state on to the next micro-batch
+        # (`carried`) must stay in one stage.
         carried = self.costs.carried if self.schedule.chunks > 1 else ()
         return (*self.costs.together, *carried)
 
@@ -214,9 +216,9 @@ class Problem:
     def link_into(self, s: int) -> Link:
         """Returns the link over which a stage receives values and returns cotangents.
 
-        Each group has the link from the place before it (`receives`). In a vee the second half of
-        the stages goes back along the places. The receiving place is then the one before the
-        sending place, so the link between them is that of the sending group.
+        Each group has the link from the place before it (`receives`). In a vee the second
+        half of the stages goes back along the places. The receiving place is then the one
+        before the sending place, so the link between them is that of the sending group.
         """
         if s == 0:
             return self.peer
@@ -249,8 +251,8 @@ class Problem:
         """The costs of all layers, for the devices of each place."""
         cache: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
         every = []
-        # Devices that are alike share one tuple of layers, because a model may have many layers
-        # while a cluster has few kinds of devices.
+        # Devices that are alike share one tuple of layers, because a model may have many
+        # layers while a cluster has few kinds of devices.
         for group in self.at_places:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
@@ -289,7 +291,12 @@ class Problem:
         >>> apart.memory_limit_bytes, apart.limit_of(1), apart.layers_on(1)[0].forward_s
         (24, 11, 2.0)
         """
-        limit, groups = single_groups(slowness, limits, names, numbers)
+        limit, groups = single_groups(
+            slowness,
+            limits,
+            names,
+            numbers,
+        )
         return replace(self, memory_limit_bytes=limit, groups=groups)
 
 
@@ -360,7 +367,10 @@ class Decision:
         return Decision(tuple(bounds), (0,) * bounds[-1])
 
     def plan(
-        self, problem: Problem, planner: str, where: Sequence[tuple[int, ...]] | None = None
+        self,
+        problem: Problem,
+        planner: str,
+        where: Sequence[tuple[int, ...]] | None = None,
     ) -> Plan:
         """Converts the decision to a plan.
 
@@ -378,7 +388,11 @@ class Decision:
             for layer in range(i, j):
                 fates.update(self._fates(costs, layer))
             stages.append(Stage(ids[i:j], where[s], fates))
-        return Plan(tuple(stages), problem.schedule.name, planner)
+        return Plan(
+            tuple(stages),
+            problem.schedule.name,
+            planner,
+        )
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
         choice = self.choices[layer]

@@ -1,31 +1,40 @@
 """The seconds and bytes of segments before fates are chosen, for many pairs of cuts at once.
 
-A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py` defines
-what is counted, for one segment at a time. This file computes the same numbers as arrays; a
-property test compares both (tests/planners/model/test_segments.py). A sum over the layers of a
-segment is the difference of two prefix sums. Values that cross cuts are counted by `spans.py`.
+A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py`
+defines what is counted, for one segment at a time. This file computes the same numbers as
+arrays; a property test compares both (tests/planners/model/test_segments.py). Numbers of
+layers are summed over segments by `grids.py`, and values that cross their bounds are
+counted by `crossings.py`.
 
-A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of `ends`
-(columns), where they end. Entries with j <= i mean nothing. The numbers of a layer are those of one
-device of the stage, which works on its share of a micro-batch. Traffic is that of whole
-micro-batches.
+A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of
+`ends` (columns), where they end. Entries with j <= i mean nothing. The numbers of a layer
+are those of one device of the stage, which works on its share of a micro-batch. Traffic is
+that of whole micro-batches.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from jvpipe.cost.costs import Costs, Edge, LayerCost, bounds_inside
+from jvpipe.cost.costs import Costs, bounds_inside
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.model.crossings import Crossings
+from jvpipe.planners.model.grids import (
+    OverJ,
+    between,
+    ends_up_to,
+    link_seconds,
+    most_of,
+    shown_s,
+    sums,
+)
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
+from jvpipe.planners.model.shared_state import surely_spared_bytes
+from jvpipe.planners.model.spans import Cuts, Grid, Hops
 from jvpipe.planners.model.stage_bytes import on_device_bytes
 
-OverJ = Float[np.ndarray, "J"]
 ROWS_AT_ONCE = 256
 """For models of at most this many layers, `Segments.row` makes all rows of a stage at once.
 
@@ -86,31 +95,13 @@ class Segments:
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
         self.parameter_bytes = sums(layer.parameter_bytes for layer in layers)
         self.state_bytes = sums(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-        edges = self.costs.edges
-        shared = self.costs.shared
-        self._values = _hops(edges)
-        self._cotangents = _hops(e for e in edges if e.differentiable)
-        # Whole micro-batches cross cuts, whatever the shares of replicas are.
-        whole = problem.costs.edges
-        self._received = _hops(whole).spans()
-        self._returned = _hops(e for e in whole if e.differentiable).spans()
-        # A value crosses all cuts up to its last reader, and its cotangent crosses them back.
-        sent = Hops.of(
-            (e.producer, [max(e.readers)], (1 + e.differentiable) * e.bytes) for e in whole
-        )
-        self._sent = Spans(
-            self._mirrored(sent.b),
-            self._mirrored(sent.a),
-            sent.bytes,
-        )
-        # A shared value counts like an edge whose producer is before the model (-1): a segment
-        # holds the value once, from its first reader in the segment on.
-        tensors = [x for x in shared if not x.per_version]
-        copies = [x for x in shared if x.per_version]
+        self._crossings = Crossings(self.n, self.costs.edges, problem.costs.edges)
+        # A shared value counts like an edge whose producer is before the model (-1): a
+        # segment holds the value once, from its first reader in the segment on.
+        tensors = [x for x in self.costs.shared if not x.per_version]
+        copies = [x for x in self.costs.shared if x.per_version]
         self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
         self._copies = Hops.of((-1, x.layers, x.bytes) for x in copies).spans()
-        self._early_spans = cache(self._early)
-        self._late_spans = cache(self._late)
         self._rows: dict[tuple[int, int], CutBlock] = {}
         self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {
             (): (self.forward_s, self.compute_s)
@@ -152,10 +143,10 @@ class Segments:
     def share_s(self) -> float:
         """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
-        The work of a layer is its seconds in the costs. A stage takes some multiple of these
-        seconds for each layer. Let r be its smallest multiple. Then the stage does at most 1 / r of
-        work per second. At best all stages end together. The bound is thus the work of all layers,
-        divided by the sum of the rates 1 / r.
+        The work of a layer is its seconds in the costs. A stage takes some multiple of
+        these seconds for each layer. Let r be its smallest multiple. Then the stage does at
+        most 1 / r of work per second. At best all stages end together. The bound is thus
+        the work of all layers, divided by the sum of the rates 1 / r.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
@@ -167,49 +158,6 @@ class Segments:
             ratios = stage_s[there] / each_s[there]
             rates += 1 / max(float(ratios.min(initial=np.inf)), 1e-300)
         return float(self.compute_s[-1]) / rates
-
-    def _mirrored(self, layers: Cuts) -> Cuts:
-        """Counts layers from the end: what a segment sends, its mirror image receives."""
-        return self.n - 1 - layers
-
-    def _early(self, more: tuple[int, ...]) -> Spans:
-        """Makes the spans of values that arrive early.
-
-        A value counts once for each micro-batch that is in flight on the stage that makes the value
-        but not on this stage. A value that is made d layers before the segment is made at most d
-        stages before this one, because a stage has at least one layer.
-
-        Args:
-            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, minus
-                those in flight d - 1 stages before this one. Most stages of a model without long
-                edges have the same `more`, and share the result.
-        """
-        hops = self._values
-        parts = []
-        for d, times in enumerate(more, 1):
-            far = hops.at(hops.b - hops.producer >= d)
-            begin = np.maximum(far.a, far.producer + d - 1)
-            parts.append((begin, far.b, times * far.bytes))
-        return joined_spans(parts)
-
-    def _late(self, count: int) -> Spans:
-        """Makes the spans of waiting cotangents, in the mirrored model.
-
-        A cotangent counts d times if its sender is d stages away. The sender is the stage with the
-        value's next reader after the segment. Each layer from the segment's end up to and including
-        this reader may be a stage of its own.
-
-        Args:
-            count: the most stages that a sender may be away: the number of stages after this one,
-                or the layers of the longest hop (`Hops.longest`), if fewer.
-        """
-        hops = self._cotangents
-        parts = []
-        for d in range(1, count + 1):
-            far = hops.at(hops.b - hops.a >= d)
-            begin = self._mirrored(far.b - d + 1)
-            parts.append((begin, self._mirrored(far.a), far.bytes))
-        return joined_spans(parts)
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -242,16 +190,26 @@ class Segments:
         """Returns prefix sums of the bytes of parameters, gradients and optimizer on stage s."""
         return self.versions[s] * self.parameter_bytes + self.state_bytes
 
-    def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+    def waiting_bytes(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Counts the most bytes of values that arrive early and of cotangents that wait."""
-        reach = min(s, self._values.reach)
-        before = self.in_flight[s - reach : s + 1]
-        more = tuple(earlier - later for earlier, later in pairwise(before))
-        count = min(self.problem.stages - 1 - s, self._cotangents.longest)
-        early = self._early_spans(more[::-1]).over(starts, ends)
-        return early + self._backwards(self._late_spans(count), starts, ends)
+        return self._crossings.waiting_bytes(
+            self.in_flight[: s + 1],
+            self.problem.stages - 1 - s,
+            starts,
+            ends,
+        )
 
-    def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+    def fixed_bytes(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Counts the bytes of the segments of stage s that do not depend on fates.
 
         They are parameters, gradients, the optimizer's state, shared values, values that arrive
@@ -264,7 +222,12 @@ class Segments:
         fixed = static + shared + self.waiting_bytes(s, starts, ends)
         replicas = self.problem.group(s).replicas
         if replicas > 1:
-            fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
+            fixed = fixed - surely_spared_bytes(
+                self.costs.layers,
+                starts,
+                ends,
+                replicas,
+            )
         # All stages are compared with one limit, the roomiest device's. So the bytes by which this
         # device has less memory than the roomiest one count as if they were held.
         return fixed + self.problem.less_bytes(s)
@@ -282,9 +245,9 @@ class Segments:
     ) -> Grid:
         """Counts the bytes of one micro-batch while each layer of a segment runs.
 
-        Rows are the starts. Columns are all layers from the first start up to the last end. An
-        entry counts what the segment's layers up to this layer leave, and what this layer needs
-        while it runs.
+        Rows are the starts. Columns are all layers from the first start up to the last end.
+        An entry counts what the segment's layers up to this layer leave, and what this
+        layer needs while it runs.
 
         Args:
             starts: where segments begin.
@@ -292,7 +255,7 @@ class Segments:
             left: for each layer, the bytes that it leaves for its backward.
             working: for each layer, the bytes that it needs only while it runs.
         """
-        every = _ends_up_to(starts, ends)
+        every = ends_up_to(starts, ends)
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
         return np.where(
             every > starts[:, None],
@@ -300,13 +263,19 @@ class Segments:
             0.0,
         )
 
-    def block(self, s: int, starts: Cuts, ends: Cuts) -> CutBlock:
+    def block(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> CutBlock:
         """Makes the block of the segments of stage s between these cuts."""
         if self.of(s) is not self:
             return self.of(s).block(s, starts, ends)
-        received = self._received.over(starts, ends)
-        returned = self._returned.over(starts, ends)
-        transit = received + returned + self._backwards(self._sent, starts, ends)
+        crossings = self._crossings
+        received = crossings.received(starts, ends)
+        returned = crossings.returned(starts, ends)
+        transit = received + returned + crossings.sent(starts, ends)
         peer = self.problem.link_into(s)
         traffic_s = np.zeros_like(transit)
         if self.problem.peer_uses_host:
@@ -359,10 +328,19 @@ class Segments:
         whole_s = link_seconds(link, between(sums(self._reduced_bytes), starts, ends))
         if not self.problem.overlaps:
             return whole_s
-        backward_s = between(self.compute_of(s) - self.forward_of(s), starts, ends)
+        backward_s = between(
+            self.compute_of(s) - self.forward_of(s),
+            starts,
+            ends,
+        )
         return shown_s(whole_s, backward_s, link)
 
-    def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+    def _updates_s(
+        self,
+        s: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Counts the seconds of a step's updates; replicas divide the layers among them."""
         slowness = self.problem.slowness(s)
         each_s = self.problem.updates * self._update_s
@@ -372,7 +350,8 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas == 1:
             return whole_s
-        # No layer is divided among replicas, so updates take at least as long as the longest layer.
+        # No layer is divided among replicas, so updates take at least as long as the
+        # longest layer.
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> CutBlock:
@@ -391,131 +370,4 @@ class Segments:
         """For each j, the bytes of values and cotangents that cross a cut before layer j."""
         start = np.array([0])
         ends = np.arange(self.n + 1)
-        return self._backwards(self._sent, start, ends)[0]
-
-    def _backwards(
-        self,
-        spans: Spans,
-        starts: Cuts,
-        ends: Cuts,
-    ) -> Grid:
-        """Sums spans of the mirrored model over segments; [i, j) is [n - j, n - i) there."""
-        mirrored = spans.over(self.n - ends[::-1], self.n - starts[::-1])
-        return mirrored[::-1, ::-1].T
-
-
-def _hops(edges: Iterable[Edge]) -> Hops:
-    """Makes the hops of edges, from producers to readers and from reader to reader."""
-    return Hops.of((edge.producer, edge.readers, edge.bytes) for edge in edges)
-
-
-def surely_spared_bytes(
-    layers: Sequence[LayerCost],
-    starts: Cuts,
-    ends: Cuts,
-    replicas: int,
-) -> Grid:
-    """Returns, for each segment, a lower bound of the optimizer state that a replica is spared.
-
-    A replica is spared state because the replicas of a stage divide the state among them.
-
-    Layers are packed by the size of their state, the largest first, each onto the replica that
-    holds least (`shared_state.py`). Let x be the last size packed onto the replica that ends up
-    fullest. Just before, this replica held least: at most an even share of the sizes packed so far,
-    which are all at least x. So it ends up with at most that share plus x. The bound does not know
-    x, so it takes the largest such sum over all sizes.
-
-    Args:
-        layers: the layers of the whole model.
-        starts: where segments begin.
-        ends: where they end.
-        replicas: how many replicas the stage has.
-    """
-    sizes = [layer.state_bytes for layer in layers]
-    total = between(sums(layer.state_bytes for layer in layers), starts, ends)
-    # `largest` bounds the fullest replica's bytes. Each size is tried as x, and may raise it.
-    largest = np.zeros_like(total)
-    for size in sorted(set(sizes) - {0}):
-        equals = sums(x == size for x in sizes)
-        as_large = sums(x if x >= size else 0 for x in sizes)
-        there = between(equals, starts, ends) > 0
-        larger = between(as_large, starts, ends)
-        found = (larger - size) // replicas + size
-        largest = np.where(there, np.maximum(largest, found), largest)
-    return np.maximum(total - largest, 0)
-
-
-def sums(values: Iterable[float]) -> OverJ:
-    """Makes prefix sums: entry j is the sum over the first j layers, for j = 0, 1, ..."""
-    if not isinstance(values, np.ndarray):
-        values = np.array(list(values), dtype=np.float64)
-    total = np.cumsum(values, dtype=np.float64)
-    return np.concatenate([[0.0], total])
-
-
-def between(
-    total: Float[np.ndarray, "N"],
-    starts: Cuts,
-    ends: Int[np.ndarray, "J"],
-) -> Grid:
-    """Returns sums over each segment, from prefix sums.
-
-    Args:
-        total: prefix sums, as `sums` makes them.
-        starts: where segments begin.
-        ends: where they end.
-    """
-    return total[ends] - total[starts][:, None]
-
-
-def _ends_up_to(starts: Cuts, ends: Cuts) -> Cuts:
-    """Lists the cuts after each layer from the first start up to the last end; at least one."""
-    first = int(starts[0]) + 1
-    return np.arange(first, max(int(ends[-1]), first) + 1)
-
-
-def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
-    """Finds, for each segment, the largest number of any of its layers.
-
-    Args:
-        layers: a number of at least 0 for each layer.
-        starts: where segments begin.
-        ends: where they end.
-    """
-    every = _ends_up_to(starts, ends)
-    of_layers = layers[every - 1]
-    return most_up_to(np.where(every > starts[:, None], of_layers, 0.0), starts, ends)
-
-
-def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
-    """Finds, for each segment, the largest entry of any of its layers.
-
-    Args:
-        at_work: the result of `Segments.at_work`, or a grid like it: a row for each start, a column
-            for each layer, and 0 for the layers before the start.
-        starts: where segments begin.
-        ends: where they end.
-    """
-    so_far = np.maximum.accumulate(at_work, axis=1)
-    lasts = np.maximum(ends - starts[0] - 1, 0)
-    return so_far[:, lasts]
-
-
-def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
-    """Counts the seconds of transfers on a link; `sizes` are their bytes, 0 for no transfer."""
-    seconds = link.latency_s + sizes / link.bytes_per_s
-    return np.where(sizes > 0, seconds, 0.0)
-
-
-def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
-    """Counts the seconds of all-reduces that no backward hides.
-
-    What shows is the latency or, if larger, the excess of the all-reduce over the backwards.
-
-    Args:
-        whole_s: the seconds of each segment's all-reduce.
-        backward_s: the seconds of each segment's backwards.
-        link: the all-reduce as a link.
-    """
-    longer_s = np.maximum(whole_s - backward_s, link.latency_s)
-    return np.where(whole_s > 0, longer_s, 0.0)
+        return self._crossings.sent(start, ends)[0]

@@ -89,7 +89,6 @@ class Shapes:
         pins: the parts of a plan that the user has fixed.
         apart: for each device a group of its own, with its slowness and its memory; empty: all
             devices are alike.
-
     """
 
     model: Problem
@@ -120,11 +119,18 @@ class Shapes:
         return replace(self, model=replace(self.model, memory_limit_bytes=limit_bytes))
 
     def told_apart(
-        self, slowness: Sequence[tuple[float, ...]], limits: Sequence[int], names: Sequence[str]
+        self,
+        slowness: Sequence[tuple[float, ...]],
+        limits: Sequence[int],
+        names: Sequence[str],
     ) -> "Shapes":
         """Returns the same shapes on devices that may differ; see `single_groups` for arguments."""
         limit, groups = single_groups(slowness, limits, names)
-        return replace(self, model=replace(self.model, memory_limit_bytes=limit), apart=groups)
+        return replace(
+            self,
+            model=replace(self.model, memory_limit_bytes=limit),
+            apart=groups,
+        )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

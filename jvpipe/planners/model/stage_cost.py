@@ -1,10 +1,10 @@
 """The seconds and bytes of a stage: the one definition that every planner is judged by.
 
-Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. F, B and `extra` are seconds
-per micro-batch: of the layers' forwards, of their backwards, and of recomputing. `link` is the
-time per micro-batch for which the stage's link to its host is busy. The link carries what is
-swapped, out and back. If the problem has `peer_uses_host`, the link also carries the values and
-cotangents that cross the stage's bounds.
+Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. F, B and `extra` are
+seconds per micro-batch: of the layers' forwards, of their backwards, and of recomputing.
+`link` is the time per micro-batch for which the stage's link to its host is busy. The link
+carries what is swapped, out and back. If the problem has `peer_uses_host`, the link also
+carries the values and cotangents that cross the stage's bounds.
 
     seconds   max(F + B + extra, link): the device computes while the link copies
     bytes     see the legend of `stage_bytes.py`
@@ -18,15 +18,13 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.shared_state import spared_bytes
 from jvpipe.planners.model.stage_bytes import (
-    LayerBytes,
     StageBytes,
     early_s,
+    joint_bytes,
     layers_bytes,
-    on_device_bytes,
+    stage_bytes,
 )
-from jvpipe.schedules.schedule import Holding
 from jvpipe.simulate.stages import StageLoad
 
 
@@ -63,8 +61,8 @@ class StageCost:
         `swap_s` and `comm_s` count both directions, so one direction takes half of each.
 
         Args:
-            send_s: seconds of sending the stage's values on. They are part of the next stage's
-                `comm_s`, so the caller has to pass them.
+            send_s: seconds of sending the stage's values on. They are part of the next
+                stage's `comm_s`, so the caller has to pass them.
         """
         input_s, weight_s = self.halves_s
         return StageLoad(
@@ -153,7 +151,11 @@ def stage_cost(
         traffic_s = peer.seconds(received + returned + sent)
     reduce_s = 0.0
     if group.replicas > 1:
-        reduce_s = _reduce_s(group.reduces, layers, problem.overlaps)
+        reduce_s = _reduce_s(
+            group.reduces,
+            layers,
+            problem.overlaps,
+        )
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
@@ -212,8 +214,8 @@ def _reduce_s(
     size = sum(layer.reduced_bytes for layer in layers)
     if not overlaps or not size:
         return link.seconds(size)
-    # Backwards run from the last layer to the first. The reduction of a layer begins when the
-    # backward of this layer and the reduction of the layer after it have both ended.
+    # Backwards run from the last layer to the first. The reduction of a layer begins when
+    # the backward of this layer and the reduction of the layer after it have both ended.
     computed_s = reduced_s = 0.0
     for layer in reversed(layers):
         computed_s += layer.backward_s
@@ -222,9 +224,10 @@ def _reduce_s(
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts the seconds of an update: of the longest layer, but at least an even share of all.
+    """Counts the seconds of an update on the replica that takes the longest, at best.
 
-    Replicas share out whole layers: each layer is updated by one replica for all replicas.
+    Replicas share out whole layers: each layer is updated by one replica for all replicas. So an
+    update takes at least as long as the longest layer, and at least an even share of all layers.
     """
     layer_s = [layer.update_s for layer in layers]
     if replicas == 1:
@@ -244,8 +247,9 @@ def halves_s(
 ) -> tuple[float, float]:
     """Counts the seconds of the halves I and W of a layer's backward.
 
-    I gives the cotangents of the layer's inputs, and W adds up its gradients. If no earlier layer
-    waits for a cotangent, the whole backward is in W. Otherwise, a backward without halves is in I.
+    I gives the cotangents of the layer's inputs, and W adds up its gradients. If no earlier
+    layer waits for a cotangent, the whole backward is in W. Otherwise, a backward without
+    halves is in I.
 
     Args:
         costs: the costs of the model.
@@ -257,99 +261,6 @@ def halves_s(
     if cost.split is None:
         return cost.backward_s, 0.0
     return cost.split.input_s, cost.split.weight_s
-
-
-def stage_bytes(
-    problem: Problem,
-    s: int,
-    i: int,
-    j: int,
-    choices: Sequence[int],
-) -> StageBytes[int]:
-    """Counts the bytes of stage `s` with layers [i, j); the arguments are those of `stage_cost`."""
-    costs = problem.costs_of(s)
-    replicas = problem.group(s).replicas
-    layers = costs.layers[i:j]
-    left = list(layers_bytes(layers, choices[i:j]))
-    parameters = sum(layer.parameter_bytes for layer in layers)
-    # A value that several layers read counts at the first of them, whose backward runs last.
-    shared = [0] * len(layers)
-    for value in costs.shared_at(i, j):
-        if value.per_version:
-            parameters += value.bytes
-        else:
-            first = min(layer for layer in value.layers if layer >= i)
-            shared[first - i] += value.bytes
-    # Backwards run from the last layer to the first. While a layer works, the bytes that later
-    # layers left are free again (`later`). If backwards run in halves, the bytes that later layers
-    # hold from I to W take their place (`handed`).
-    beyond = between = later = handed = 0
-    for at in reversed(range(len(left))):
-        beyond = max(beyond, left[at].working - later)
-        between = max(between, left[at].working + handed - later)
-        later += left[at].left + shared[at]
-        if problem.splits:
-            handed += handed_bytes(costs, i + at, left[at])
-    state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-    state -= spared_bytes(layers, replicas)
-    versions = problem.schedule.versions(s, problem.devices)
-    reducing = 0
-    if replicas > 1:
-        reducing = 2 * max(layer.reduced_bytes for layer in layers)
-    return StageBytes(
-        in_flight=problem.in_flight[s],
-        static=versions * parameters + state + waiting_bytes(problem, s, i, j),
-        kept=sum(x.kept for x in left) + sum(shared),
-        swapped=sum(x.swapped for x in left),
-        # `between` is the most that a stage's I needs beyond the bytes held before I. After I the
-        # stage holds `handed - later` bytes more than before. The schedule's vectors count both
-        # moments, so only what I needs beyond the larger of the two is added.
-        beyond=max(beyond, between - max(0, handed - later)),
-        handed=handed,
-        reducing=reducing,
-    )
-
-
-def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
-    """Counts the bytes that a layer holds between the halves I and W of its backward.
-
-    If no earlier layer waits for a cotangent, the whole backward runs in W. Until then the layer
-    holds what its forward left, and the cotangents that later layers have returned to it.
-
-    Args:
-        costs: the costs of the model.
-        layer: the layer's number.
-        left: the bytes that the layer's forward leaves under its choice.
-    """
-    if not costs.gives_cotangent(layer):
-        return left.left + costs.made_bytes(layer)
-    split = costs.layers[layer].split
-    return split.held_bytes if split else 0
-
-
-def waiting_bytes(
-    problem: Problem,
-    s: int,
-    i: int,
-    j: int,
-) -> int:
-    """Counts the most bytes of early values and waiting cotangents on a stage of layers [i, j).
-
-    `stage_bytes.py` says what these are. The arguments are those of `stage_cost`.
-    """
-    k = problem.in_flight
-    total = 0
-    for edge in problem.costs_of(s).edges_at(i, j):
-        # The cuts of other stages are not known here. The most is held if each layer between this
-        # stage and the layer at the edge's other end is a stage of its own.
-        if edge.producer < i:
-            maker = max(0, s - (i - edge.producer))
-            total += (k[maker] - k[s]) * edge.bytes
-        if edge.differentiable and max(edge.readers) >= j:
-            reader = min(reader for reader in edge.readers if reader >= j)
-            stages_away = min(problem.stages - 1 - s, 1 + reader - j)
-            total += stages_away * edge.bytes
-    return total
 
 
 def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
@@ -373,46 +284,17 @@ def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
     return [size + group.less_bytes for size, group in pairs]
 
 
-def joint_bytes(
-    of_stages: Sequence[StageBytes[int]],
-    vectors: Sequence[Holding],
-) -> int:
-    """Counts the most bytes that a device's stages hold at once.
-
-    A property test compares this number with the simulator's memory curves
-    (tests/planners/model/test_unfolded.py).
-
-    Args:
-        of_stages: the bytes of each stage of the device.
-        vectors: the entry of `Schedule.held` for the device. For each moment that may be the peak,
-            it counts the micro-batches in flight, and those between halves, of each stage.
-    """
-
-    def held_bytes(moment: Holding) -> float:
-        in_flight: float = 0
-        for stage, (k, handed) in zip(of_stages, moment, strict=True):
-            in_flight += on_device_bytes(k, stage.kept, stage.swapped) + handed * stage.handed
-        return in_flight
-
-    static = sum(stage.static for stage in of_stages)
-    # Only one stage of a device works at a time, so that the largest `beyond` of them counts.
-    beyond = max(stage.beyond for stage in of_stages)
-    training = max(map(held_bytes, vectors)) + beyond
-    reducing = max(stage.reducing for stage in of_stages)
-    return int(static + max(training, reducing))
-
-
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The stages that a decision gives, their bytes, and an estimate of the seconds of a step.
 
-    The estimate `step_s` has a closed form, called the surrogate (see the function `surrogate`).
-    For M micro-batches of an asynchronous schedule it is M times the slowest stage. For a
-    synchronous schedule it is the time of one micro-batch through all stages, plus M - 1 times the
-    slowest stage. In GPipe the slowest forward plus the slowest backward replace the slowest stage.
-    A link counts like a stage. Recomputing counts in full, although some of it may run while a
-    backward waits for its cotangent. The simulator takes these waits into account, and planners ask
-    it before they choose a plan.
+    The estimate `step_s` has a closed form, called the surrogate (see the function
+    `surrogate`). For M micro-batches of an asynchronous schedule it is M times the slowest
+    stage. For a synchronous schedule it is the time of one micro-batch through all stages,
+    plus M - 1 times the slowest stage. In GPipe the slowest forward plus the slowest
+    backward replace the slowest stage. A link counts like a stage. Recomputing counts in
+    full, although some of it may run while a backward waits for its cotangent. The
+    simulator takes these waits into account, and planners ask it before they choose a plan.
     """
 
     stages: tuple[StageCost, ...]
@@ -459,8 +341,8 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts the seconds between two micro-batches on the slowest device or the slowest link.
 
-    A stage with t seconds per micro-batch, and A seconds once per step, is busy for M t + A seconds
-    in a step of M micro-batches. So it counts as t + A / M.
+    A stage with t seconds per micro-batch, and A seconds once per step, is busy for M t + A
+    seconds in a step of M micro-batches. So it counts as t + A / M.
     """
     # The stages of one device take turns, so their seconds add up.
     busy_s = [0.0] * problem.devices
@@ -472,8 +354,8 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Estimates the seconds of a step in closed form, by which planners search cuts and fates.
 
-    The simulator then decides between the plans that they find. The estimate equals the simulated
-    seconds if all stages are alike and transfers take no time
+    The simulator then decides between the plans that they find. The estimate equals the
+    simulated seconds if all stages are alike and transfers take no time
     (tests/planners/model/test_stage_cost.py). `Evaluation` has the formula in words.
 
     Args:
@@ -525,6 +407,9 @@ def check(problem: Problem, decision: Decision) -> None:
 
 def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
     """Tells whether all devices are within their limits, and swapped bytes within the host's."""
-    memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
-    within = memory is None or evaluation.limit_bytes <= memory
-    return within and (host is None or sum(stage.host_bytes for stage in evaluation.stages) <= host)
+    memory = problem.memory_limit_bytes
+    if memory is not None and evaluation.limit_bytes > memory:
+        return False
+    host = problem.host_limit_bytes
+    host_bytes = sum(stage.host_bytes for stage in evaluation.stages)
+    return host is None or host_bytes <= host

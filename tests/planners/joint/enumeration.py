@@ -7,7 +7,7 @@ import numpy as np
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.planners.joint.dominance import Cell
+from jvpipe.planners.joint.lot import Cell
 from jvpipe.planners.joint.segment_table import Effort, Table
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from jvpipe.planners.joint.dominance import EXTRA, SWAPPED, Growth, Lot, front, to_come
+from jvpipe.planners.joint.dominance import EXTRA, SWAPPED, Growth, front
+from jvpipe.planners.joint.look_ahead import to_come
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.stage_cost import stage_cost
 from tests.planners.joint.enumeration import tiny

@@ -5,12 +5,12 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 
-from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.surrogate import pricing_of
+from jvpipe.planners.model.grids import most_of
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import most_of
 from jvpipe.planners.model.stage_cost import stage_cost
 from tests.planners.joint.enumeration import choices
 from tests.planners.small import problems

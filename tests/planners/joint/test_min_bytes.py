@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jvpipe.planners.joint.dominance import Lot
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.stage_cost import stage_cost

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.planners.joint.dominance import Lot
+from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.segment_table import Table
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of

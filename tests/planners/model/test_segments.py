@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.surrogate import pricing_of, solve
-from jvpipe.planners.model import segments, spans
+from jvpipe.planners.model import crossings, spans
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision, once_s, stage_cost
@@ -80,7 +80,7 @@ def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
         waiting.append(spans.joined_spans(parts))
         return waiting[-1]
 
-    monkeypatch.setattr(segments, "joined_spans", kept)
+    monkeypatch.setattr(crossings, "joined_spans", kept)
     for stages in (20, 200):
         waiting.clear()
         layers = tuple(

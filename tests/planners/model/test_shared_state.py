@@ -3,8 +3,7 @@
 import numpy as np
 
 from jvpipe.cost.costs import LayerCost, Option
-from jvpipe.planners.model.segments import surely_spared_bytes
-from jvpipe.planners.model.shared_state import spared_bytes
+from jvpipe.planners.model.shared_state import spared_bytes, surely_spared_bytes
 
 
 def test_all_segments_are_spared_what_they_surely_are() -> None:

@@ -6,8 +6,12 @@ import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option, Shared
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
-from jvpipe.planners.model.stage_bytes import StageBytes, layers_bytes, on_device_bytes
-from jvpipe.planners.model.stage_cost import stage_bytes
+from jvpipe.planners.model.stage_bytes import (
+    StageBytes,
+    layers_bytes,
+    on_device_bytes,
+    stage_bytes,
+)
 from jvpipe.schedules import find_schedule
 
 LAYERS = (

@@ -1,0 +1,154 @@
+"""Counts the bytes of values and cotangents that cross the bounds of segments, for many at once.
+
+A value goes forward from its producer to its readers, and its cotangent goes back the same way. For
+a segment [i, j) of layers, where an arrow crosses one of its bounds:
+
+    layers        ... i-1 |  i  ...  j-1 |  j ...
+    received           ---|-->           |            values that the segment reads
+    returned           <--|---           |            their cotangents
+    sent                  |           ---|-->         values that later layers read, and ...
+                          |           <--|---         ... the cotangents that come back
+
+`spans.py` counts what enters segments. What leaves a segment enters its mirror image: if layers are
+counted from the end of the model, [i, j) becomes [n - j, n - i), and what went forward comes back.
+
+Two more numbers are the early values and the waiting cotangents that the legend of `stage_bytes.py`
+describes. They depend on what is in flight on other stages.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.cost.costs import Edge
+from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
+
+
+class Crossings:
+    """The values of a model that cross bounds."""
+
+    def __init__(
+        self,
+        n: int,
+        edges: Sequence[Edge],
+        whole: Sequence[Edge],
+    ) -> None:
+        """Prepares the sums.
+
+        Args:
+            n: the number of layers.
+            edges: the tensors between layers, with the bytes of the share of a micro-batch that a
+                device works on. Early values and waiting cotangents have these bytes.
+            whole: the same tensors, with the bytes of whole micro-batches. What is received,
+                returned and sent has these bytes, whatever the shares of replicas are.
+        """
+        self._n = n
+        self._values = _hops(edges)
+        self._cotangents = _hops(e for e in edges if e.differentiable)
+        self._received = _hops(whole).spans()
+        self._returned = _hops(e for e in whole if e.differentiable).spans()
+        # A value crosses all cuts up to its last reader, and its cotangent crosses them back.
+        sent = Hops.of(
+            (e.producer, [max(e.readers)], (1 + e.differentiable) * e.bytes) for e in whole
+        )
+        self._sent = Spans(
+            self._mirrored(sent.b),
+            self._mirrored(sent.a),
+            sent.bytes,
+        )
+        self._early_spans = cache(self._early)
+        self._late_spans = cache(self._late)
+
+    def received(self, starts: Cuts, ends: Cuts) -> Grid:
+        """Counts the bytes of values that segments read from earlier layers."""
+        return self._received.over(starts, ends)
+
+    def returned(self, starts: Cuts, ends: Cuts) -> Grid:
+        """Counts the bytes of the cotangents of these values."""
+        return self._returned.over(starts, ends)
+
+    def sent(self, starts: Cuts, ends: Cuts) -> Grid:
+        """Counts the bytes of values for later layers, and of the cotangents that come back."""
+        return self._backwards(self._sent, starts, ends)
+
+    def waiting_bytes(
+        self,
+        in_flight: Sequence[int],
+        later: int,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
+        """Counts the most bytes of values that arrive early and of cotangents that wait.
+
+        Args:
+            in_flight: the micro-batches in flight on each stage up to the one of the segments.
+            later: the number of stages after it.
+            starts: where segments begin.
+            ends: where they end.
+        """
+        reach = min(len(in_flight) - 1, self._values.reach)
+        near = in_flight[len(in_flight) - 1 - reach :]
+        more = tuple(before - after for before, after in pairwise(near))
+        count = min(later, self._cotangents.longest)
+        early = self._early_spans(more[::-1]).over(starts, ends)
+        return early + self._backwards(self._late_spans(count), starts, ends)
+
+    def _mirrored(self, layers: Cuts) -> Cuts:
+        """Counts layers from the end: what a segment sends, its mirror image receives."""
+        return self._n - 1 - layers
+
+    def _backwards(
+        self,
+        spans: Spans,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
+        """Sums spans of the mirrored model over segments; [i, j) is [n - j, n - i) there."""
+        mirrored = spans.over(self._n - ends[::-1], self._n - starts[::-1])
+        return mirrored[::-1, ::-1].T
+
+    def _early(self, more: tuple[int, ...]) -> Spans:
+        """Makes the spans of values that arrive early.
+
+        A value counts once for each micro-batch that is in flight on the stage that makes
+        the value but not on this stage. A value that is made d layers before the segment is
+        made at most d stages before this one, because a stage has at least one layer.
+
+        Args:
+            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one,
+                minus those in flight d - 1 stages before this one. Most stages of a model
+                without long edges have the same `more`, and share the result.
+        """
+        hops = self._values
+        parts = []
+        for d, times in enumerate(more, 1):
+            far = hops.at(hops.b - hops.producer >= d)
+            begin = np.maximum(far.a, far.producer + d - 1)
+            parts.append((begin, far.b, times * far.bytes))
+        return joined_spans(parts)
+
+    def _late(self, count: int) -> Spans:
+        """Makes the spans of waiting cotangents, in the mirrored model.
+
+        A cotangent counts d times if its sender is d stages away. The sender is the stage
+        with the value's next reader after the segment. Each layer from the segment's end up
+        to and including this reader may be a stage of its own.
+
+        Args:
+            count: the most stages that a sender may be away: the number of stages after
+                this one, or the layers of the longest hop (`Hops.longest`), if fewer.
+        """
+        hops = self._cotangents
+        parts = []
+        for d in range(1, count + 1):
+            far = hops.at(hops.b - hops.a >= d)
+            begin = self._mirrored(far.b - d + 1)
+            parts.append((begin, self._mirrored(far.a), far.bytes))
+        return joined_spans(parts)
+
+
+def _hops(edges: Iterable[Edge]) -> Hops:
+    """Makes the hops of edges, from producers to readers and from reader to reader."""
+    return Hops.of((edge.producer, edge.readers, edge.bytes) for edge in edges)
