@@ -22,7 +22,7 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role, abstract, canonical, named_leaves
+from jvpipe.trace.leaves import Role
 from jvpipe.util.brief import brief
 from jvpipe.util.given import is_stream, is_whole, several
 from jvpipe.util.names import did_you_mean
@@ -347,24 +347,6 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
         )
 
 
-def shapes_of(tree: Tree) -> Any:
-    """Returns the containers of a tree, and the shapes and types that its leaves have on a device.
-
-    If two trees have the same containers, shapes and types, a loss is traced to the same program
-    for both. So the result serves as the key under which the traced program is kept.
-    """
-    leaves, containers = jax.tree.flatten(tree)
-    return containers, tuple(
-        (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
-    )
-
-
-_UNEVEN = (
-    ". Leave out the rest of an odd last batch (drop_remainder=True in most loaders), or pad it with examples that "
-    "count with weight 0, and return jvpipe.Weighted(total, weight)"
-)
-
-
 def check_deferred(options: Mapping[str, Any]) -> None:
     """Raises ValueError unless the other options allow deferred batch norms.
 
@@ -390,52 +372,3 @@ def check_deferred(options: Mapping[str, Any]) -> None:
             f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums of its own examples alone; "
             "leave out one of the two, or call jvpipe.deferred_batch_norm in the loss"
         )
-
-
-def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of a micro-batch.
-
-    Args:
-        batch: a whole batch, as arrays or shapes.
-        microbatches: how many it is split into.
-
-    Raises:
-        ValueError: the batch cannot be split evenly along the first axis of its leaves.
-    """
-
-    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = np.shape(leaf)
-        size = shape[0]
-        if size % microbatches or not size:
-            near = _nearest_divisors(size, microbatches)
-            raise ValueError(
-                f"{microbatches} micro-batches do not divide the {size} examples of "
-                f"{named_leaves(path, 'batch leaf')}: "
-                f"the nearest that do are {near}{_UNEVEN if size else ''}"
-            )
-        return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
-
-    batch = abstract(batch, "batch leaf")
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise ValueError(f"the batch holds no arrays, it is {batch!r}: give a tree of arrays")
-    sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
-    if scalars := [name for name, size in sizes.items() if not size]:
-        raise ValueError(
-            f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis, so let the loss capture "
-            "it, or repeat it for every example; make one array of a list of numbers, np.asarray(numbers)"
-        )
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the leaves of the batch differ in their leading axis: {sizes}; give each an entry per example, and let "
-            "the loss capture arrays that have none"
-        )
-    return jax.tree_util.tree_map_with_path(part, batch)
-
-
-def _nearest_divisors(size: int, target: int) -> str:
-    # If n divides size, size / n does as well, so n needs to go no further than the square root.
-    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    divisors = sorted({*small, *(size // n for n in small)})
-    below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]
-    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"

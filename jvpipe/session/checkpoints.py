@@ -22,9 +22,8 @@ from jvpipe.runtime.state.checkpoints.checkpoint import Saved, save_checkpoint
 from jvpipe.runtime.state.checkpoints.flight import restore_in_flight
 from jvpipe.runtime.state.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
-from jvpipe.session.arguments import shapes_of
-from jvpipe.session.compiled_plans import shown
 from jvpipe.session.engine import Engine
+from jvpipe.trace.batches import shapes_of, shown
 from jvpipe.trace.loss import KeyKind
 from jvpipe.util.brief import brief
 from jvpipe.util.pattern import anything, compare

@@ -13,18 +13,19 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Device, Tracer, is_plain
+from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.span import Picture
 from jvpipe.ir.values import Value, ValueKind
+from jvpipe.planners.planned import Planned
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Controller, Feeds
+from jvpipe.runtime.engine.feeds import feeds_of
 from jvpipe.runtime.engine.forks import check_not_forked
 from jvpipe.runtime.engine.freed_memory import keep_freed_memory
 from jvpipe.runtime.engine.hosts import Hosts, together
@@ -36,13 +37,11 @@ from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.tensors import Ledger, Limits
 from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.engine.transport import to_host
+from jvpipe.runtime.engine.trees import Trees, with_sums
 from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
 from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf
-from jvpipe.session.planning import Planned
-from jvpipe.session.settings import Parts, Settings, Trees, option_parts, with_sums
+from jvpipe.session.settings import Settings, option_parts
 from jvpipe.trace.coupling import warn_of_splitting
-from jvpipe.trace.digests import array_digest, leaf_lines, made_lines, shape_lines
-from jvpipe.trace.leaves import abstract, canonical, is_initializer
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -407,57 +406,6 @@ class Engine:
         return replace(state, arrays=arrays)
 
 
-# What processes must agree on, and what micro-batches read.
-
-
-def agree_on_given(
-    hosts: Hosts, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree
-) -> None:
-    """Makes sure that all processes give `init` the same values.
-
-    Every byte of parameters and model state is compared. If a function makes the parameters, the
-    equations of the function are compared. The batches' shapes are compared, and the bytes of each
-    leaf that all processes give as an array. Batches of later steps are not compared, because
-    reading them in full would take longer than some steps.
-
-    Args:
-        hosts: the processes.
-        params: arrays, or a function that makes them.
-        batch: a batch, or its shapes.
-        rng: the key of the run.
-        model_state: arrays.
-
-    Raises:
-        Disagreement: two processes give different values.
-    """
-    if is_initializer(params):
-        assert rng is not None
-        parameters = made_lines(params, rng)
-    else:
-        parameters = leaf_lines(params)
-    shapes = shape_lines(batch, "batch leaf")
-    parts: Parts = [
-        ("the key", "None" if rng is None else f"{rng.dtype} {array_digest(rng)}"),
-        ("the batch", "\n".join(shapes)),
-        ("parameters", "\n".join(parameters)),
-        ("model state", "\n".join(leaf_lines(model_state, "leaf of the model state"))),
-    ]
-    hosts.agree("what init is given", parts)
-    mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
-    all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
-    # A leaf's values are compared only if every process has them. If a process has only the leaf's
-    # shape, it has sent the same line as in `shapes`.
-    by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
-    hosts.agree(
-        "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]
-    )
-
-
-def _unread(leaf: Any) -> Any:
-    """Returns a leaf, or the shape of a lazy leaf: its values are read only if they are needed."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
-
-
 def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
     """Returns the peaks of all devices, and last of the host, from the reports of all processes.
 
@@ -471,47 +419,3 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
         for word in hosts.exchange("peaks", json.dumps([peak.bytes for peak in here]).encode())
     ]
     return [Peak(max(sizes), None, ()) for sizes in zip(*sizes_by_process, strict=True)]
-
-
-def feeds_of(
-    batch: Tree, words: np.ndarray | None, step: int, microbatches: int
-) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
-    """Returns what each micro-batch of a step reads from the host, by (kind, index).
-
-    Leaves that are only shapes are left out. Each micro-batch's seed consists of the key's words,
-    the step and the micro-batch's number, so random values do not depend on the plan.
-
-    Args:
-        batch: a whole batch.
-        words: the words of the run's key, if it has one.
-        step: the number of the step.
-        microbatches: how many the batch is split into.
-    """
-    feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
-    for i, leaf in enumerate(jax.tree.leaves(batch)):
-        if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
-            continue
-        if isinstance(leaf, Tracer):
-            abstract(batch, "batch leaf")  # raises an error that names the traced leaf
-        # The leaf is converted on the host to the type that it has on a device.
-        leaf = _feedable(leaf)
-        size = leaf.shape[0] // microbatches
-        feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
-    if words is not None:
-        feeds["seed", 0] = [
-            np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)
-        ]
-    return feeds
-
-
-def _feedable(leaf: Any) -> Any:
-    """Returns a leaf of the batch as an array with the type that it has on a device.
-
-    Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs that
-    are compiled ahead of time take such small types only from JAX's own arrays.
-    """
-    if isinstance(leaf, LazyArray):
-        return leaf.astype(canonical(leaf.dtype))
-    if not is_plain(leaf.dtype):
-        return jax.numpy.asarray(leaf)
-    return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)

@@ -36,8 +36,8 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, with_leaves
 from jvpipe.schedules import find_schedule
-from jvpipe.session.arguments import micro_batch_shapes, shapes_of
 from jvpipe.session.engine import Engine, Metrics
+from jvpipe.trace.batches import micro_batch_shapes, shapes_of
 from jvpipe.trace.model import trace_model
 
 Tree = Any

@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
+from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why_not
+from jvpipe.planners.answer_json import plan_of, shapes_json, stages_json
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
@@ -21,15 +22,16 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.planners.model.sums import check_sums
+from jvpipe.planners.planned import Planned
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
+from jvpipe.planners.splitting import CutCandidate, Splitter, uneven
 from jvpipe.programs.store import shared_store
 from jvpipe.report import timeline
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
 from jvpipe.session.arguments import check_chooser
-from jvpipe.session.planning import Planned, ask
-from jvpipe.session.question import Question, check_sums
-from jvpipe.session.splitting import CutCandidate, Splitter, uneven
+from jvpipe.session.question import Question
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
 from jvpipe.util.extras import extra
@@ -186,7 +188,7 @@ class Forecast:
         if len(self.answers) > 1:
             console.print(comparison(map(self._row, self.answers)))
         elif self.simulated:
-            stages = _stages(problem, best)
+            stages = stages_json(problem, best)
             names = list(map(problem.name_of, range(len(stages)))) if problem.groups else []
             console.print(stage_table(stages, names))
             compiled = [f"stage {s}: {stage}" for s, stage in enumerate(best.compiled)]
@@ -221,7 +223,7 @@ class Forecast:
                 "stages": [],
                 "planning_s": answer.planning_s,
             }
-        stages = _stages(problem, answer)
+        stages = stages_json(problem, answer)
         for stage in stages:
             del stage["host_bytes"]
         # The compiler's bytes are added to each stage. Answers that were not compiled have none.
@@ -240,7 +242,7 @@ class Forecast:
         }
         if shapes:
             content["devices"], content["microbatches"] = shapes.devices, problem.microbatches
-            content["shapes"] = _shapes_json(answer)
+            content["shapes"] = shapes_json(answer)
         return content
 
     def _idle(self, evaluation: Evaluation) -> float:
@@ -256,7 +258,7 @@ class Forecast:
         over = "" if answer.fits(self.problem) else " (over the limit)"
         return (
             answer.planner,
-            " ".join(map(str, _plan_of(self.problem, answer).cuts)),
+            " ".join(map(str, plan_of(self.problem, answer).cuts)),
             f"{1e3 * evaluation.bottleneck_s:.2f}",
             f"{1e3 * simulated_step_s(self.problem, evaluation.stages):.2f}",
             f"{self._idle(evaluation):.1%}",
@@ -287,60 +289,6 @@ class Forecast:
             f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms, {reduced}{updated}"
             f"{self._idle(evaluation):.1%} idle, planned in {best.planning_s:.2f} s{split}"
         )
-
-
-def _plan_of(problem: Problem, answer: Answer) -> Plan:
-    """Returns the plan of an answer that has a decision."""
-    assert answer.decision is not None
-    return answer.plan or answer.decision.plan(problem, answer.planner)
-
-
-def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
-    """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
-
-    There is also `host_bytes`, which `--json` leaves out.
-    """
-    assert answer.evaluation is not None
-    stages = list[dict[str, Any]]()
-    for stage, cost in zip(_plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
-        input_s, weight_s = cost.halves_s
-        state = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
-        stages.append(
-            {
-                "layers": list(stage.layers),
-                "devices": list(stage.devices),
-                "replicas": len(stage.devices),
-                "forward_s": cost.forward_s,
-                "backward_s": cost.backward_s,
-                "recompute_s": cost.recompute_s,
-                "swap_s": cost.swap_s,
-                "comm_s": cost.comm_s,
-                "peak_bytes": cost.peak_bytes,
-                "in_flight": cost.in_flight,
-                "input_s": input_s,
-                "weight_s": weight_s,
-                "reduce_s": cost.reduce_s,
-                "update_s": cost.update_s,
-                "host_bytes": cost.host_bytes,
-                "fates": dict(stage.fates),
-                **state,
-            }
-        )
-    return stages
-
-
-def _shapes_json(answer: Answer) -> list[dict[str, Any]]:
-    """Returns the best plan of each kind of shape that the planner tried, the fastest first."""
-    return [
-        {
-            "shape": kind,
-            "replicas": list(plan.shape.replicas),
-            "layers_per_stage": [j - i for i, j in pairwise(plan.decision.bounds)],
-            "microbatches": plan.problem.microbatches,
-            "step_s": plan.step_s,
-        }
-        for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
-    ]
 
 
 def asked(
@@ -395,10 +343,10 @@ def timed(
     except Infeasible as infeasible:
         passed_s = time.perf_counter() - start_s
         return problem, Answer(planner, passed_s, infeasible=infeasible, splits=splits)
-    return planned.problem, _told(planner, planned, time.perf_counter() - start_s, splits)
+    return planned.problem, _answer(planner, planned, time.perf_counter() - start_s, splits)
 
 
-def _told(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...]) -> Answer:
+def _answer(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...]) -> Answer:
     return Answer(
         planner,
         planning_s,
@@ -437,5 +385,5 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     begin = CutCandidate(model.traced, planned)
     best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
     planning_s = first.planning_s + time.perf_counter() - start_s
-    finer = _told(first.planner, best.planned, planning_s, best.traced.splits)
+    finer = _answer(first.planner, best.planned, planning_s, best.traced.splits)
     return replace(whole, problem=best.planned.problem, answers=(finer,))

@@ -18,6 +18,7 @@ from jvpipe.cost.targets import Target, find_target
 from jvpipe.ir.reductions import AuxReduction, StateReduction, checked_reduction
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.user_fates import MODES
+from jvpipe.runtime.engine.meshes import checked_sharding
 from jvpipe.session.arguments import (
     checked_fates,
     checked_name,
@@ -30,7 +31,6 @@ from jvpipe.session.arguments import (
     read_whole_numbers,
     whole_number,
 )
-from jvpipe.session.devices import checked_sharding
 from jvpipe.util.brief import brief
 from jvpipe.util.given import checked_flag, checked_frozen
 from jvpipe.util.sizes import parse_bytes, parse_limits

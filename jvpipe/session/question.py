@@ -13,6 +13,7 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.said import Said
+from jvpipe.cost.slowness import Slowness, given_slowness, slowness_by_kind, times_longer
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
@@ -24,21 +25,16 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import Limits, micro_batch_shapes
-from jvpipe.session.measuring import (
-    costs_with_state,
-    given_slowness,
-    slowness_by_kind,
-    times_longer,
-)
-from jvpipe.session.planning import Slowness, work_s
+from jvpipe.session.arguments import Limits
+from jvpipe.session.measuring import costs_with_state
 from jvpipe.session.settings import OptimizerCutter, Training
+from jvpipe.trace.batches import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initializer
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
-from jvpipe.util.sizes import MOST_BYTES, MOST_S, limits_of_each
+from jvpipe.util.sizes import limits_of_each
 
 Tree = Any
 T = TypeVar("T")
@@ -410,34 +406,4 @@ def check_devices(stages: int, cluster: Cluster) -> None:
         raise ValueError(
             f"{stages} stages need as many devices, {cluster.name} has {cluster.devices}: "
             "use fewer stages or a cluster of more machines"
-        )
-
-
-def check_sums(problem: Problem) -> None:
-    """Raises ValueError if seconds or bytes are so large that the planners' sums lose accuracy."""
-    layers, m, in_flight = problem.costs.layers, problem.microbatches, max(problem.in_flight)
-    crossing = [edge.bytes for edge in problem.costs.edges]
-    kept = [layer.options[0].kept_bytes for layer in layers]
-    sums = {
-        "the layers compute": m * sum(work_s(layers)),
-        "links between stages are busy": 2 * m * sum(map(problem.peer.seconds, crossing)),
-        "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
-    }
-    for what, seconds in sums.items():
-        # `not <=` also refuses NaN, for which every comparison is false.
-        if not seconds <= MOST_S:
-            raise ValueError(
-                f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
-                "correct the times of the layers, or what the links carry and how fast"
-            )
-    versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
-    once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
-    weights = versions * sum(layer.parameter_bytes for layer in layers)
-    inputs = sum(layer.input_bytes for layer in layers)
-    # No device of any plan holds more than a device that has all layers and keeps every value.
-    held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
-    if held_bytes > MOST_BYTES:
-        raise ValueError(
-            f"the model takes {held_bytes} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
-            "planned: correct the sizes, or use smaller micro-batches"
         )

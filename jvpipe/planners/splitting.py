@@ -23,10 +23,11 @@ from jvpipe._jax import Atom, JaxprEqn
 from jvpipe.cost import roofline
 from jvpipe.cost.costs import bounds_inside
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.slowness import work_s
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.planned import Planned
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.session.planning import Planned, work_s
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import (
     CutPlace,

@@ -1,0 +1,40 @@
+"""Finds the parameter that a loss reads although the user's tree lacks it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+class _MissingError(KeyError):
+    """A parameter that a loss reads is missing; a loss may handle it as any missing key."""
+
+
+class _Watched(dict[Any, Any]):
+    """A dict of the parameters' tree that raises an error with the path of a missing key."""
+
+    path: tuple[Any, ...] = ()
+
+    def __missing__(self, key: Any) -> Any:
+        raise _MissingError("/".join(map(str, (*self.path, key))))
+
+
+def missing_parameter(loss_fn: Callable[..., Any], params: Tree, *rest: Any) -> str | None:
+    """Returns the path of the first parameter that a loss does not find; None if it is unknown."""
+
+    def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
+        if not isinstance(tree, Mapping):
+            return tree
+        watching = _Watched({key: watched(value, (*path, key)) for key, value in tree.items()})
+        watching.path = path
+        return watching
+
+    try:
+        jax.eval_shape(lambda params, *rest: loss_fn(watched(params, ()), *rest), params, *rest)
+    except _MissingError as missing:
+        return missing.args[0]
+    except Exception:
+        return None
+    return None
