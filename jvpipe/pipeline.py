@@ -44,77 +44,80 @@ class Pipeline(Trainer):
             `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With `has_state`, the
             function is `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])`.
         optimizer: an optax transformation whose jaxpr can be cut between layers.
-        stages: the number of stages, or a `Plan`. Unless given, 2; but with `replicas="auto"` the
-            planner chooses the number.
-        microbatches: how many micro-batches a batch is split into, 4 unless given. The number must
-            divide the leading axis of every batch leaf. A loss that couples examples, such as a
-            contrastive one, sees only those of one micro-batch; a warning says so unless the number
-            is given.
+        stages: the number of stages, or a `Plan`. Unless given, 2; but with
+            `replicas="auto"` the planner chooses the number.
+        microbatches: how many micro-batches a batch is split into, 4 unless given. The
+            number must divide the leading axis of every batch leaf. A loss that couples
+            examples, such as a contrastive one, sees only those of one micro-batch; a
+            warning says so unless the number is given.
         schedule: the order in which micro-batches run. Synchronous schedules end each step with a
-            flush, after which no micro-batch is in flight: "gpipe", "1f1b", "interleaved", "zb-h1",
-            "zb-v", "v-half" or "auto". Asynchronous schedules have no flush: "pipedream",
+            flush, after which no micro-batch is in flight: "gpipe", "1f1b", "interleaved",
+            "zb-h1", "zb-v", "v-half" or "auto". Asynchronous schedules have no flush: "pipedream",
             "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe". A schedule with options may
             also be given, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
-        planner: "jvpipe", which chooses cuts and fates together for the fastest step under the
-            memory limit; or the name of another planner, such as "even" or that of a paper.
-            `python -m jvpipe` lists all planners.
-        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a limit
-            for each. Unless given, the memory that each device reports, if it reports any.
-        host_memory_limit: the limit of what all devices together keep on the host: swapped values,
-            and arrays that `update_model` parks there.
-        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*": "swap"}`:
-            what happens to them between forward and backward.
-        checkpoint: for which micro-batches a stage recomputes everything from its input: "always",
-            "except_last" or "never", as in torchgpipe.
-        devices: one per stage, by default the first ones of `jax.devices()`. Stages share a device
-            that is named more than once. If the schedule runs several stages per device, `stages`
-            is the number of devices, and `devices` names them. If devices differ in speed or
-            memory, planner "jvpipe" chooses the stage of each device.
-        speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given, layers are
-            measured on one device of each kind.
-        replicas: how many devices each stage has, such as (2, 1); by default one each, so that
-            results do not depend on how many devices a machine has. With "auto", the planner
-            chooses the replicas and the number of stages for all devices; it chooses one device per
-            stage if the schedule or the loss does not allow more. Stages take `devices` in order:
-            the first stage takes its count, then the second, and so on. The devices of a stage
-            share the examples of each micro-batch. A loss that is a mean or a `jvpipe.Weighted`
-            keeps its value, and dropout keeps its masks. But each replica's batch norms normalize
-            by the statistics of its own examples, and the means of these statistics are kept.
-            Gradients are added up once per update. In a schedule without a flush, the devices of a
-            stage take turns with whole micro-batches instead.
-        sharding: if `devices` are meshes, how parameters lie over their axes: a `PartitionSpec` for
-            each regular expression of whole paths, as in `{".*/kernel": PartitionSpec(None,
-            "model")}`. A parameter that no expression matches is whole on each device of its mesh.
-            Gradients and the optimizer's state lie like their parameter. The compiler chooses how
-            the results of layers lie. All meshes must have the same axes. Limits, and bytes in the
-            ledger, are those of one device of each mesh.
+        planner: "jvpipe", which chooses cuts and fates together for the fastest step under
+            the memory limit; or the name of another planner, such as "even" or that of a
+            paper. `python -m jvpipe` lists all planners.
+        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a
+            limit for each. Unless given, the memory that each device reports, if it reports any.
+        host_memory_limit: the limit of what all devices together keep on the host: swapped
+            values, and arrays that `update_model` parks there.
+        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*":
+            "swap"}`: what happens to them between forward and backward.
+        checkpoint: for which micro-batches a stage recomputes everything from its input:
+            "always", "except_last" or "never", as in torchgpipe.
+        devices: one per stage, by default the first ones of `jax.devices()`. Stages share a
+            device that is named more than once. If the schedule runs several stages per
+            device, `stages` is the number of devices, and `devices` names them. If devices
+            differ in speed or memory, planner "jvpipe" chooses the stage of each device.
+        speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given,
+            layers are measured on one device of each kind.
+        replicas: how many devices each stage has, such as (2, 1); by default one each, so
+            that results do not depend on how many devices a machine has. With "auto", the
+            planner chooses the replicas and the number of stages for all devices; it
+            chooses one device per stage if the schedule or the loss does not allow more.
+            Stages take `devices` in order: the first stage takes its count, then the
+            second, and so on. The devices of a stage share the examples of each
+            micro-batch. A loss that is a mean or a `jvpipe.Weighted` keeps its value, and
+            dropout keeps its masks. But each replica's batch norms normalize by the
+            statistics of its own examples, and the means of these statistics are kept.
+            Gradients are added up once per update. In a schedule without a flush, the
+            devices of a stage take turns with whole micro-batches instead.
+        sharding: if `devices` are meshes, how parameters lie over their axes: a `PartitionSpec`
+            for each regular expression of whole paths, as in `{".*/kernel": PartitionSpec(None,
+            "model")}`. A parameter that no expression matches is whole on each device of its
+            mesh. Gradients and the optimizer's state lie like their parameter. The compiler
+            chooses how the results of layers lie. All meshes must have the same axes. Limits,
+            and bytes in the ledger, are those of one device of each mesh.
         batch_axis: the axis of the meshes along which the examples of each micro-batch are cut.
             Operations that couple examples, such as batch norm, see the whole micro-batch.
-        stacked: how the optimizer sees parameters of layers over which the loss scans. By default
-            it sees the stacked arrays, as in plain optax; an optimizer that cannot be cut between
-            such layers is refused. With "per_layer" it sees one parameter for each layer.
-        frozen: patterns of the paths of parameters that are not trained, such as `["base/*"]`. They
-            have no gradient and no optimizer state, may be of any type (int8, int4), and the
-            optimizer gets `optax.MaskedNode()` in their place. Parameters that the optimizer itself
-            never changes (`optax.set_to_zero`), and whose gradients it does not read, cost as
-            little as frozen ones.
-        state_fates: the fates of the optimizer's state, by patterns of the paths of parameters, as
-            in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the host between
-            updates. Unless given, the planner decides if there is a memory limit.
+        stacked: how the optimizer sees parameters of layers over which the loss scans. By
+            default it sees the stacked arrays, as in plain optax; an optimizer that cannot
+            be cut between such layers is refused. With "per_layer" it sees one parameter
+            for each layer.
+        frozen: patterns of the paths of parameters that are not trained, such as
+            `["base/*"]`. They have no gradient and no optimizer state, may be of any type
+            (int8, int4), and the optimizer gets `optax.MaskedNode()` in their place.
+            Parameters that the optimizer itself never changes (`optax.set_to_zero`), and
+            whose gradients it does not read, cost as little as frozen ones.
+        state_fates: the fates of the optimizer's state, by patterns of the paths of
+            parameters, as in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the
+            host between updates. Unless given, the planner decides if there is a memory limit.
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state, such as statistics of batch norms.
         deferred_batch_norm: running statistics of batch norms change once per batch, by the
-            statistics of all its examples, as in torchgpipe. The trace of the loss finds these
-            statistics in the model state. Each micro-batch is still normalized by its own
-            statistics. Stages cannot have replicas then.
+            statistics of all its examples, as in torchgpipe. The trace of the loss finds
+            these statistics in the model state. Each micro-batch is still normalized by its
+            own statistics. Stages cannot have replicas then.
         aux_reduce: how leaves of aux, by path, are reduced over micro-batches: "mean",
             "sum", "max" or "last", as in `{"largest": "max"}`. Over replicas, a leaf is
             reduced this way only if the trace of the loss cannot tell how. If left out,
             floating-point scalars are averaged over micro-batches, and other leaves are
             stacked.
-        model_state_reduce: how leaves of the model state, by path, are reduced over replicas if the
-            trace cannot tell: "mean" over examples, "sum" of the changes of each replica, or "same"
-            if all replicas have equal values. If several patterns match, the last one counts.
+        model_state_reduce: how leaves of the model state, by path, are reduced over
+            replicas if the trace cannot tell: "mean" over examples, "sum" of the changes of
+            each replica, or "same" if all replicas have equal values. If several patterns
+            match, the last one counts.
         grad_norm: also report the global norm of the gradient.
         group: consecutive layers of a stage run as one program in each direction, with
             results bitwise identical to those of layers apart. Groups take longer to
@@ -221,17 +224,18 @@ class Pipeline(Trainer):
         Args:
             state: the newest state, which is consumed if the move is made at once.
             plan: the new plan, with other cuts, fates or another number of stages.
-            at: (step, micro-batch) of the first micro-batch under the new plan; unless given, the
-                first one of the next step. A move at a later step is made when training reaches
-                that step. A move inside a step makes devices wait only for the summed gradients of the
-                moving layers. If a plan has replicas, the move must be between two steps.
+            at: (step, micro-batch) of the first micro-batch under the new plan; unless
+                given, the first one of the next step. A move at a later step is made when
+                training reaches that step. A move inside a step makes devices wait only for
+                the summed gradients of the moving layers. If a plan has replicas, the move
+                must be between two steps.
             why: the reason, which `session.history` keeps.
 
         Raises:
             ValueError: the plan does not fit the model or the devices, or the step is in the past.
             MemoryLimitExceeded: the new plan, or the move to it, exceeds the limit.
-            StageError: a copy failed. If that was between two steps, nothing is lost: the error's
-                `state` is whole under the old plan.
+            StageError: a copy failed. If that was between two steps, nothing is lost: the
+                error's `state` is whole under the old plan.
         """
         self.session.check_state(state)
         self.session.migrations.request(state, checked_plan(plan), checked_moment(at), why)
@@ -258,26 +262,26 @@ class Pipeline(Trainer):
     ) -> State:
         """Switches to another model, under a new plan, from the next step on.
 
-        Micro-batches in flight are finished first. A parameter keeps its value and its optimizer
-        state if the present model has one with the same path, shape and type; a leaf of the model
-        state keeps its value in the same way. Leaves that the new model lacks wait on the host
-        until a later model has them again. New parameters and leaves begin with the given values
-        and fresh optimizer state. A layer that an earlier model had is not compiled again. A loss
-        object that was used before is neither traced nor planned again.
+        Micro-batches in flight are finished first. A parameter keeps its value and its
+        optimizer state if the present model has one with the same path, shape and type; a leaf
+        of the model state keeps its value in the same way. Leaves that the new model lacks wait
+        on the host until a later model has them again. New parameters and leaves begin with the
+        given values and fresh optimizer state. A layer that an earlier model had is not
+        compiled again. A loss object that was used before is neither traced nor planned again.
 
         Args:
             state: the newest state, which is consumed.
             loss_fn: the new loss, with the same arguments and kinds of results as the present one.
-            params: the new model's parameters; shapes suffice for those that keep their value or
-                come back from the host.
+            params: the new model's parameters; shapes suffice for those that keep their
+                value or come back from the host.
             model_state: the new model's state; unless given, that of the present model.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or a parameter has another
-                shape than before; nothing has changed.
+            ValueError: the loss reads a parameter that `params` lack, or a parameter has
+                another shape than before; nothing has changed.
             MemoryLimitExceeded: the new model exceeds the limit; nothing has changed.
-            StageError: a copy failed; the error's `state` is the present model's, drained and
-                whole.
+            StageError: a copy failed; the error's `state` is the present model's, drained
+                and whole.
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)

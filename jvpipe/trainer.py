@@ -41,8 +41,9 @@ class Trainer:
         """Traces the loss, measures, plans, compiles, and places copies of the arrays on devices.
 
         Args:
-            params: a pytree of arrays, in which each `jvpipe.LazyArray` is read only when it is
-                placed; or a function `key -> params`, by which each leaf is made on its own device.
+            params: a pytree of arrays, in which each `jvpipe.LazyArray` is read only when
+                it is placed; or a function `key -> params`, by which each leaf is made on
+                its own device.
             batch: a batch, or its shapes.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
@@ -80,13 +81,13 @@ class Trainer:
             batch: a batch; if its shapes are new, programs are compiled first.
 
         Raises:
-            ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is
-                not consumed.
+            ValueError: the loss of an earlier step is not finite and a parameter is NaN;
+                `state` is not consumed.
             MemoryLimitExceeded: a batch with other shapes than the batch of `init` exceeds
                 the limit; the error has a `smallest_limit_bytes`, and `state` is not
                 consumed.
-            StageError: this step or the one before it failed; `restore` makes the pipeline usable
-                again.
+            StageError: this step or the one before it failed; `restore` makes the pipeline
+                usable again.
         """
         state, metrics = self.session.advance(state, batch)
         return self.session.drain(state), metrics
@@ -111,8 +112,8 @@ class Trainer:
             state: the state to begin with, which is consumed.
             batches: an iterable of batches.
             num_steps: how many steps to make; unless given, one for each batch.
-            on_step: a function that is called with the state and the metrics of each step as soon
-                as the step is dispatched; reading a metric there waits for the step.
+            on_step: a function that is called with the state and the metrics of each step as
+                soon as the step is dispatched; reading a metric there waits for the step.
         """
         check_callback(on_step)
         for batch in checked_stream(batches, num_steps):

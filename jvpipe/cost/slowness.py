@@ -51,8 +51,8 @@ def measured_slowness(
     def longer(device: Device) -> Slowness:
         if is_own(device):
             return times_longer(costs, measured_on(device))
-        # Layers cannot be timed on another process's device. Instead, all layers get the ratio of
-        # the products per second of the two kinds of device.
+        # Layers cannot be timed on another process's device. Instead, all layers get the
+        # ratio of the products per second of the two kinds of device.
         pair = (devices[0], device)
         likes = (accelerator_like(_kind(x), x.platform) for x in pair)
         first, other = (like.products_per_s("float32") for like in likes)

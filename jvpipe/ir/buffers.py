@@ -1,7 +1,7 @@
 """The buffer table: every array of a step, with the value that it holds, its size and its place.
 
-A place is the number of a device, or of a mesh of devices. The peak of a memory follows from the
-rows and this table, before anything runs.
+A place is the number of a device, or of a mesh of devices. The peak of a memory follows
+from the rows and this table, before anything runs.
 """
 
 from collections import Counter
@@ -112,10 +112,10 @@ class Lowered:
     Attributes:
         rows: the rows.
         buffers: the table of buffers; rows name a buffer by its position.
-        persistent: how many buffers exist before the step. They are the first of the table, and
-            hold the state: parameters, optimizer state and so on.
-        final: the buffers that hold the state after the step, in the order of the persistent
-            ones. Their arrays fill the persistent buffers of the next step.
+        persistent: how many buffers exist before the step. They are the first of the table,
+            and hold the state: parameters, optimizer state and so on.
+        final: the buffers that hold the state after the step, in the order of the
+            persistent ones. Their arrays fill the persistent buffers of the next step.
         metrics: other buffers that outlive the step.
     """
 
@@ -141,8 +141,8 @@ class Lowered:
 class Peak:
     """The most bytes that a memory holds in a step, and when.
 
-    `row` is the row that runs then; None if the peak is before the first row. `holders` are pairs
-    of an account and its bytes, the largest first.
+    `row` is the row that runs then; None if the peak is before the first row. `holders` are
+    pairs of an account and its bytes, the largest first.
     """
 
     bytes: int
@@ -168,8 +168,8 @@ def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple
     Args:
         lowered: the step.
         places: the number of places.
-        temporary: for each row, the bytes that its program holds only while it runs; empty if they
-            are unknown.
+        temporary: for each row, the bytes that its program holds only while it runs; empty
+            if they are unknown.
     """
     live = np.zeros(places + 1, int)  # by memory; HOST is -1, which is the last element
     for buffer in lowered.buffers[: lowered.persistent]:

@@ -1,8 +1,8 @@
 """The fates of a plan, resolved from names to layers and edges.
 
-A fate says what happens to a value until it is read: it is kept, swapped to the host or recomputed.
-Tensors have fates between forward and backward, and the optimizer's state has fates between
-updates. A plan gives fates by name. Programs and passes ask by layer and by edge.
+A fate says what happens to a value until it is read: it is kept, swapped to the host or
+recomputed. Tensors have fates between forward and backward, and the optimizer's state has fates
+between updates. A plan gives fates by name. Programs and passes ask by layer and by edge.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ Edge = tuple[int, int]
 class Fates:
     """The fates of all candidates, by layer, and of all edges, by stage.
 
-    A candidate is a value inside a layer whose fate can be chosen. An edge is a tensor between
-    layers; each stage that makes or reads the edge has a fate for it.
+    A candidate is a value inside a layer whose fate can be chosen. An edge is a tensor
+    between layers; each stage that makes or reads the edge has a fate for it.
 
     Attributes:
         kept: for each layer, the candidates that its forward saves.
         swapped: for each layer, the kept candidates that go to the host until the backward.
-        recomputed: the layers whose forward runs once more, before a backward that reads its
-            outputs.
+        recomputed: the layers whose forward runs once more, before a backward that reads
+            its outputs.
         away: the edges that go to the host until the backward.
         dropped: the edges that their stage recomputes.
     """
@@ -57,8 +57,8 @@ class Fates:
         (frozenset({'product'}),)
 
         Raises:
-            ValueError: a stage has a fate for an unknown name, or is to recompute a tensor that
-                another stage makes.
+            ValueError: a stage has a fate for an unknown name, or is to recompute a tensor
+                that another stage makes.
         """
         plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)

@@ -10,15 +10,16 @@ import numpy as np
 class LazyArray(jax.ShapeDtypeStruct):
     """An array with a known shape and type that is not read yet, such as a tensor in a file.
 
-    Parameters may be lazy arrays: `Pipeline.init` reads them one after another, each in the process
-    that owns it, and keeps no copy. The leaves of a batch may be lazy arrays, too: each process
-    reads only the examples that its own stages and replicas work on.
+    Parameters may be lazy arrays: `Pipeline.init` reads them one after another, each in the
+    process that owns it, and keeps no copy. The leaves of a batch may be lazy arrays, too:
+    each process reads only the examples that its own stages and replicas work on.
 
     Args:
         shape: the shape of the whole array.
         dtype: the type of its numbers.
-        read: a function that reads the array. Without arguments it reads all of it. With arguments,
-            which index the first axes, it reads only that part. The last index may be a slice.
+        read: a function that reads the array. Without arguments it reads all of it. With
+            arguments, which index the first axes, it reads only that part. The last index
+            may be a slice.
         at: the indices of the part that this array stands for; none for the whole array.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])

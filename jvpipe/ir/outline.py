@@ -13,9 +13,9 @@ Block = tuple[str, int]
 class LayerOutline:
     """The outline of a layer.
 
-    `block` is the numbered module that its parameters belong to, if there is one. `values` are the
-    values that its forward may leave for its backward, by the names that plans use. `inner` are its
-    output tensors that only layers of its own block read.
+    `block` is the numbered module that its parameters belong to, if there is one. `values`
+    are the values that its forward may leave for its backward, by the names that plans use.
+    `inner` are its output tensors that only layers of its own block read.
     """
 
     name: str

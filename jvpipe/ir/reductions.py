@@ -1,8 +1,8 @@
 """Reductions that a user chooses by pattern, for leaves of aux and of the model state.
 
-Aux is what a loss returns besides its value. It is reduced over replicas and micro-batches. Model
-state is reduced only over replicas: several places that run the same stage, each on a slice of
-every micro-batch.
+Aux is what a loss returns besides its value. It is reduced over replicas and micro-batches.
+Model state is reduced only over replicas: several places that run the same stage, each on a
+slice of every micro-batch.
 """
 
 from collections.abc import Mapping, Sequence

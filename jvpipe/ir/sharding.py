@@ -1,7 +1,7 @@
 """The rules by which a user cuts parameters over the devices of a place.
 
-A place may be a mesh of several devices with named axes. A spec says, for each dimension of an
-array, along which of these axes it is cut. Rules give specs by the paths of parameters.
+A place may be a mesh of several devices with named axes. A spec says, for each dimension of
+an array, along which of these axes it is cut. Rules give specs by the paths of parameters.
 """
 
 import math
@@ -16,9 +16,9 @@ from jvpipe.ir.layers import Array, Spec
 class Sharding:
     """Rules that map paths of parameters to specs, and the sizes of the axes.
 
-    A rule is a regular expression that matches a whole path. A parameter that no rule matches lies
-    whole on each device of a place. If there is a `batch_axis`, the examples of a batch are divided
-    along this axis.
+    A rule is a regular expression that matches a whole path. A parameter that no rule
+    matches lies whole on each device of a place. If there is a `batch_axis`, the examples
+    of a batch are divided along this axis.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})
@@ -38,8 +38,8 @@ class Sharding:
             shapes: the shapes of the parameters, by their paths.
 
         Raises:
-            ValueError: a rule matches no parameter, two rules differ about a parameter, or a
-                parameter cannot be cut as its rule says.
+            ValueError: a rule matches no parameter, two rules differ about a parameter, or
+                a parameter cannot be cut as its rule says.
         """
         specs: dict[str, Spec] = dict.fromkeys(shapes, ())
         rule_of: dict[str, str] = {}

@@ -9,12 +9,12 @@ from jvpipe.ir.kinds import Kind
 class Use:
     """The version of weights that a layer's task read or made for a micro-batch.
 
-    A forward (F) or backward (B) reads a version; an update (U) makes one. In a lowered step,
-    micro-batches and versions count from the beginning of the step; in the record of a run they
-    count from the beginning of the run. `tied` has pairs of a parameter and a version, for the
-    parameters that several stages read: the version is that of the first reader's stage. `shift`
-    is the number of updates by which a forward's weights were predicted, or a backward's weights
-    were corrected.
+    A forward (F) or backward (B) reads a version; an update (U) makes one. In a lowered
+    step, micro-batches and versions count from the beginning of the step; in the record of
+    a run they count from the beginning of the run. `tied` has pairs of a parameter and a
+    version, for the parameters that several stages read: the version is that of the first
+    reader's stage. `shift` is the number of updates by which a forward's weights were
+    predicted, or a backward's weights were corrected.
     """
 
     kind: Kind

@@ -25,15 +25,15 @@ def ask(
 ) -> Planned:
     """Asks a planner for a plan, including the order of tasks if the problem leaves it open.
 
-    jvpipe's own planner also chooses in which order stages take devices that differ from each other
-    in speed or memory ("unlike" devices).
+    jvpipe's own planner also chooses in which order stages take devices that differ from
+    each other in speed or memory ("unlike" devices).
 
     Args:
         planner: the name of the planner.
         problem: the problem to solve; the problem in the answer has the order that was chosen.
-        places: the device of each stage; if the order of tasks is open, the device of each place.
-            Unless given, 0, 1, 2 and so on. Not used for unlike devices: the problem has their
-            numbers.
+        places: the device of each stage; if the order of tasks is open, the device of each
+            place. Unless given, 0, 1, 2 and so on. Not used for unlike devices: the problem
+            has their numbers.
         fixed: keep unlike devices in the order that they have.
 
     Raises:
@@ -89,8 +89,8 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
     Raises:
         Infeasible: no plan keeps the limits; the error has a limit that some plan keeps.
-        ValueError: the user gives a part of the shape that this planner decides itself, or the
-            planner cannot use so many devices.
+        ValueError: the user gives a part of the shape that this planner decides itself, or
+            the planner cannot use so many devices.
     """
     chosen = find_planner(planner)
     if chosen.shape_rule:

@@ -2,8 +2,8 @@
 
 Legend: T seconds of the slowest stage, L layers, S stages, M micro-batches.
 
-A slow device must not be mistaken for slow layers. The measured seconds y of layer l on device d
-are taken to be the product
+A slow device must not be mistaken for slow layers. The measured seconds y of layer l on
+device d are taken to be the product
 
     y[l] = w[l] r[l] f[d]
 
@@ -14,10 +14,11 @@ are taken to be the product
 
 Cuts for a slow device give it fewer layers. The layers return once the device's f is 1 again.
 
-Noise in the measurements must not move layers, so the gain of other cuts must exceed a threshold in
-several steps in a row, each judged by itself. The home plan is the one that was planned or that the
-user gave. If the best cuts gain too little over the home plan, the home plan's cuts are chosen. For
-a return to the home plan, a smaller gain is enough. `Rule` has the thresholds.
+Noise in the measurements must not move layers, so the gain of other cuts must exceed a
+threshold in several steps in a row, each judged by itself. The home plan is the one that
+was planned or that the user gave. If the best cuts gain too little over the home plan, the
+home plan's cuts are chosen. For a return to the home plan, a smaller gain is enough. `Rule`
+has the thresholds.
 """
 
 from collections import deque
@@ -39,8 +40,8 @@ def cuts_at_speeds(
 ) -> list[int]:
     """Finds the layers per stage with the least T and, among those cuts, the least sum of seconds.
 
-    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds the
-    least T; the second finds the least sum of all stages if none may take longer than T.
+    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds
+    the least T; the second finds the least sum of all stages if none may take longer than T.
 
     Args:
         layer_s: the seconds of each layer on a device that is not slow.
@@ -73,10 +74,10 @@ class Rule:
         gain_home: the share that returning to the home plan must save.
         steps: how many steps in a row must show such a gain.
         horizon_steps: steps within which a migration must save the seconds that it takes.
-        layer: a layer itself counts as slow if its factor r is above this number, and as fast if r
-            is below the number's inverse.
-        learn_steps: how many steps are used to learn the seconds of layers, if the plan was made
-            without seconds.
+        layer: a layer itself counts as slow if its factor r is above this number, and as
+            fast if r is below the number's inverse.
+        learn_steps: how many steps are used to learn the seconds of layers, if the plan was
+            made without seconds.
         skip_steps: how many first steps are not used, because programs and caches are cold.
     """
 
@@ -109,8 +110,8 @@ def all_of(parts: Sequence[Seen]) -> Seen:
 class Replan:
     """The cuts of a better plan, and the seconds per step that they save by the measurements.
 
-    `slowness` has, for each stage, how many times longer than planned its device takes for each
-    layer of the model.
+    `slowness` has, for each stage, how many times longer than planned its device takes for
+    each layer of the model.
     """
 
     cuts: tuple[int, ...]
@@ -134,12 +135,12 @@ class Trigger:
 
     Attributes:
         rule: how much evidence is enough.
-        home: the planned or given plan. The first plan that is observed becomes the home plan, and
-            so does any later plan that does not have the cuts `asked`.
-        asked: the cuts that the next plan should have. `observe` sets `asked` to the cuts that it
-            returns. A caller that moves to other cuts instead must set `asked` to those.
-        refused: cuts that are impossible or do not pay; `observe` does not return them until the
-            plan changes.
+        home: the planned or given plan. The first plan that is observed becomes the home
+            plan, and so does any later plan that does not have the cuts `asked`.
+        asked: the cuts that the next plan should have. `observe` sets `asked` to the cuts that
+            it returns. A caller that moves to other cuts instead must set `asked` to those.
+        refused: cuts that are impossible or do not pay; `observe` does not return them
+            until the plan changes.
 
     >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
     >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
@@ -159,8 +160,8 @@ class Trigger:
         """Begins without a home plan: the first plan that is observed becomes the home plan.
 
         Args:
-            expected_s: the seconds of each layer on which the plan was based; None if it was made
-                without seconds.
+            expected_s: the seconds of each layer on which the plan was based; None if it
+                was made without seconds.
             microbatches: how many micro-batches a step has.
             synchronous: whether the pipeline is flushed at the end of a step.
             rule: how much evidence is enough.
@@ -252,10 +253,10 @@ class Trigger:
     def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
         """Returns a lower bound on the seconds of a step under any cuts.
 
-        If work could be divided anywhere, not only between layers, all devices could be busy for
-        the same time, total / (sum of 1 / f). The slowest stage takes at least that long. The
-        stages together take at least as long as the fastest device would take for all the work,
-        total times the least f.
+        If work could be divided anywhere, not only between layers, all devices could be
+        busy for the same time, total / (sum of 1 / f). The slowest stage takes at least
+        that long. The stages together take at least as long as the fastest device would
+        take for all the work, total times the least f.
         """
         shared_s = total_s / sum(1 / f for f in slowness)
         return self._step_s(shared_s, total_s * min(slowness))
@@ -283,8 +284,8 @@ class Trigger:
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
         ratio = took_s / np.add.reduceat(self._expected, starts)
-        # All stages may be slower than planned. If there are three or more, the stage furthest from
-        # the median is named.
+        # All stages may be slower than planned. If there are three or more, the stage
+        # furthest from the median is named.
         relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
         stage = int(np.abs(np.log(relative)).argmax())
         if goes_home and np.all(ratio < self.rule.layer):

@@ -1,16 +1,17 @@
 """Cuts layers in two, if one stage is slower than the others or no plan keeps the memory limit.
 
-vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts inside
-layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
-inside layers and between them are considered together. Cuts are accepted if their slowest stage is
-nearly as fast as possible. Among accepted cuts, those with the fewest cut layers are preferred; if
-several have equally few, those that send the fewest bytes. Measured seconds may decide which layers
-are cut, but they do not change what a run computes: a layer is cut only if its halves give
-bitwise identical results (`programs.bit_equality`).
+vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts
+inside layers, but only if that pays, because each layer costs a dispatch per micro-batch.
+All places inside layers and between them are considered together. Cuts are accepted if their
+slowest stage is nearly as fast as possible. Among accepted cuts, those with the fewest cut
+layers are preferred; if several have equally few, those that send the fewest bytes. Measured
+seconds may decide which layers are cut, but they do not change what a run computes: a layer
+is cut only if its halves give bitwise identical results (`programs.bit_equality`).
 
-A stage of finer layers may hold fewer bytes. But measured seconds, which vary, must not decide
-whether a limit can be kept. So only two models are tried to keep a limit: the one with whole
-layers, and the one with all layers halved. `SPLITTING` has the thresholds, which may be changed.
+A stage of finer layers may hold fewer bytes. But measured seconds, which vary, must not
+decide whether a limit can be kept. So only two models are tried to keep a limit: the one
+with whole layers, and the one with all layers halved. `SPLITTING` has the thresholds, which
+may be changed.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -45,16 +46,16 @@ class SplitEffort:
 
     Attributes:
         slow_times: layers are cut if the slowest stage takes more than this many times the mean.
-        near_times: cuts whose slowest stage takes up to this many times the least possible are
-            accepted, because they may cut fewer layers.
+        near_times: cuts whose slowest stage takes up to this many times the least possible
+            are accepted, because they may cut fewer layers.
         apart: a share of a stage's mean seconds; if a place inside a layer is closer than
             this to the place before it, one of the two is left out.
-        worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and backward,
-            is not cut, because a dispatch takes some 0.05 ms.
+        worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and
+            backward, is not cut, because a dispatch takes some 0.05 ms.
         gain: the share of a step's seconds that finer layers must save.
         rounds: how many rounds of cutting there are at most; a later one may cut halves again.
-        layers_per_stage: with more layers than this per stage, layers are not halved to keep a
-            limit, because a stage of such small layers would hold hardly fewer bytes.
+        layers_per_stage: with more layers than this per stage, layers are not halved to keep
+            a limit, because a stage of such small layers would hold hardly fewer bytes.
         places: how many places of a layer are tried.
     """
 
@@ -125,8 +126,8 @@ class Splitter:
             The plan, and how many more times layers may be cut: 1 for whole layers, 0 for halves.
 
         Raises:
-            MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit that a
-                plan keeps, with whole or halved layers.
+            MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit
+                that a plan keeps, with whole or halved layers.
         """
         try:
             return plan(traced), 1
@@ -171,16 +172,16 @@ class Splitter:
     def evener(self, traced: Traced, planned: Planned) -> Traced | None:
         """Cuts layers so that stages become as even as possible.
 
-        A place is refused if results would not be bitwise identical. It is then left out for all
-        layers of the same kind, and the cuts are chosen again.
+        A place is refused if results would not be bitwise identical. It is then left out
+        for all layers of the same kind, and the cuts are chosen again.
 
         Args:
             traced: the model.
             planned: its plan so far.
 
         Returns:
-            The model with finer layers; None if no cut inside a layer helps, or all tries are
-            refused.
+            The model with finer layers; None if no cut inside a layer helps, or all tries
+            are refused.
         """
         seconds = work_s(planned.problem.costs.layers)
         together = {
@@ -213,9 +214,10 @@ class Splitter:
     ) -> tuple[int, int] | None:
         """Returns a place at which results would not be bitwise identical, if there is one."""
         cut = traced
-        # The last place is cut first, so that the numbers of earlier layers stay the same. If a
-        # layer is cut at two places, the earlier place then lies in the first half. It is counted
-        # from the end of that half, so the equations of the second half (`after`) are subtracted.
+        # The last place is cut first, so that the numbers of earlier layers stay the same.
+        # If a layer is cut at two places, the earlier place then lies in the first half. It
+        # is counted from the end of that half, so the equations of the second half
+        # (`after`) are subtracted.
         after: dict[int, int] = {}
         for layer, before_end in reversed(where):
             finer = split_layers(cut, {layer: before_end - after.get(layer, 0)})
@@ -283,11 +285,11 @@ def even_places(
     """Returns the places inside layers at which stages are as even as possible.
 
     Two dynamic programs run over all places, like those for whole layers
-    (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage. The
-    second allows stages that take slightly longer (`SPLITTING.near_times`), and finds the cuts with
-    the fewest cut layers and, among those, the fewest sent bytes. A stage that recomputes, or has a
-    slow device, takes more seconds than the sum of its layers. The ratio of its seconds to this sum
-    is assumed to stay as it is.
+    (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage.
+    The second allows stages that take slightly longer (`SPLITTING.near_times`), and finds
+    the cuts with the fewest cut layers and, among those, the fewest sent bytes. A stage
+    that recomputes, or has a slow device, takes more seconds than the sum of its layers.
+    The ratio of its seconds to this sum is assumed to stay as it is.
 
     Args:
         planned: the plan so far.
@@ -341,7 +343,8 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go beyond it.
+    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go
+    # beyond it.
     crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
     for edge in costs.edges:
         last = max(edge.readers, default=edge.producer)

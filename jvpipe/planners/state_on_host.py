@@ -29,8 +29,8 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
     """Returns the seconds of a step in which optimizer state is copied from the host and back.
 
-    Devices copy at the same time, so the device with the most state on the host counts. Copies in
-    the two directions are assumed to overlap fully, so only one direction counts.
+    Devices copy at the same time, so the device with the most state on the host counts.
+    Copies in the two directions are assumed to overlap fully, so only one direction counts.
 
     Args:
         plan: says which state lies on the host.

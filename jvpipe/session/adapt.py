@@ -1,22 +1,22 @@
 """Watches how long steps take, and moves to another plan during training when the move pays.
 
-The training thread only hands over the marks of a step: arrays that become ready when the step's
-tasks have run. A second thread reads the marks, asks the trigger (trigger.py) whether another plan
-would pay, and compiles the migration: the move of layers to the devices of the other plan. The
-training thread makes the migration between two steps.
+The training thread only hands over the marks of a step: arrays that become ready when the
+step's tasks have run. A second thread reads the marks, asks the trigger (trigger.py)
+whether another plan would pay, and compiles the migration: the move of layers to the
+devices of the other plan. The training thread makes the migration between two steps.
 
-If there are several processes, each reports the seconds of its layers, the first one decides, and
-all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps` steps.
-The columns are the step of the round, what the news says, and what follows:
+If there are several processes, each reports the seconds of its layers, the first one decides,
+and all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps`
+steps. The columns are the step of the round, what the news says, and what follows:
 
     step 4     each process: the seconds of its layers      the first process asks the trigger
     step 8     the first process: a proposed plan           all prepare it, beside the training
     step 12    each process: it is ready                    all migrate
 
-Between two rounds no process waits for another. Each process acts only on news that all have
-received, so all do the same. If a process is not ready to migrate, all wait for the next round. A
-single process needs no rounds: its second thread decides and prepares as soon as it has read a
-step, and the migration is made before the next step that begins.
+Between two rounds no process waits for another. Each process acts only on news that all
+have received, so all do the same. If a process is not ready to migrate, all wait for the
+next round. A single process needs no rounds: its second thread decides and prepares as soon
+as it has read a step, and the migration is made before the next step that begins.
 
 How often steps are read is set in `ADAPTING`, and how much evidence a move needs in `Rule`.
 """
@@ -59,8 +59,8 @@ class AdaptEffort:
     """How much of a run's time may go into watching it.
 
     Attributes:
-        waiting_steps: how many steps may wait to be read by the second thread. While that many
-            wait, new steps are skipped.
+        waiting_steps: how many steps may wait to be read by the second thread. While that
+            many wait, new steps are skipped.
         round_steps: steps from one exchange of news to the next, the same in all processes.
     """
 
@@ -228,8 +228,8 @@ class Migrations:
         compiled_plans: the compiled plans of the model; each migration changes their plan.
         controller: runs the copies of a migration.
         limits: the limits of memory in bytes; they also hold while the layers of a migration move.
-        warmup_updates: how many of the first updates of an asynchronous run are made in synchronous
-            steps.
+        warmup_updates: how many of the first updates of an asynchronous run are made in
+            synchronous steps.
     """
 
     def __init__(
@@ -270,8 +270,9 @@ class Migrations:
             step, microbatch = earliest, 0
         old = self.queue[-1].new if self.queue else self._compiled_plans.current
         stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
-        # The migration is expected to find no micro-batch in flight, so the stream's earlier plans
-        # are dropped. If it finds one after all, `run_due` prepares the migration again.
+        # The migration is expected to find no micro-batch in flight, so the stream's
+        # earlier plans are dropped. If it finds one after all, `run_due` prepares the
+        # migration again.
         if old.previous and not stream_steps:
             old = old.after(None)
         if microbatch and (old.plan.replicated or plan.replicated):
@@ -299,9 +300,9 @@ class Migrations:
             state: the newest state.
             drain: finishes the micro-batches in flight.
             compiled: the compiled plan of the next step; None stands for the present one. A
-                migration due inside that step stays queued, and the step makes it, if the plan is
-                the present one and the synchronous first steps are over. Otherwise the migration is
-                made now.
+                migration due inside that step stays queued, and the step makes it, if the
+                plan is the present one and the synchronous first steps are over. Otherwise
+                the migration is made now.
 
         Raises:
             StageError: a copy failed; the error's `state` is whole under the old plan.

@@ -1,8 +1,8 @@
 """The checks of a user's arguments: numbers, names, functions, random keys and batches.
 
-Each check raises ValueError for a wrong value, with a message that has the option's name, the value
-and what to give instead. A check whose name begins with `check_` returns nothing. The others return
-the value in the form that the code after them needs.
+Each check raises ValueError for a wrong value, with a message that has the option's name,
+the value and what to give instead. A check whose name begins with `check_` returns nothing.
+The others return the value in the form that the code after them needs.
 """
 
 import inspect
@@ -350,9 +350,9 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
 def check_deferred(options: Mapping[str, Any]) -> None:
     """Raises ValueError unless the other options allow deferred batch norms.
 
-    Deferred batch norms keep sums over a whole batch in the model state. So there must be a model
-    state, and each batch must end before the next one begins. There must be no replicas, because
-    each would sum over its own examples only.
+    Deferred batch norms keep sums over a whole batch in the model state. So there must be a
+    model state, and each batch must end before the next one begins. There must be no
+    replicas, because each would sum over its own examples only.
     """
     if not options["deferred_batch_norm"]:
         return

@@ -1,8 +1,8 @@
 """Checkpoints of a session's states, with arrays that are named by their parameters' paths.
 
-A micro-batch is in flight if its forward has run and its backward has not. A state at rest has none
-in flight and can be restored under any cuts. A state in flight has some; its arrays are restored to
-the places where they lay, so the cuts must be the same.
+A micro-batch is in flight if its forward has run and its backward has not. A state at rest
+has none in flight and can be restored under any cuts. A state in flight has some; its
+arrays are restored to the places where they lay, so the cuts must be the same.
 """
 
 import json
@@ -102,8 +102,8 @@ def restore(session: Engine, path: str | Path) -> State:
     Each process reads the arrays that it will hold.
 
     Args:
-        session: a session of the same model. If `init` was not called yet, the loss is traced with
-            the shapes in the checkpoint.
+        session: a session of the same model. If `init` was not called yet, the loss is
+            traced with the shapes in the checkpoint.
         path: the folder of the checkpoint.
 
     Raises:

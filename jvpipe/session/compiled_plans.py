@@ -44,8 +44,8 @@ _log = logging.getLogger("jvpipe")
 class CompiledPlans:
     """The compiled plans of one model. The loss is traced and compiled once for each batch shape.
 
-    The plan is made for the first shape. Later shapes keep this plan, because it also says on which
-    devices the state lies.
+    The plan is made for the first shape. Later shapes keep this plan, because it also says
+    on which devices the state lies.
 
     Args:
         settings: what the user asked for.
@@ -104,7 +104,8 @@ class CompiledPlans:
         chosen = shape and shape.planned
         if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
             lines += shape.why
-        # The planner's reasons explain its own cuts. After a migration, other cuts may be in use.
+        # The planner's reasons explain its own cuts. After a migration, other cuts may be
+        # in use.
         if planned and planned.plan.cuts == compiled.plan.cuts:
             layer_s = layer_s and work_s(planned.placed)
             lines += planned.reasons(compiled.optimizer.cross_layer)
@@ -120,8 +121,8 @@ class CompiledPlans:
 
         Args:
             batch: a whole batch.
-            warms_up: whether the step is one of the synchronous steps that begin an asynchronous
-                run.
+            warms_up: whether the step is one of the synchronous steps that begin an
+                asynchronous run.
         """
         trees, key = self.trees, shapes_of(batch)
         if key not in self._by_shapes:
@@ -147,8 +148,8 @@ class CompiledPlans:
     ) -> "CompiledPlans":
         """Returns the compiled plans of a run that begins with these trees.
 
-        If the model has the same layers and tree of parameters as the present one, the present
-        plan is kept; otherwise a plan is made. Each tree holds arrays or shapes.
+        If the model has the same layers and tree of parameters as the present one, the
+        present plan is kept; otherwise a plan is made. Each tree holds arrays or shapes.
 
         Args:
             params: the parameters.
@@ -183,8 +184,8 @@ class CompiledPlans:
             batch: a whole batch.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
-            leaves_of: makes the parameters or puts them on devices, given their split into layers;
-                this happens before layers are timed, so the plan leaves room for them.
+            leaves_of: makes the parameters or puts them on devices, given their split into
+                layers; this happens before layers are timed, so the plan leaves room for them.
             before: the compiled plans of the run before; their plan is kept if layers are equal.
         """
         settings = self.settings
@@ -215,8 +216,8 @@ class CompiledPlans:
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
             finer = not self._follows
             compiled, self.planned, self.shape = planner.plan_together(traced, finer=finer)
-        # If another model is still training, this model's groups are compiled later: when this
-        # model trains, beside its training.
+        # If another model is still training, this model's groups are compiled later: when
+        # this model trains, beside its training.
         if settings.group and not self._follows:
             compiled = self.in_groups(compiled)
         self._by_shapes[shapes_of(batch)] = compiled
@@ -306,11 +307,11 @@ class CompiledPlans:
         """Compiles the successive plans of a stream (a run without flushes); returns the last one.
 
         Args:
-            spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last, as
-                the checkpoint of the stream lists them.
+            spans: (first micro-batch, plan as JSON) of each plan in turn, the present one
+                last, as the checkpoint of the stream lists them.
         """
-        # A compiled plan, unless it is the first, refers to the compiled plan before it and has the
-        # number of the micro-batch at which it replaced that plan.
+        # A compiled plan, unless it is the first, refers to the compiled plan before it and
+        # has the number of the micro-batch at which it replaced that plan.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = self.with_plan(Plan.from_json(plan)).after((earlier, start) if n else None)
@@ -347,8 +348,8 @@ class CompiledPlans:
         self._store.compile([(program, device) for program in programs for device in local])
 
 
-# The models that a pipeline has met. Each is traced and planned once, so a switch back to an
-# earlier model costs nothing.
+# The models that a pipeline has met. Each is traced and planned once, so a switch back to
+# an earlier model costs nothing.
 
 Loss = Callable[..., Any]
 
@@ -360,8 +361,9 @@ REMEMBERED = 64
 class KnownModels:
     """The compiled plans of the models that a pipeline has met.
 
-    The key of a model is its loss function (the object, not its code) with the shapes of its trees.
-    `parked` has the arrays of other models, on the host, that the present model does not use.
+    The key of a model is its loss function (the object, not its code) with the shapes of
+    its trees. `parked` has the arrays of other models, on the host, that the present model
+    does not use.
     """
 
     def __init__(self, store: ProgramStore) -> None:
@@ -382,8 +384,8 @@ class KnownModels:
             model_state: arrays or shapes; unless given, those of the present model.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or `Pipeline.init` would
-                refuse the model.
+            ValueError: the loss reads a parameter that `params` lack, or `Pipeline.init`
+                would refuse the model.
         """
         trees = present.trees
         params = abstract(params)

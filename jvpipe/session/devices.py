@@ -50,8 +50,9 @@ def place(
 ) -> tuple[tuple[Device, ...], tuple[int, ...]]:
     """Finds the distinct devices, and for each stage the index of its first device among them.
 
-    All devices that the user gives are returned, used or not, because a later plan may have more
-    stages. Stages take devices in order: stage 0 takes as many as it has replicas, then stage 1.
+    All devices that the user gives are returned, used or not, because a later plan may have
+    more stages. Stages take devices in order: stage 0 takes as many as it has replicas,
+    then stage 1.
 
     Args:
         stages: how many devices a micro-batch passes, or a plan; None if a planner decides it.
@@ -164,8 +165,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         loss_fn: as the user gave it.
         optimizer: as the user gave it.
         devices: as the user gave them.
-        options: values by option name, each already checked on its own; some are removed from the
-            dict.
+        options: values by option name, each already checked on its own; some are removed
+            from the dict.
 
     Raises:
         ValueError: an option contradicts another one, or the devices.

@@ -1,7 +1,7 @@
 """The engine of a pipeline: begins a run, and reads its states.
 
-Session (session.py) adds the steps of training to it. Evaluations and checkpoints need only this
-part.
+Session (session.py) adds the steps of training to it. Evaluations and checkpoints need only
+this part.
 """
 
 import json
@@ -51,8 +51,8 @@ Metrics = dict[str, Any]
 class Engine:
     """The parts of a pipeline that steps, evaluations and checkpoints share.
 
-    They are the compiled plans, the controller (which dispatches rows), the ledger (which counts
-    bytes and weight versions) and the limits.
+    They are the compiled plans, the controller (which dispatches rows), the ledger (which
+    counts bytes and weight versions) and the limits.
 
     Args:
         settings: the pipeline's options, checked.
@@ -108,8 +108,8 @@ class Engine:
     def peaks(self) -> list[Peak | None]:
         """Each device's peak in a step of the present plan; None if only another process knows it.
 
-        Processes exchange their peaks once, when a run begins. After a change of the plan, a
-        process knows only the peaks of its own devices.
+        Processes exchange their peaks once, when a run begins. After a change of the plan,
+        a process knows only the peaks of its own devices.
         """
         plan, peaks = self._begun_with
         here, known = self.compiled.peaks, plan == self.compiled.plan
@@ -152,8 +152,8 @@ class Engine:
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
         """Copies the newest arrays of a kind to the host, in the order of their leaves.
 
-        If there are several processes, all must call this. The first one gets the arrays, and the
-        others get None.
+        If there are several processes, all must call this. The first one gets the arrays,
+        and the others get None.
         """
         self.check_whole(self.compiled, state)
         hosts, devices = self.settings.hosts, self.settings.devices
@@ -268,8 +268,8 @@ class Engine:
             compiled_plans: the compiled plans of the model.
             compiled: the compiled plan that places the arrays: one of `compiled_plans`, or
                 one that `compiled_plans` adopts afterwards.
-            leaves: by name, what makes an array or puts it on a device. Optimizer state that has no
-                leaf here is made by the optimizer.
+            leaves: by name, what makes an array or puts it on a device. Optimizer state
+                that has no leaf here is made by the optimizer.
             words: the words of the run's key.
             step: how many steps have been done.
             updates: how many updates the parameters have had.
@@ -290,14 +290,15 @@ class Engine:
 
         Args:
             compiled: the compiled plan of the new run.
-            making: the peak of each device, and last the host's, while the arrays of the new run
-                are made.
+            making: the peak of each device, and last the host's, while the arrays of the
+                new run are made.
 
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
-        # The new run does not need the arrays that the earlier run has parked, so the check does
-        # not count them. They are forgotten after the check: a failed check must change nothing.
+        # The new run does not need the arrays that the earlier run has parked, so the check
+        # does not count them. They are forgotten after the check: a failed check must
+        # change nothing.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:
@@ -411,8 +412,8 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
 
     Args:
         hosts: the processes.
-        here: the peaks as this process knows them. Its numbers for other processes' devices are too
-            small, so the largest report of each device counts.
+        here: the peaks as this process knows them. Its numbers for other processes' devices
+            are too small, so the largest report of each device counts.
     """
     sizes_by_process = [
         json.loads(word)

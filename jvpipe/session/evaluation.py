@@ -1,15 +1,15 @@
 """Evaluates a loss, or any function of the parameters; layers run where their parameters lie.
 
-An evaluation runs only the forwards of the plan in use. A prediction runs a function of the user's,
-which is traced and cut into layers like a loss. Each layer of the function runs on the device that
-holds the parameters that the layer reads, but never on an earlier stage than the layer before it.
-For example, a model and a function of it may run on two devices like this:
+An evaluation runs only the forwards of the plan in use. A prediction runs a function of the
+user's, which is traced and cut into layers like a loss. Each layer of the function runs on the
+device that holds the parameters that the layer reads, but never on an earlier stage than the
+layer before it. For example, a model and a function of it may run on two devices like this:
 
     training      device 0: embed, block 0    device 1: block 1, head, loss
     prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
 
-The batch of a prediction is one micro-batch, because the values that the function returns need not
-have an entry for each example. The values of several micro-batches could then not be joined.
+The batch of a prediction is one micro-batch, because the values that the function returns need
+not have an entry for each example. The values of several micro-batches could then not be joined.
 """
 
 from collections import defaultdict
@@ -81,12 +81,12 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     """Computes a function of the newest parameters and a batch; nothing changes.
 
     Args:
-        session: the session to which the state belongs. It remembers what was compiled last; the
-            same function object with the same plan and shapes is not compiled again.
+        session: the session to which the state belongs. It remembers what was compiled last;
+            the same function object with the same plan and shapes is not compiled again.
         state: its newest arrays are read.
         batch: a batch of any size.
-        function: a function of (parameters, batch), or of (parameters, model state, batch) if the
-            pipeline has a model state.
+        function: a function of (parameters, batch), or of (parameters, model state, batch)
+            if the pipeline has a model state.
 
     Raises:
         ValueError: the function reads no parameter, or returns no arrays.
@@ -104,8 +104,8 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     arrays, copied = _arrays(session, compiled, trained)
     live = session.ledger.live[: len(compiled.devices)]
     counted = _bytes(compiled.persistent, len(live))
-    # The peak of a forward includes the arrays that the forward reads. `live` or `copied` count
-    # these arrays too, so their bytes are subtracted once.
+    # The peak of a forward includes the arrays that the forward reads. `live` or `copied`
+    # count these arrays too, so their bytes are subtracted once.
     beside = [
         x + more - counted_bytes
         for x, more, counted_bytes in zip(live, copied, counted, strict=True)
@@ -246,7 +246,8 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     }
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
-        # A stage has consecutive layers, so no layer goes back to a stage before the present one.
+        # A stage has consecutive layers, so no layer goes back to a stage before the
+        # present one.
         at = max([at, *(stage_of[graph.parameters[p].array.name] for p in graph.owned(layer))])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
@@ -258,8 +259,8 @@ def _arrays(
 ) -> tuple[list[jax.Array], list[int]]:
     """Returns the arrays that a function reads, each on the device that reads it.
 
-    An array of the training is used if it lies on that device, and copied there otherwise. Arrays
-    that the function closes over are not part of the training, so they are always copied.
+    An array of the training is used if it lies on that device, and copied there otherwise.
+    Arrays that the function closes over are not part of the training, so they are always copied.
 
     Returns:
         The arrays of this process, and the bytes that had to be copied to each device.
@@ -292,8 +293,8 @@ def _carried(
 ) -> dict[_Spot, jax.Array | None]:
     """Copies arrays from other processes to the devices of this one that read them.
 
-    This is needed only if the function reads parameters in another order than the loss: a layer may
-    then run on a later stage than the one that holds its parameters.
+    This is needed only if the function reads parameters in another order than the loss: a
+    layer may then run on a later stage than the one that holds its parameters.
 
     Args:
         session: the session of the training.

@@ -42,10 +42,10 @@ from jvpipe.util.sizes import format_bytes
 class Forecast:
     """The answers of planners to a problem, the best answer first.
 
-    `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also decided
-    which devices each stage has (the shape), `shapes` holds the shapes that it could choose from.
-    `state_s` counts the seconds per step in which the optimizer's state is copied from the host and
-    back; the copies are assumed not to overlap with any other work.
+    `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also
+    decided which devices each stage has (the shape), `shapes` holds the shapes that it could
+    choose from. `state_s` counts the seconds per step in which the optimizer's state is
+    copied from the host and back; the copies are assumed not to overlap with any other work.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -85,8 +85,8 @@ class Forecast:
         """The best plan.
 
         Raises:
-            MemoryLimitExceeded: no plan keeps the limit; the error's `smallest_limit_bytes` is a
-                limit that some plan keeps.
+            MemoryLimitExceeded: no plan keeps the limit; the error's `smallest_limit_bytes`
+                is a limit that some plan keeps.
         """
         if not self.fits:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
@@ -103,11 +103,12 @@ class Forecast:
     def held_bytes(self) -> list[int]:
         """Each device's peak bytes under the best plan, if all devices are like the one at hand.
 
-        The programs are compiled for the device at hand, so the bytes equal those of a run's ledger
-        on such devices. Programs take other bytes on other hardware: `plan_for(..., compile=True)`
-        asks the compiler of that hardware, which gives each stage's `compiled_bytes`. Without
-        `compile`, the planner counts temporaries by rules that compilers for GPUs and TPUs were
-        seen to follow. The planner's bytes of a stage may then be some percent too high or too low.
+        The programs are compiled for the device at hand, so the bytes equal those of a
+        run's ledger on such devices. Programs take other bytes on other hardware:
+        `plan_for(..., compile=True)` asks the compiler of that hardware, which gives each
+        stage's `compiled_bytes`. Without `compile`, the planner counts temporaries by rules
+        that compilers for GPUs and TPUs were seen to follow. The planner's bytes of a stage
+        may then be some percent too high or too low.
 
         Raises:
             ValueError: the problem was made from a profile, not from a model.
@@ -301,8 +302,8 @@ def asked(
     """Asks planners to solve a problem, and returns their answers, the best first.
 
     Args:
-        problem: the problem; if it leaves the order of tasks to the planner (schedule "auto"), the
-            forecast's problem has the order of the best answer.
+        problem: the problem; if it leaves the order of tasks to the planner (schedule
+            "auto"), the forecast's problem has the order of the best answer.
         names: the names of the planners.
         title: the title of a figure.
         question: the question from which the problem was made.

@@ -63,42 +63,42 @@ def plan_for(
 ) -> Forecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated or run.
 
-    With `compile`, the compiler of that hardware reports the bytes of the plan's programs. It
-    compiles each program once and keeps the report in JAX's compilation cache. If the plan takes
-    more than the limit, another plan is made.
+    With `compile`, the compiler of that hardware reports the bytes of the plan's programs.
+    It compiles each program once and keeps the report in JAX's compilation cache. If the
+    plan takes more than the limit, another plan is made.
 
-    With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then decides
-    whichever of stages, replicas, cuts and micro-batches are not given.
+    With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then
+    decides whichever of stages, replicas, cuts and micro-batches are not given.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or their shapes.
         stages: how many stages; 2, unless it is given or the planner decides.
-        devices: how many devices all stages have together; unless given, as many as `replicas`
-            take, or else all of the hardware.
+        devices: how many devices all stages have together; unless given, as many as
+            `replicas` take, or else all of the hardware.
         replicas: how many devices each stage has, such as (3, 1) or "3:1"; "auto" leaves it open.
         cuts: how many layers each stage has.
-        hardware: a cluster: a name such as "h100", a TOML file, or a `Cluster`. Its first devices
-            are used. "a100-40gb" unless given.
-        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a limit
-            for each. Unless given, all the memory that the devices have.
+        hardware: a cluster: a name such as "h100", a TOML file, or a `Cluster`. Its first
+            devices are used. "a100-40gb" unless given.
+        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with
+            a limit for each. Unless given, all the memory that the devices have.
         microbatches: how many a batch is split into; 4, unless it is given or the planner decides.
         schedule: the name of a schedule, or one with options; replicas need a synchronous one.
-        planner: the name of a planner, or several to compare; "all" compares all planners. Replicas
-            are planned by "jvpipe", "pipedream" or "dapple".
+        planner: the name of a planner, or several to compare; "all" compares all planners.
+            Replicas are planned by "jvpipe", "pipedream" or "dapple".
         optimizer: the optimizer whose state is counted; AdamW unless given.
         model_state: arrays, or their shapes, if the loss has a model state (`has_state`).
         has_aux: whether the loss returns auxiliary values as well.
         has_state: whether the loss takes and returns a model state.
         stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
-        state_fates: where the optimizer's state lies between updates, by patterns of parameters.
-            Unless given, a single planner that chooses fates decides it. This planner puts state on
-            the host if no other plan fits, or if copying the state takes less time than recomputing
-            values to make room for it.
-        compile: True for the compiler of the hardware, or the name of a compile target, such as
-            "v5e:4x4".
+        state_fates: where the optimizer's state lies between updates, by patterns of
+            parameters. Unless given, a single planner that chooses fates decides it. This
+            planner puts state on the host if no other plan fits, or if copying the state
+            takes less time than recomputing values to make room for it.
+        compile: True for the compiler of the hardware, or the name of a compile target,
+            such as "v5e:4x4".
         title: the title of the figure.
 
     Raises:
@@ -206,8 +206,8 @@ class _Asking:
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
         """Returns the answer with the optimizer's state on the host, except the part that fits.
 
-        Layers are cut at `splits`, which were found with all state on the devices. If `splits` is
-        empty, cuts are sought again.
+        Layers are cut at `splits`, which were found with all state on the devices. If
+        `splits` is empty, cuts are sought again.
         """
         sizes, cluster = self._state_bytes(), self.cluster
         if cluster.host_memory_bytes is not None:
@@ -226,8 +226,8 @@ class _Asking:
         # A plan may leave devices out, so limits are found by the devices' numbers.
         each = zip(problem.places, best.plan.stages, strict=True)
         limit_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
-        # With all state on the host, a device holds `held` bytes. State that fits into the rest of
-        # its limit comes back.
+        # With all state on the host, a device holds `held` bytes. State that fits into the
+        # rest of its limit comes back.
         room = room_left(best.plan, held, limit_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return self._with_seconds(replace(away, answers=(nearer, *away.answers[1:])))

@@ -65,8 +65,8 @@ class Bench:
         runs: the measurements of programs in this process; new ones are added.
         room_bytes: the memory that a timed program may take; a program that needs more is not run.
         archive: the measurements of earlier processes, kept on disk with the new ones.
-        between_hosts: the link from the devices of one process to those of another, if there are
-            several processes.
+        between_hosts: the link from the devices of one process to those of another, if
+            there are several processes.
     """
 
     store: ProgramStore
@@ -129,8 +129,8 @@ class Measurement:
     def costs_of(self, traced: Traced) -> Costs:
         """Returns the costs of the model, traced at a micro-batch or at a slice of one.
 
-        A slice is what one of several replicas works on. The optimizer's state counts where the
-        user wants it to lie.
+        A slice is what one of several replicas works on. The optimizer's state counts where
+        the user wants it to lie.
         """
         settings, store, optimizer = self.settings, self.bench.store, self.optimizer
         schedule, microbatches = settings.schedule, settings.microbatches
@@ -297,8 +297,8 @@ class Measurement:
 def per_machine(processes: Sequence[int]) -> int:
     """Counts the devices per machine, where each process is a machine; 1 if machines are not alike.
 
-    Machines are alike if the devices of each process are consecutive, and each process has equally
-    many. Only the last process may have fewer.
+    Machines are alike if the devices of each process are consecutive, and each process has
+    equally many. Only the last process may have fewer.
 
     Args:
         processes: the process of each device.
@@ -316,8 +316,8 @@ def per_machine(processes: Sequence[int]) -> int:
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     """Chooses the sizes of slices to measure.
 
-    One size is that of the smallest slice that a replica can get. The other is half a micro-batch,
-    if this is more than twice as large.
+    One size is that of the smallest slice that a replica can get. The other is half a
+    micro-batch, if this is more than twice as large.
 
     Args:
         examples: how many a micro-batch has.

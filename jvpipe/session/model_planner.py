@@ -1,8 +1,8 @@
 """The first plan of a model: made by a planner or given by the user, and compiled.
 
-A planner's plan is accepted only after it was compiled and its exact bytes were counted, see
-planning.py. Two variants are tried as well: some layers cut in two (splitting.py), and the
-optimizer's state on the host (`ModelPlanner.plan`).
+A planner's plan is accepted only after it was compiled and its exact bytes were counted,
+see planning.py. Two variants are tried as well: some layers cut in two (splitting.py), and
+the optimizer's state on the host (`ModelPlanner.plan`).
 """
 
 import json
@@ -44,8 +44,8 @@ from jvpipe.trace.layer_split import split_as_planned
 def pays_for_room(planned: Planned) -> bool:
     """Tells whether the plan's step is noticeably longer than if all values could be kept.
 
-    Only then is it worth asking for a plan with the optimizer's state on the host: this state would
-    make room for the values that are now recomputed or swapped.
+    Only then is it worth asking for a plan with the optimizer's state on the host: this
+    state would make room for the values that are now recomputed or swapped.
     """
     if not any(planned.decision.choices):
         return False
@@ -180,8 +180,8 @@ class ModelPlanner:
         traced = splitter.finest(traced, stages) if chooses else traced
         # The number of layers is checked only now, because `finest` may have cut some in two.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        # Fates that the user gives name values of whole layers. With such fates, layers are not
-        # halved to keep a limit.
+        # Fates that the user gives name values of whole layers. With such fates, layers are
+        # not halved to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
         # Schedule "auto" needs no finer layers: its order of tasks makes up for uneven stages.
         finer = chooses and finer and settings.schedule != AUTO
@@ -227,8 +227,9 @@ class ModelPlanner:
     def _question(self, traced: Traced) -> tuple[str, ...]:
         """Returns, as texts, everything except seconds that decides which layers are cut in two.
 
-        The texts are the key under which the archive keeps the chosen cuts. Measured seconds vary
-        from process to process, so with them the same model would get another key each time.
+        The texts are the key under which the archive keeps the chosen cuts. Measured
+        seconds vary from process to process, so with them the same model would get another
+        key each time.
         """
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
@@ -269,7 +270,8 @@ class ModelPlanner:
         """Returns the peak of each stage's fullest device, in a step or while arrays are made."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        # No program can be compiled for another process's device: one of this process stands in.
+        # No program can be compiled for another process's device: one of this process
+        # stands in.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         peaks = [max(step.bytes, making.bytes) for step, making in both]
@@ -345,8 +347,8 @@ def compile_plan(
         traced: the model.
         plan: says which layers run where.
         optimizer: the optimizer, cut for these layers.
-        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous run;
-            None if there are no such steps.
+        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous
+            run; None if there are no such steps.
 
     Raises:
         ValueError: the plan does not fit the layers or the devices.

@@ -1,7 +1,7 @@
 """The options of a pipeline, each defined once with its type, default, unit, check and help.
 
-The calls `Pipeline` and `plan_for`, both commands, their files and docs/options.md are made from
-these definitions. A new option is a new field of `PipelineOptions`.
+The calls `Pipeline` and `plan_for`, both commands, their files and docs/options.md are made
+from these definitions. A new option is a new field of `PipelineOptions`.
 """
 
 from collections.abc import Callable, Mapping
@@ -172,8 +172,8 @@ _COUNT = partial(whole_number, most=MOST_PLACES)
 class PipelineOptions:
     """The options of a pipeline, for calls, commands and files.
 
-    The type of a field is what a file may contain. A Python call may be given further types that
-    the option's check accepts, such as a `Cluster` for `hardware`.
+    The type of a field is what a file may contain. A Python call may be given further types
+    that the option's check accepts, such as a `Cluster` for `hardware`.
     """
 
     taker: ClassVar[Taker] = EVERY

@@ -1,9 +1,10 @@
 """Asks planners for a plan, until one keeps the memory limit when its bytes are counted exactly.
 
-A planner estimates a run's bytes by closed formulas. Its answer is therefore lowered to the rows of
-a run (programs and copies), whose bytes are exact. If these exceed the limit, the planner is asked
-again under a smaller limit. Whether any plan keeps the limit is decided by bytes only, so measured
-seconds, which vary, do not change the answer. `ASKING` says how long the search goes on.
+A planner estimates a run's bytes by closed formulas. Its answer is therefore lowered to the
+rows of a run (programs and copies), whose bytes are exact. If these exceed the limit, the
+planner is asked again under a smaller limit. Whether any plan keeps the limit is decided by
+bytes only, so measured seconds, which vary, do not change the answer. `ASKING` says how
+long the search goes on.
 """
 
 import logging
@@ -41,14 +42,15 @@ class AskingEffort:
     """How long the search goes on for a plan whose run keeps a memory limit.
 
     Attributes:
-        attempts: how often a planner is asked at most. The limit that it sees is lowered each time
-            by the bytes that a run of its last plan holds above the true limit.
-        signings: how often a planner is asked at most until a plan, as compiled by the hardware's
-            compiler, keeps the limit.
-        counted_times: the largest expected ratio of a planner's estimate to the bytes of a run. If
-            the estimate for a plan is more than this many times the limit, the plan is not lowered.
-        noticed: a plan with optimizer state on the host is tried only if the limit makes steps
-            longer by more than this share.
+        attempts: how often a planner is asked at most. The limit that it sees is lowered
+            each time by the bytes that a run of its last plan holds above the true limit.
+        signings: how often a planner is asked at most until a plan, as compiled by the
+            hardware's compiler, keeps the limit.
+        counted_times: the largest expected ratio of a planner's estimate to the bytes of a
+            run. If the estimate for a plan is more than this many times the limit, the plan
+            is not lowered.
+        noticed: a plan with optimizer state on the host is tried only if the limit makes
+            steps longer by more than this share.
     """
 
     attempts: int = 5
@@ -71,9 +73,9 @@ class _Least(NamedTuple):
 class _Asker:
     """A planner that is asked until a run of its answer keeps a limit.
 
-    All devices are compared with one limit, that of the device with the most memory. If another
-    device may hold x bytes less, x is added to the bytes that this device holds. The sum is then
-    within the one limit if and only if the device keeps its own.
+    All devices are compared with one limit, that of the device with the most memory. If
+    another device may hold x bytes less, x is added to the bytes that this device holds.
+    The sum is then within the one limit if and only if the device keeps its own.
 
     Args:
         planner: the name of the planner.
@@ -98,7 +100,8 @@ class _Asker:
             problem: says by how many bytes the limits of the other devices are smaller.
             plan: the plan.
         """
-        # A plan may have its stages in another order than the problem, so devices identify a stage.
+        # A plan may have its stages in another order than the problem, so devices identify
+        # a stage.
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_sizes = zip(self.held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
@@ -109,9 +112,9 @@ class _Asker:
         Returns:
             The plan; None if it exceeds the limit, or if the planner does not choose fates.
         """
-        # The lowered rows decide whether the plan keeps the limit. The planner's estimate may be
-        # well above the bytes of the rows, but hardly below. So the plan is lowered unless its
-        # estimate is more than `counted_times` the limit.
+        # The lowered rows decide whether the plan keeps the limit. The planner's estimate
+        # may be well above the bytes of the rows, but hardly below. So the plan is lowered
+        # unless its estimate is more than `counted_times` the limit.
         limit = problem.memory_limit_bytes
         assert limit is not None
         counted_limit = ASKING.counted_times * limit
@@ -129,13 +132,13 @@ class _Asker:
 
         Args:
             problem: has the limit.
-            least: the plan that holds the fewest bytes, if it is known. The first limit is at least
-                the planner's estimate for this plan, so that the planner can find it.
+            least: the plan that holds the fewest bytes, if it is known. The first limit is at
+                least the planner's estimate for this plan, so that the planner can find it.
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        # The planner may estimate more bytes for `least` than the rows of `least` hold. The planner
-        # would then refuse a limit that `least` keeps.
+        # The planner may estimate more bytes for `least` than the rows of `least` hold. The
+        # planner would then refuse a limit that `least` keeps.
         counted = (
             evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
         )
@@ -165,12 +168,12 @@ class _Asker:
             MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
         """
         if problem.schedule == AUTO:
-            # If the order of tasks is open, a step that runs one micro-batch after another holds
-            # the fewest bytes, because no stage then has two micro-batches in flight.
+            # If the order of tasks is open, a step that runs one micro-batch after another
+            # holds the fewest bytes, because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
             problem = replace(problem, schedule=given_lists(lines_of(lists)))
-        # What plans hold does not depend on the speed of devices. So of the orders of devices that
-        # have the same limits in the same places, only one is tried.
+        # What plans hold does not depend on the speed of devices. So of the orders of
+        # devices that have the same limits in the same places, only one is tried.
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
@@ -229,9 +232,10 @@ def decide(
 ) -> Planned:
     """Asks the planner for a plan, and falls back to the plan that holds the fewest bytes.
 
-    A limit can be kept if the plan that holds the fewest bytes keeps it. This depends on bytes
-    only, so every run decides it in the same way. The planner's search also depends on measured
-    seconds, and may find no plan although one exists. The plan with the fewest bytes is then taken.
+    A limit can be kept if the plan that holds the fewest bytes keeps it. This depends on
+    bytes only, so every run decides it in the same way. The planner's search also depends
+    on measured seconds, and may find no plan although one exists. The plan with the fewest
+    bytes is then taken.
 
     Args:
         planner: the name of the planner.
@@ -278,8 +282,8 @@ def planned_again(
         held_bytes_of: returns the bytes of each stage's fullest device; None if they are unknown.
 
     Returns:
-        None if no plan keeps the limits. None also if the planner is not asked again, because it is
-        a paper's, or a search has chosen the order of tasks, or stages have several devices.
+        None if no plan keeps the limits. None also if the planner is not asked again, because it
+        is a paper's, or a search has chosen the order of tasks, or stages have several devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:
@@ -304,8 +308,8 @@ def planned_again(
 class ChosenShape:
     """The number of places of a pipeline, and the reasons for it as lines of text.
 
-    A place is one device, or several devices that are replicas of each other. `planned` is the plan
-    if some place has several devices.
+    A place is one device, or several devices that are replicas of each other. `planned` is
+    the plan if some place has several devices.
     """
 
     places: int

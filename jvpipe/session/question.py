@@ -51,8 +51,9 @@ class Question(Training):
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
         remembered: the traces, optimizer cutters and costs so far, shared by copies of the
-            question. Copies may differ only in `stages`, `schedule`, `microbatches`, `state_fates`
-            and `said`: the key of an entry names each of these fields on which the entry depends.
+            question. Copies may differ only in `stages`, `schedule`, `microbatches`,
+            `state_fates` and `said`: the key of an entry names each of these fields on
+            which the entry depends.
     """
 
     params: Tree
@@ -77,8 +78,8 @@ class Question(Training):
 
         Args:
             examples: how many examples to trace with; unless given, those of a micro-batch.
-            present: the model as traced with another number of examples. Its cuts into layers are
-                used; None: the cuts are found again.
+            present: the model as traced with another number of examples. Its cuts into
+                layers are used; None: the cuts are found again.
         """
         # `present` is a trace of this question. So it is kept, and no other object gets its id.
         key = "trace", self.microbatches, examples, id(present)
@@ -126,7 +127,8 @@ class Question(Training):
 
         def make() -> tuple[Costs, Any]:
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-            # The key has ids of these objects. They are kept, so no other object gets the same id.
+            # The key has ids of these objects. They are kept, so no other object gets the
+            # same id.
             return costs, (traced, said, device)
 
         # Two mappings without reports are equal, although their ids differ.
@@ -237,8 +239,8 @@ class Question(Training):
         for b in smaller(largest, devices):
             if 1 in costs:
                 break
-            # A replica may have so few examples only if the loss then has the same layers and
-            # operations as with a whole micro-batch.
+            # A replica may have so few examples only if the loss then has the same layers
+            # and operations as with a whole micro-batch.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
@@ -295,8 +297,8 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
     """Returns, for each device, how many times longer it takes for each layer than a profile says.
 
-    The profile is taken to be of the cluster's first device. The entry of an equally fast device is
-    empty.
+    The profile is taken to be of the cluster's first device. The entry of an equally fast
+    device is empty.
 
     Args:
         cluster: the hardware, whose products per second are compared; None: all devices are equal.
@@ -325,8 +327,8 @@ def given_pins(
     Args:
         question: has the model and a whole batch.
         cluster: has the devices.
-        devices: how many devices there are; unless given, as many as `replicas` take, or else all
-            of the cluster.
+        devices: how many devices there are; unless given, as many as `replicas` take, or
+            else all of the cluster.
         stages: how many stages. Here and in the following, None lets the planner decide.
         replicas: how many devices each stage has; "auto" also lets the planner decide.
         cuts: how many layers each stage has.
@@ -385,9 +387,9 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the numbers of examples at which layers are traced, besides a whole micro-batch.
 
-    The first is how many examples each device gets if all devices are replicas of one stage, but at
-    least 2. The others are the fewest that a device can get: 1, or 2 if the loss is another program
-    for a single example.
+    The first is how many examples each device gets if all devices are replicas of one
+    stage, but at least 2. The others are the fewest that a device can get: 1, or 2 if the
+    loss is another program for a single example.
 
     Args:
         examples: how many a micro-batch has.

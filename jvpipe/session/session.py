@@ -167,14 +167,15 @@ class Session(Engine):
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
-        Errors of earlier steps are raised first, while the given state is still whole. Then earlier
-        losses are checked to be finite. In a stream (a run without flushes) the step waits for the
-        losses of all earlier steps except the last one. Otherwise it checks only losses that are
-        computed by now. A step that calls code on the host, which can fail, waits for the step
-        before it.
+        Errors of earlier steps are raised first, while the given state is still whole. Then
+        earlier losses are checked to be finite. In a stream (a run without flushes) the
+        step waits for the losses of all earlier steps except the last one. Otherwise it
+        checks only losses that are computed by now. A step that calls code on the host,
+        which can fail, waits for the step before it.
 
-        Micro-batches can stay in flight only if they have the shapes of the run's first batch. They
-        are finished before a batch of other shapes runs, which is finished within its own step.
+        Micro-batches can stay in flight only if they have the shapes of the run's first
+        batch. They are finished before a batch of other shapes runs, which is finished
+        within its own step.
         """
         start_s = time.perf_counter()
         self.check_state(state)
@@ -196,8 +197,8 @@ class Session(Engine):
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        # Programs that call code on the host leave marks. `settle`, below, waits for the marks of
-        # earlier steps and not for those of this step.
+        # Programs that call code on the host leave marks. `settle`, below, waits for the
+        # marks of earlier steps and not for those of this step.
         earlier_marks = len(self.controller.marks)
         feeds = self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
@@ -235,8 +236,8 @@ class Session(Engine):
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
-            # A synchronous run needs no record. In an asynchronous run, the synchronous steps at
-            # its start are recorded too, because the replay goes through the whole run.
+            # A synchronous run needs no record. In an asynchronous run, the synchronous steps
+            # at its start are recorded too, because the replay goes through the whole run.
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
             bound = migration.bound if migration else compiled.step
             return _StepRun(compiled, bound, uses, 1, 0, migration)
@@ -249,8 +250,8 @@ class Session(Engine):
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
         """Returns the metrics of a step by name, and queues its losses for a later check."""
         values = self.readable(values)
-        # In a stream each micro-batch may have read different weights, so each one's loss is
-        # checked. The losses of the micro-batches are then the last values.
+        # In a stream each micro-batch may have read different weights, so each one's loss
+        # is checked. The losses of the micro-batches are then the last values.
         apart = run.stream_steps > 0
         losses = values[-self.settings.microbatches :] if apart else []
         metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
@@ -302,13 +303,13 @@ def switch_model(
         session: the session that trains the present model.
         state: the newest state, which is consumed.
         loss_fn: the new loss, with the same arguments and kinds of results as the present one.
-        params: the new model's parameters. Shapes suffice for parameters that the present model
-            has, and for those of earlier models, which are parked on the host.
+        params: the new model's parameters. Shapes suffice for parameters that the present
+            model has, and for those of earlier models, which are parked on the host.
         model_state: the new model's state; None: that of the present model.
 
     Raises:
-        ValueError: the loss reads a parameter that `params` lack, or a parameter has another shape
-            than before; nothing has changed.
+        ValueError: the loss reads a parameter that `params` lack, or a parameter has
+            another shape than before; nothing has changed.
         MemoryLimitExceeded: the new model does not keep the limit; nothing has changed.
         StageError: a copy failed; the error's `state` is the present model's, drained and whole.
     """
@@ -324,8 +325,8 @@ def switch_model(
     }
     switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")
-    # Messages about losses read the ledger of versions, so losses are checked before this ledger is
-    # replaced.
+    # Messages about losses read the ledger of versions, so losses are checked before this
+    # ledger is replaced.
     session.check_losses(state, wait=bool(state.stream_steps))
     state = session.drain(state)
     state.check(len(session.compiled.persistent))

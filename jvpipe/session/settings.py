@@ -41,8 +41,8 @@ class Training:
         schedule: the order in which micro-batches run.
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state.
-        stacked: "per_layer" if the optimizer sees a parameter for each layer of a scan; None if it
-            sees the stacked arrays.
+        stacked: "per_layer" if the optimizer sees a parameter for each layer of a scan;
+            None if it sees the stacked arrays.
         frozen: patterns of parameters that nothing updates.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters.
         sharding: how parameters lie over the devices of a place, if places are meshes.
@@ -73,12 +73,12 @@ class Settings(Training):
         limits: the bytes that each device may hold; empty if there is no limit.
         host_limit_bytes: the limit for swapped and parked values on the host.
         fates: the fates of tensors, by patterns of their names.
-        checkpoint: which micro-batches are computed again from their stage's input: torchgpipe's
-            modes. None: `fates` or the planner decides.
+        checkpoint: which micro-batches are computed again from their stage's input:
+            torchgpipe's modes. None: `fates` or the planner decides.
         devices: the devices, each once. Other fields refer to them by index.
         places: the device of each stage, as an index; empty if a plan was given.
-        splits_unasked: `microbatches` was left out, so batches are split although the user did not
-            ask for it.
+        splits_unasked: `microbatches` was left out, so batches are split although the user
+            did not ask for it.
         replicas: all devices of each stage, as indices; empty unless some stage has several.
         shares: the planner decides how many devices each stage has.
         reductions: the user's reductions for leaves of aux and of the model state.
@@ -125,8 +125,8 @@ class Settings(Training):
 
         Args:
             loss_fn: the loss of the other model.
-            plan: the present plan. Its layers are those of one model, so the other model uses only
-                the plan's devices.
+            plan: the present plan. Its layers are those of one model, so the other model
+                uses only the plan's devices.
         """
         settings = replace(self, loss_fn=loss_fn)
         if not isinstance(self.stages, Plan) and not self.shares:
@@ -146,8 +146,8 @@ class Settings(Training):
         return f"{loss}, {how}, {len(self.devices)} devices"
 
 
-# All processes of a run must have equal settings. They are compared in parts, so that a message can
-# name the part that differs.
+# All processes of a run must have equal settings. They are compared in parts, so that a
+# message can name the part that differs.
 
 Parts = list[tuple[str, str]]
 """The name of each part with its text; parts are equal if and only if their texts are. A message
@@ -231,8 +231,8 @@ class OptimizerCutter:
             schedule: says how many micro-batches an update has.
 
         Raises:
-            ValueError: the optimizer needs a value of all layers at once, and the schedule updates
-                layers at different times.
+            ValueError: the optimizer needs a value of all layers at once, and the schedule
+                updates layers at different times.
         """
         cut = self.pieces(graph, schedule)
         if not schedule.synchronous and (cut.cross_layer or self.settings.grad_norm):
@@ -287,8 +287,9 @@ class OptimizerCutter:
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
-            # The optimizer may have failed because a parameter has integers. If so, `freeze` raises
-            # an error that names the parameter, which the optimizer's error would not.
+            # The optimizer may have failed because a parameter has integers. If so,
+            # `freeze` raises an error that names the parameter, which the optimizer's error
+            # would not.
             freeze(traced, frozen)
             raise
         left = freeze(traced, found)

@@ -1,10 +1,10 @@
 """Plans that keep the limits as the compiler of absent hardware compiles them.
 
 A compiled plan may hold more bytes than the planner counted. The planner is then asked again,
-until a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time, the
-bytes that the compiler has reported so far replace estimates of the planner. The planner may still
-give the same plan again: the bytes over the limit then have a cause that the reports do not show.
-In this case, the limits that the planner sees are lowered by these bytes.
+until a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time,
+the bytes that the compiler has reported so far replace estimates of the planner. The planner
+may still give the same plan again: the bytes over the limit then have a cause that the reports
+do not show. In this case, the limits that the planner sees are lowered by these bytes.
 """
 
 import logging
@@ -105,8 +105,8 @@ class _Search:
                 return replace(forecast, problem=problem, answers=(compiled,)), more
             _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
             nearest = min(nearest, more + over)
-            # If the same plan comes again, the reported bytes of programs do not explain its
-            # excess, so only lower limits lead to another plan.
+            # If the same plan comes again, the reported bytes of programs do not explain
+            # its excess, so only lower limits lead to another plan.
             less += over if forecast.plan == before else 0
             before = forecast.plan
         return None, int(nearest)
@@ -172,8 +172,8 @@ class Signer:
             answer: has the plan.
 
         Raises:
-            ValueError: the compiler refuses a program, or the plan swaps to the host and the
-                compile target has no host memory.
+            ValueError: the compiler refuses a program, or the plan swaps to the host and
+                the compile target has no host memory.
         """
         plan, decision = answer.plan, answer.decision
         assert plan is not None
@@ -192,7 +192,8 @@ class Signer:
             peak, padding, host = by_store[self.stores[fullest]][fullest]
             layers = problem.layers_on(s)[first:last]
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
-            # Temporaries at the peak are those of the layer whose row (program or copy) runs then.
+            # Temporaries at the peak are those of the layer whose row (program or copy)
+            # runs then.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
             stages.append(

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
@@ -79,6 +79,7 @@ class Told:
         return Told({step: Seen(*seen) for step, seen in seconds}, proposal, how, refusal)
 
 
+@runtime_checkable
 class ModelPlans(Protocol):
     """The plans of a model, as far as a judge reads them; `CompiledPlans` has all of them."""
 
@@ -226,10 +227,10 @@ class Judge:
             compiled: the plan in use.
 
         Returns:
-            `home`, if its cuts are asked for. Otherwise the planner's plan for devices as slow as
-            they are now; None if that plan saves less than `Rule.gain` over the plan in use. If the
-            planner gives no plan, or the user chose `home` or its fates: `home` with the cuts that
-            are asked for.
+            `home`, if its cuts are asked for. Otherwise the planner's plan for devices as
+            slow as they are now; None if that plan saves less than `Rule.gain` over the
+            plan in use. If the planner gives no plan, or the user chose `home` or its
+            fates: `home` with the cuts that are asked for.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
@@ -275,8 +276,8 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     """Returns a measured step's seconds per micro-batch, by layer and by stage.
 
     In an asynchronous schedule, the n devices of a stage take turns: each runs every n-th
-    micro-batch, so the stage finishes n micro-batches in the time that a device takes for one. The
-    seconds of the stage's layers are therefore divided by n.
+    micro-batch, so the stage finishes n micro-batches in the time that a device takes for
+    one. The seconds of the stage's layers are therefore divided by n.
 
     Args:
         measured: what the monitor has measured.

@@ -23,8 +23,8 @@ def shown(batch: Tree) -> str:
 def shapes_of(tree: Tree) -> Any:
     """Returns the containers of a tree, and the shapes and types that its leaves have on a device.
 
-    If two trees have the same containers, shapes and types, a loss is traced to the same program
-    for both. So the result serves as the key under which the traced program is kept.
+    If two trees have the same containers, shapes and types, a loss is traced to the same
+    program for both. So the result serves as the key under which the traced program is kept.
     """
     leaves, containers = jax.tree.flatten(tree)
     return containers, tuple(

@@ -11,8 +11,8 @@ class _Brief(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        # The first line limits the elements shown of a container. The second limits the letters of
-        # a value that is not a container.
+        # The first line limits the elements shown of a container. The second limits the
+        # letters of a value that is not a container.
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
         self.maxstring = self.maxother = 80
 

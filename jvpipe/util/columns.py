@@ -13,8 +13,8 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     1      cpu:1  12 B
     """
     texts = [[str(cell) for cell in row] for row in rows]
-    # A row may be shorter than others. `zip_longest` then fills its last columns with empty cells,
-    # and the `map` below stops where the row ends.
+    # A row may be shorter than others. `zip_longest` then fills its last columns with empty
+    # cells, and the `map` below stops where the row ends.
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
     lines = []
     for row in texts:

@@ -31,8 +31,8 @@ def nearest(name: str, names: Sequence[str]) -> list[str]:
     >>> nearest("*/atention/*", names)[0]
     'blocks/0/attention/dot_0'
     """
-    # The matcher analyzes its second sequence `b` only once, and its first one at each comparison.
-    # So `b` is the name that all others are compared with.
+    # The matcher analyzes its second sequence `b` only once, and its first one at each
+    # comparison. So `b` is the name that all others are compared with.
     matcher = difflib.SequenceMatcher(b=name)
 
     def unlikeness(other: str) -> float:

@@ -23,8 +23,9 @@ def path_name(path: Sequence[Any]) -> str:
 def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
     """Writes the key paths of a tree as texts, all of them different.
 
-    A key may contain the separator, so two paths may have the same text. Then the keys of all paths
-    are escaped as in JSON pointers: ~1 stands for a separator inside a key, and ~0 for a tilde.
+    A key may contain the separator, so two paths may have the same text. Then the keys of
+    all paths are escaped as in JSON pointers: ~1 stands for a separator inside a key, and
+    ~0 for a tilde.
 
     Args:
         paths: the key paths of all leaves of a tree.

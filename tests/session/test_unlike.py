@@ -53,7 +53,9 @@ class Gpu:
 
 def test_what_a_gpu_reports_is_not_filled_and_its_host_pool_has_an_end(monkeypatch: Patch) -> None:
     gpus: list[Any] = [Gpu(0), Gpu(0), Gpu(1)]
-    monkeypatch.setattr("jvpipe.runtime.engine.memory_limits.is_own", lambda device: device.process_index == 0)
+    monkeypatch.setattr(
+        "jvpipe.runtime.engine.memory_limits.is_own", lambda device: device.process_index == 0
+    )
     assert device_limits(None, gpus[:2], 2, None) == (920, 920)
     assert device_limits(1000, gpus[:2], 2, None) == (1000, 1000)
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)

@@ -18,8 +18,8 @@ def feeds_of(
 ) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
     """Returns what each micro-batch of a step reads from the host, by (kind, index).
 
-    Leaves that are only shapes are left out. Each micro-batch's seed consists of the key's words,
-    the step and the micro-batch's number, so random values do not depend on the plan.
+    Leaves that are only shapes are left out. Each micro-batch's seed consists of the key's
+    words, the step and the micro-batch's number, so random values do not depend on the plan.
 
     Args:
         batch: a whole batch.
@@ -47,8 +47,8 @@ def feeds_of(
 def _feedable(leaf: Any) -> Any:
     """Returns a leaf of the batch as an array with the type that it has on a device.
 
-    Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs that
-    are compiled ahead of time take such small types only from JAX's own arrays.
+    Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs
+    that are compiled ahead of time take such small types only from JAX's own arrays.
     """
     if isinstance(leaf, LazyArray):
         return leaf.astype(canonical(leaf.dtype))

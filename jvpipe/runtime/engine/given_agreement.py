@@ -18,10 +18,10 @@ def agree_on_given(
 ) -> None:
     """Makes sure that all processes give `init` the same values.
 
-    Every byte of parameters and model state is compared. If a function makes the parameters, the
-    equations of the function are compared. The batches' shapes are compared, and the bytes of each
-    leaf that all processes give as an array. Batches of later steps are not compared, because
-    reading them in full would take longer than some steps.
+    Every byte of parameters and model state is compared. If a function makes the parameters,
+    the equations of the function are compared. The batches' shapes are compared, and the
+    bytes of each leaf that all processes give as an array. Batches of later steps are not
+    compared, because reading them in full would take longer than some steps.
 
     Args:
         hosts: the processes.
@@ -48,8 +48,8 @@ def agree_on_given(
     hosts.agree("what init is given", parts)
     mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
     all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
-    # A leaf's values are compared only if every process has them. If a process has only the leaf's
-    # shape, it has sent the same line as in `shapes`.
+    # A leaf's values are compared only if every process has them. If a process has only the
+    # leaf's shape, it has sent the same line as in `shapes`.
     by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
     hosts.agree(
         "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]

@@ -36,8 +36,8 @@ def device_limits(
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    # All processes must exchange reports, even those that were given a limit: a process that was
-    # given none waits for the reports of all.
+    # All processes must exchange reports, even those that were given a limit: a process
+    # that was given none waits for the reports of all.
     if limits is None or hosts is not None:
         reported = reported_limits(devices, hosts)
         if limits is None:
@@ -53,8 +53,8 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
 
     Args:
         devices: all devices of the run.
-        hosts: the processes of the run, if there are several. Each tells the others the limits of
-            its own devices.
+        hosts: the processes of the run, if there are several. Each tells the others the
+            limits of its own devices.
 
     Returns:
         A limit for each device; none if no device reports one.
@@ -83,8 +83,8 @@ def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
     """Returns how many bytes the host may hold for all devices; None if there is no limit.
 
     Args:
-        asked: the limit that the user gives. If it is None and there are GPUs, the limit is the sum
-            of what JAX lets each process with GPUs pin in host memory.
+        asked: the limit that the user gives. If it is None and there are GPUs, the limit is
+            the sum of what JAX lets each process with GPUs pin in host memory.
         devices: the devices of all processes.
     """
     processes = {device.process_index for device in devices if device.platform == "gpu"}

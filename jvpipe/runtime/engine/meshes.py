@@ -20,8 +20,8 @@ def inner_axes(
 ) -> tuple[Any, Sharding | None]:
     """Makes each mesh a device group (which counts as one device), and checks the sharding rules.
 
-    The rules say how parameters and batches lie over a mesh. Without meshes, returns the devices as
-    they are, and None in place of rules.
+    The rules say how parameters and batches lie over a mesh. Without meshes, returns the
+    devices as they are, and None in place of rules.
 
     Args:
         devices: as the user gave them, like the other arguments.
@@ -30,8 +30,8 @@ def inner_axes(
         replicas: how many meshes each stage has.
 
     Raises:
-        ValueError: meshes have different axes, share a device or cross processes; or a rule names
-            an axis that the meshes do not have.
+        ValueError: meshes have different axes, share a device or cross processes; or a rule
+            names an axis that the meshes do not have.
     """
     listed = list(devices) if isinstance(devices, Sequence) else []
     meshes = [one for one in listed if isinstance(one, Mesh)]
