@@ -55,7 +55,8 @@ class Trainer:
         check_arrays(model_state, "leaf of the model state")
         if model_state is not None and not session.settings.has_state:
             raise ValueError(
-                "model_state is given, but the loss carries none: say has_state=True, or leave it out"
+                "model_state is given, but the loss carries none: say has_state=True, or "
+                "leave it out"
             )
         makes = is_initializer(params)
         if makes and rng is None:

@@ -77,7 +77,8 @@ class Spot(NamedTuple):
         return Spot(self.value.shifted(microbatches, versions), self.place, self.copy)
 
     def __str__(self) -> str:
-        return f"{self.value} at {self.place}" + ("" if self.copy is Copy.OWN else f" {self.copy}")
+        copy = "" if self.copy is Copy.OWN else f" {self.copy}"
+        return f"{self.value} at {self.place}{copy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,8 @@ def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple
         live[buffer.memory] += buffer.bytes
     best = live.copy()
     best_row = [-1] * len(live)
-    for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
+    changed_rows = zip(lowered.rows, lowered.changes(), strict=True)
+    for i, (row, (born, dead)) in enumerate(changed_rows):
         grown = {row.place}
         for b in born:
             buffer = lowered.buffers[b]
@@ -217,11 +219,13 @@ def _holders(
         alive.update(born)
         if i < until:
             alive.difference_update(dead)
-    here = [lowered.buffers[b] for b in alive if lowered.buffers[b].memory == memory]
+    buffers = [lowered.buffers[b] for b in alive]
+    here = [buffer for buffer in buffers if buffer.memory == memory]
     newest: dict[int, int] = {}  # by parameter: its newest version here
     for value in (buffer.value for buffer in here):
         if value.kind is ValueKind.PARAMETER:
-            newest[value.index] = max(newest.get(value.index, value.version), value.version)
+            before = newest.get(value.index, value.version)
+            newest[value.index] = max(before, value.version)
     total = Counter[Owner]()
     if temporary_bytes and lowered.rows[until].place == memory:
         total[Owner.TEMPORARY] = temporary_bytes

@@ -194,9 +194,8 @@ class LayerGraph:
         >>> [str(graph.parameter(p, version=3)) for p in (0, 1)]
         ['parameter 0 version 3', 'parameter 1']
         """
-        return Value(
-            ValueKind.PARAMETER, p, version=NEVER if self.parameters[p].frozen else version
-        )
+        is_frozen = self.parameters[p].frozen
+        return Value(ValueKind.PARAMETER, p, version=NEVER if is_frozen else version)
 
     @property
     def loss_layer(self) -> int:
@@ -209,10 +208,13 @@ class LayerGraph:
         The user's choice counts first. Without a choice, a `Weighted` (a pair of leaves)
         and a floating-point scalar are reduced by a mean.
         """
-        first = self.aux[self.aux_groups[group][0]]
-        is_mean = len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
-        said = self.aux_chosen[group] if self.aux_chosen else None
-        return said or (AuxReduction.MEAN if is_mean else None)
+        chosen = self.aux_chosen[group] if self.aux_chosen else None
+        if chosen:
+            return chosen
+        leaves = self.aux_groups[group]
+        first = self.aux[leaves[0]]
+        is_float_scalar = first.shape == () and "float" in first.dtype
+        return AuxReduction.MEAN if len(leaves) > 1 or is_float_scalar else None
 
     def skips(self) -> Iterator[Tensor]:
         """Yields the tensors that skip at least one layer on their way to a reader."""
@@ -225,9 +227,9 @@ class LayerGraph:
     def __str__(self) -> str:
         lines = []
         for layer in self.layers:
-            parameters = sum(self.parameters[i].array.bytes for i in self.owned(layer.id))
-            sent = ", ".join(self.tensors[i].array.name for i in layer.writing(ValueKind.TENSOR))
-            lines.append(
-                f"{layer.id:>4}  {layer.name:<40} {parameters / 2**20:9.2f} MiB  -> {sent or 'loss'}"
-            )
+            owned = [self.parameters[i].array for i in self.owned(layer.id)]
+            mib = sum(array.bytes for array in owned) / 2**20
+            written = [self.tensors[i].array for i in layer.writing(ValueKind.TENSOR)]
+            sent = ", ".join(array.name for array in written) or "loss"
+            lines.append(f"{layer.id:>4}  {layer.name:<40} {mib:9.2f} MiB  -> {sent}")
         return "\n".join(lines)

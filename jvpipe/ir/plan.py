@@ -124,17 +124,20 @@ class Plan:
         counts = several(layers) or [layers]
         if not all(is_whole(n) and n >= 1 for n in counts):
             raise ValueError(
-                f"every stage needs at least one layer, the cuts are {brief(layers)}: write [5, 2, 2]"
+                f"every stage needs at least one layer, the cuts are {brief(layers)}: "
+                "write [5, 2, 2]"
             )
         layers = [int(n) for n in counts]
         if sum(layers) > MOST_LAYERS:
             raise ValueError(
-                f"the cuts {brief(layers)} are of {sum(layers)} layers: no plan has more than {MOST_LAYERS}"
+                f"the cuts {brief(layers)} are of {sum(layers)} layers: no plan has more "
+                f"than {MOST_LAYERS}"
             )
         where = several(range(len(layers)) if devices is None else devices)
         if where is None:
             raise ValueError(
-                f"devices must be one for each stage, or several, such as [(0, 1), 2], not {brief(devices)}"
+                "devices must be one for each stage, or several, such as [(0, 1), 2], not "
+                f"{brief(devices)}"
             )
         if len(where) != len(layers):
             raise ValueError(
@@ -219,8 +222,9 @@ class Plan:
         """
         if self.schedule not in (None, schedule):
             raise ValueError(
-                f"the plan was made for schedule '{self.schedule}', the pipeline's is '{schedule}': give "
-                f"schedule='{self.schedule}', or plan.with_schedule('{schedule}') for its cuts and fates alone"
+                f"the plan was made for schedule '{self.schedule}', the pipeline's is "
+                f"'{schedule}': give schedule='{self.schedule}', or "
+                f"plan.with_schedule('{schedule}') for its cuts and fates alone"
             )
         return self.with_schedule(schedule)
 
@@ -242,7 +246,8 @@ class Plan:
             )
         if placed != list(range(layers)):
             raise ValueError(
-                f"the plan's stages hold layers {placed}: they must be 0 to {layers - 1}, each once and in order"
+                f"the plan's stages hold layers {placed}: they must be 0 to {layers - 1}, "
+                "each once and in order"
             )
         for s, stage in enumerate(self.stages):
             if not stage.layers or not stage.devices:
@@ -264,8 +269,9 @@ class Plan:
                 shares = device in holder and self.stages[holder[device]].devices == stage.devices
                 if device in stage.devices[:at] or (device in holder and not shares):
                     raise ValueError(
-                        f"device {device} is named for stage {holder.get(device, s)} and for stage {s}, with replicas "
-                        f"{self.replicas}: where stages are replicated each replica needs a device of its own"
+                        f"device {device} is named for stage {holder.get(device, s)} and "
+                        f"for stage {s}, with replicas {self.replicas}: where stages are "
+                        "replicated each replica needs a device of its own"
                     )
             holder |= dict.fromkeys(stage.devices, s)
 

@@ -61,12 +61,14 @@ def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, 
         isinstance(pattern, str) for pattern in reductions
     ):
         raise ValueError(
-            f"{option} must map paths to reductions, such as {{'*/name': '{names[0]}'}}, not {brief(reductions)}"
+            f"{option} must map paths to reductions, such as {{'*/name': '{names[0]}'}}, "
+            f"not {brief(reductions)}"
         )
     for pattern, name in reductions.items():
         if name not in names:
             raise ValueError(
-                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, names))}"
+                f"{option} says {brief(name)} of '{pattern}': write one of "
+                f"{', '.join(map(repr, names))}"
             )
     return {pattern: kind(name) for pattern, name in reductions.items()}
 

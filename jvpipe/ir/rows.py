@@ -208,16 +208,17 @@ class Row:
         number = {b: i for i, b in enumerate(self.reads)}
         for b in (b for part in self.parts for b in part.writes):
             number.setdefault(b, len(number))
-        touched = [(row.reads, row.writes) for row in (*self.parts, self)]
-        return tuple(
-            (tuple(number[b] for b in reads), tuple(number[b] for b in writes))
-            for reads, writes in touched
-        )
+
+        def wire(row: Row) -> Wire:
+            reads = tuple(number[b] for b in row.reads)
+            return reads, tuple(number[b] for b in row.writes)
+
+        return tuple(map(wire, (*self.parts, self)))
 
     def __str__(self) -> str:
-        stage, microbatch = (
-            n if n >= 0 else "" for n in (self.stage, self.microbatch)
-        )  # a row of no stage or micro-batch leaves that number out
+        # A row of no stage or micro-batch leaves that number out.
+        stage = self.stage if self.stage >= 0 else ""
+        microbatch = self.microbatch if self.microbatch >= 0 else ""
         where = f"{stage}{self.kind}{microbatch}"
         layers = list(dict.fromkeys(part.layer for part in self.parts))
         if len(layers) > 1:

@@ -57,4 +57,5 @@ def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
         for layer in range(layers)
         for kind in passes
     ]
-    return (*reads, *(Use(Kind.U, layer, microbatches - 1, 1) for layer in range(layers)))
+    updates = [Use(Kind.U, layer, microbatches - 1, 1) for layer in range(layers)]
+    return (*reads, *updates)

@@ -139,8 +139,8 @@ def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
     """Returns a paper's plans, one for each usable size of micro-batches, the fastest first."""
     if shapes.pins.count is not None:
         raise ValueError(
-            f"planner '{planner.name}' decides stages, replicas and cuts itself: leave them out, or use planner "
-            "'jvpipe'"
+            f"planner '{planner.name}' decides stages, replicas and cuts itself: leave "
+            "them out, or use planner 'jvpipe'"
         )
     assert planner.shape_rule is not None
     segments = LocalSegments(shapes)
@@ -161,8 +161,9 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
     while not finds(enough):
         enough += enough // 8 + 1
     return Infeasible(
-        f"{planner.name} has no plan that fits into {limit} bytes per device: with {enough} bytes, "
-        f"{enough - limit} more, it has one. Use more devices, or planner 'jvpipe'",
+        f"{planner.name} has no plan that fits into {limit} bytes per device: with "
+        f"{enough} bytes, {enough - limit} more, it has one. Use more devices, or "
+        "planner 'jvpipe'",
         stage=0,
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,

@@ -15,7 +15,8 @@ def loop_reasons(traced: Traced) -> list[str]:
             continue
         times = f"{max(counts)} iterations" if counts else "an unknown number of iterations"
         lines.append(
-            f"layer {layer.name} has a loop of {times}, which share their parameters: it is not cut between them. "
-            "Written out, as a loop of Python or with unroll=True, each iteration can be a layer"
+            f"layer {layer.name} has a loop of {times}, which share their parameters: it "
+            "is not cut between them. Written out, as a loop of Python or with "
+            "unroll=True, each iteration can be a layer"
         )
     return lines

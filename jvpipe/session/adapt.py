@@ -262,8 +262,8 @@ class Migrations:
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:
             raise ValueError(
-                f"at={at} is not a moment to come: the next step is {state.step}, its micro-batches are 0 to "
-                f"{microbatches - 1}"
+                f"at={at} is not a moment to come: the next step is {state.step}, its "
+                f"micro-batches are 0 to {microbatches - 1}"
             )
         if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
             _log.warning("a migration is under way: the next one waits for step %d", earliest)
@@ -277,7 +277,8 @@ class Migrations:
             old = old.after(None)
         if microbatch and (old.plan.replicated or plan.replicated):
             raise ValueError(
-                f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
+                f"at={at} is inside a step: replicated stages change between two steps "
+                f"alone, write at=({step + 1}, 0)"
             )
         # The migration starts from `old`, which differs from the present plan if others are queued.
         new = self._compiled_plans.with_plan(plan, old)
@@ -331,7 +332,8 @@ class Migrations:
             except StageError as error:
                 error.state = state_after_failed_move(migration, state, error.table)
                 error.add_note(
-                    "Nothing has moved and nothing is lost: go on with the `state` of this error, or save it."
+                    "Nothing has moved and nothing is lost: go on with the `state` of "
+                    "this error, or save it."
                 )
                 raise
             state = replace(state, arrays=arrays)

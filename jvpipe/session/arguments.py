@@ -162,8 +162,8 @@ def checked_stacked(name: str, stacked: Any) -> str:
     """
     if not isinstance(stacked, str) or stacked != PER_LAYER:
         raise ValueError(
-            f"{name} must be None (the optimizer sees stacked layers as plain optax does) or '{PER_LAYER}' (it sees "
-            f"slices), not {brief(stacked)}"
+            f"{name} must be None (the optimizer sees stacked layers as plain optax does) "
+            f"or '{PER_LAYER}' (it sees slices), not {brief(stacked)}"
         )
     return stacked
 
@@ -220,8 +220,8 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
     except TypeError as error:
         called = ", ".join(names)
         raise ValueError(
-            f"the loss {_called(loss_fn)}{signature} is called with ({called}), has_state={has_state}: {error}; "
-            f"wrap it, lambda {called}: ..."
+            f"the loss {_called(loss_fn)}{signature} is called with ({called}), "
+            f"has_state={has_state}: {error}; wrap it, lambda {called}: ..."
         ) from error
 
 
@@ -244,7 +244,8 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
     methods = (getattr(optimizer, name, None) for name in ("init", "update"))
     if isinstance(optimizer, type) or not all(map(callable, methods)):
         raise ValueError(
-            f"the optimizer must be an optax transformation, not {_kind(optimizer)}{_uncalled(optimizer)}"
+            "the optimizer must be an optax transformation, not "
+            f"{_kind(optimizer)}{_uncalled(optimizer)}"
         )
 
 
@@ -270,7 +271,8 @@ def check_arrays(tree: Tree, role: Role) -> None:
             raise ValueError(f"{role} '{path_name(path)}' is a shape: give an array")
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
-                f"{role} '{path_name(path)}' was deleted or donated: give an array that is still there"
+                f"{role} '{path_name(path)}' was deleted or donated: give an array "
+                "that is still there"
             )
 
 
@@ -298,8 +300,8 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
     """Raises ValueError if the schedule is `AUTO` and the planner cannot choose task orders."""
     if schedule == AUTO and find_planner(planner).as_paper:
         raise ValueError(
-            f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave planner out, or name a schedule "
-            "such as '1f1b' or 'interleaved'"
+            f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave "
+            "planner out, or name a schedule such as '1f1b' or 'interleaved'"
         )
 
 
@@ -314,7 +316,8 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
     is_text = isinstance(replicas, str)
     if not any(map(str.isdigit, replicas)) if is_text else several(replicas) is None:
         raise ValueError(
-            f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
+            f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not "
+            f"{brief(replicas)}"
         )
     return read_whole_numbers(name, replicas)
 
@@ -358,17 +361,18 @@ def check_deferred(options: Mapping[str, Any]) -> None:
         return
     if not options["has_state"]:
         raise ValueError(
-            "deferred_batch_norm=True, but the loss carries no model state: say has_state=True, and carry the "
-            "running statistics of batch norms in it"
+            "deferred_batch_norm=True, but the loss carries no model state: say "
+            "has_state=True, and carry the running statistics of batch norms in it"
         )
     if not options["schedule"].synchronous:
         raise ValueError(
-            f"deferred_batch_norm=True needs a schedule that ends each batch, such as '1f1b', not "
-            f"'{options['schedule'].name}'"
+            "deferred_batch_norm=True needs a schedule that ends each batch, such as "
+            f"'1f1b', not '{options['schedule'].name}'"
         )
     replicas = options["replicas"]
     if replicas == "auto" or any(count > 1 for count in replicas or ()):
         raise ValueError(
-            f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums of its own examples alone; "
-            "leave out one of the two, or call jvpipe.deferred_batch_norm in the loss"
+            f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums "
+            "of its own examples alone; leave out one of the two, or call "
+            "jvpipe.deferred_batch_norm in the loss"
         )

@@ -151,8 +151,8 @@ def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     ours = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
     if meta["key"] != ours:
         raise ValueError(
-            f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's is {ours}: "
-            "give init such a key"
+            f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's "
+            f"is {ours}: give init such a key"
         )
 
 
@@ -162,8 +162,9 @@ def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> No
     then = None if saved is None else skeleton.load_container(saved)
     if then is not None and shapes_of(then)[1] != shapes_of(here)[1]:
         raise ValueError(
-            f"{path} was saved in flight with batches of {shown(then)}, those of this pipeline are of {shown(here)}: "
-            "restore it in one that has begun with such a batch, or in a new one; or save what pipe.drain returned"
+            f"{path} was saved in flight with batches of {shown(then)}, those of this "
+            f"pipeline are of {shown(here)}: restore it in one that has begun with such a "
+            "batch, or in a new one; or save what pipe.drain returned"
         )
 
 

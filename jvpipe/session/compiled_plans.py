@@ -132,8 +132,9 @@ class CompiledPlans:
                 self.trace(trees.params, batch, trees.rng, trees.model_state)
             except Exception as error:
                 raise ValueError(
-                    f"the loss does not take a batch of {shown(batch)}, init's was of {shown(trees.batch)}: "
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    f"the loss does not take a batch of {shown(batch)}, init's was of "
+                    f"{shown(trees.batch)}: {type(error).__name__}: "
+                    f"{str(error).splitlines()[0] if str(error) else ''}"
                 ) from error
         compiled = self._by_shapes[key]
         return (warms_up and compiled.warmup) or compiled
@@ -414,8 +415,9 @@ class KnownModels:
             rest = (model_state, micro, trees.rng) if settings.has_state else (micro, trees.rng)
             path = missing_parameter(loss_fn, params, *rest) or error.args[0]
             raise ValueError(
-                f"the new loss reads parameter '{path}', which params lack: give a value for every parameter that it "
-                "reads (the values of kept parameters are ignored)"
+                f"the new loss reads parameter '{path}', which params lack: give a "
+                "value for every parameter that it reads (the values of kept "
+                "parameters are ignored)"
             ) from error
         return compiled_plans
 

@@ -34,8 +34,8 @@ def checked_devices(devices: Any) -> list[Device]:
     chosen = several(jax.devices() if devices is None else devices)
     if not chosen or not all(hasattr(device, "addressable_memories") for device in chosen):
         raise ValueError(
-            "devices must be a list of JAX devices, one per stage, such as [jax.devices()[i] for i in (0, 1)], not "
-            f"{brief(devices)}"
+            "devices must be a list of JAX devices, one per stage, such as "
+            f"[jax.devices()[i] for i in (0, 1)], not {brief(devices)}"
         )
     return chosen
 
@@ -94,8 +94,8 @@ def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares:
     """Writes how many devices are needed and present, and what the user can change."""
     if replicas:
         return (
-            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {count}: use fewer replicas or "
-            "stages"
+            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {count}: "
+            "use fewer replicas or stages"
         )
     shared = ", or share devices by naming them more than once in devices="
     return (
@@ -108,7 +108,8 @@ def _check_different(devices: Sequence[Device]) -> None:
     """Raises ValueError if a device is named twice."""
     if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
         raise ValueError(
-            f"device {twice} is named twice: where stages are replicated each replica needs a device of its own"
+            f"device {twice} is named twice: where stages are replicated each replica "
+            "needs a device of its own"
         )
 
 
@@ -138,8 +139,8 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
         return tuple(devices)
     if stages < len(processes):
         raise ValueError(
-            f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
-            "processes"
+            f"{stages} stages are too few for {len(processes)} processes: use at least as "
+            "many stages, or fewer processes"
         )
     # With such blocks, few tensors cross between processes.
     process_of = [processes[s * len(processes) // stages] for s in range(stages)]
@@ -148,8 +149,8 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
         own = [device for device in devices if device.process_index == process]
         if len(own) < (block := process_of.count(process)):
             raise ValueError(
-                f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
-                "use fewer stages, or more processes"
+                f"{stages} stages in blocks over {len(processes)} processes need {block} "
+                f"devices of process {process}: use fewer stages, or more processes"
             )
         order += own[:block]
     return tuple(order)
@@ -241,16 +242,19 @@ def shares_devices(
         return False
     if isinstance(stages, Plan):
         raise ValueError(
-            f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
+            f"replicas='auto' is given with a plan, whose stages have {stages.replicas} "
+            "devices: leave it out"
         )
     if planner not in shape_planners():
         raise ValueError(
-            f"replicas='auto' is decided by planners {', '.join(shape_planners())}, not by '{planner}': name one of "
-            "these, or give the devices of each stage, such as replicas=(2, 1)"
+            f"replicas='auto' is decided by planners {', '.join(shape_planners())}, not by "
+            f"'{planner}': name one of these, or give the devices of each stage, such as "
+            "replicas=(2, 1)"
         )
     if find_planner(planner).as_paper and stages is not None:
         raise ValueError(
-            f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
+            f"replicas='auto' with planner '{planner}', which decides the number of stages "
+            "itself: leave stages out"
         )
     return True
 
@@ -294,12 +298,14 @@ def replica_counts(
     if isinstance(stages, Plan):
         if counts not in (None, stages.replicas):
             raise ValueError(
-                f"replicas={counts} is given with a plan, whose stages have {stages.replicas}: leave it out"
+                f"replicas={counts} is given with a plan, whose stages have "
+                f"{stages.replicas}: leave it out"
             )
         return None
     if counts is not None and len(counts) != stages:
         raise ValueError(
-            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give a number for each"
+            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give "
+            "a number for each"
         )
     if counts is None or max(counts) == 1:
         return None

@@ -202,12 +202,14 @@ class Engine:
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
             raise ValueError(
-                f"the state must be the one that init, step or restore returned, not of type {type(state).__name__}"
+                "the state must be the one that init, step or restore returned, not of "
+                f"type {type(state).__name__}"
             )
         if state.model is not self.compiled_plans.model_id:
             raise ValueError(
-                "this state belongs to another pipeline or model: use the one that init or restore of this pipeline "
-                "gave; from one pipeline to another it goes by pipe.save and pipe.restore"
+                "this state belongs to another pipeline or model: use the one that init "
+                "or restore of this pipeline gave; from one pipeline to another it goes "
+                "by pipe.save and pipe.restore"
             )
 
     def check_losses(self, state: State, *, wait: bool = False, last: bool = True) -> None:
@@ -370,8 +372,8 @@ class Engine:
         if rows and (missing := sorted(set(rows.feeds) - set(feeds))):
             leaf = compiled.traced.graph.batch[missing[0][1]]
             raise ValueError(
-                f"batch leaf '{leaf.name}' is a shape, and a stage of this process reads it: give an array; "
-                "pipe.needs() names all that it reads"
+                f"batch leaf '{leaf.name}' is a shape, and a stage of this process reads "
+                "it: give an array; pipe.needs() names all that it reads"
             )
         return feeds
 

@@ -115,7 +115,8 @@ class Forecast:
         """
         if self.question is None:
             raise ValueError(
-                "what a run holds is known of a model, and this is a profile of one: plan the model itself"
+                "what a run holds is known of a model, and this is a profile of one: plan "
+                "the model itself"
             )
         question = replace(self.question, microbatches=self.microbatches, remembered={})
         return [peak.bytes for peak in question.compiled(self.plan, shared_store()).peaks[:HOST]]
@@ -141,8 +142,8 @@ class Forecast:
         kinds = self.best.kinds
         shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
         state = (
-            "the optimizer's state that lies on the host is copied to the devices before its update and back after it, "
-            f"which takes about {self.state_s:.3g} s per step"
+            "the optimizer's state that lies on the host is copied to the devices before "
+            f"its update and back after it, which takes about {self.state_s:.3g} s per step"
         )
         away = [state] if self.state_s else []
         return [*unlike, *shape, *cut_reasons(self.problem, decision), *away]
@@ -285,10 +286,11 @@ class Forecast:
             bound = f"no plan is under {1e3 * bound_s:.2f}"
         split = f"; {len(best.splits)} layers are cut in two" if best.splits else ""
         return (
-            f"planner {best.planner}, schedule {problem.schedule.name}, {shape}{problem.microbatches} "
-            f"micro-batches{size}: step {1e3 * step_s:.2f} ms simulated ({bound}), "
-            f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms, {reduced}{updated}"
-            f"{self._idle(evaluation):.1%} idle, planned in {best.planning_s:.2f} s{split}"
+            f"planner {best.planner}, schedule {problem.schedule.name}, "
+            f"{shape}{problem.microbatches} micro-batches{size}: step {1e3 * step_s:.2f} "
+            f"ms simulated ({bound}), slowest stage {1e3 * evaluation.bottleneck_s:.2f} "
+            f"ms, {reduced}{updated}{self._idle(evaluation):.1%} idle, planned in "
+            f"{best.planning_s:.2f} s{split}"
         )
 
 

@@ -355,8 +355,9 @@ def compile_plan(
     """
     if plan.splits and plan.splits != traced.splits:
         raise ValueError(
-            f"the plan splits layers before equations {list(plan.splits)}, this pipeline's are split before "
-            f"{list(traced.splits)}: a plan with other layers needs a new pipeline, Pipeline(stages=plan)"
+            f"the plan splits layers before equations {list(plan.splits)}, this pipeline's "
+            f"are split before {list(traced.splits)}: a plan with other layers needs a new "
+            "pipeline, Pipeline(stages=plan)"
         )
     plan = replace(plan, splits=traced.splits)
     plan.check(len(traced.graph.layers), len(settings.devices))
@@ -392,6 +393,7 @@ def _check_carried(compiled: CompiledPlan) -> None:
         for stages in ({task.stage for task in tasks} for tasks in compiled.lists):
             if reads != writes and reads in stages and len(stages) > 1:
                 raise ValueError(
-                    f"layer {first} of stage {reads} reads the model state that layer {last} of stage {writes} writes: "
-                    f"where a device runs several stages both need one stage. Move a cut, or use '1f1b' or 'zb-h1'"
+                    f"layer {first} of stage {reads} reads the model state that layer "
+                    f"{last} of stage {writes} writes: where a device runs several stages "
+                    "both need one stage. Move a cut, or use '1f1b' or 'zb-h1'"
                 )

@@ -182,8 +182,9 @@ class PipelineOptions:
     stages: int | None = option(
         None,
         partial(checked_stages, largest=MOST_PLACES),
-        "How many stages the model is cut into; each runs on one device, or on as many as --replicas says. If left "
-        "out, 2; with --replicas auto, and in the plan command with --devices, the planner decides.",
+        "How many stages the model is cut into; each runs on one device, or on as many as "
+        "--replicas says. If left out, 2; with --replicas auto, and in the plan command "
+        "with --devices, the planner decides.",
         "pipeline",
         "stages",
         EVERY,
@@ -192,7 +193,8 @@ class PipelineOptions:
     replicas: str | None = option(
         None,
         checked_replicas,
-        "How many devices each stage has, such as 2,1. With auto, the planner decides this and the number of stages.",
+        "How many devices each stage has, such as 2,1. With auto, the planner decides "
+        "this and the number of stages.",
         "pipeline",
         "devices",
         EVERY,
@@ -201,8 +203,9 @@ class PipelineOptions:
     devices: int | None = option(
         None,
         _COUNT,
-        "How many devices all stages have together; a stage may get several. If left out, as many as --replicas takes, "
-        "else all of --hardware, else all of this machine (one per core if they are CPUs).",
+        "How many devices all stages have together; a stage may get several. If left out, "
+        "as many as --replicas takes, else all of --hardware, else all of this machine "
+        "(one per core if they are CPUs).",
         "pipeline",
         "devices",
         COMMANDS | PLAN_FOR,
@@ -211,8 +214,8 @@ class PipelineOptions:
     microbatches: int | None = option(
         None,
         _COUNT,
-        "How many parts a batch is split into. If left out, 4; in the plan command with --devices or --replicas, the "
-        "planner decides.",
+        "How many parts a batch is split into. If left out, 4; in the plan command with "
+        "--devices or --replicas, the planner decides.",
         "pipeline",
         "micro-batches",
         EVERY,
@@ -249,7 +252,8 @@ class PipelineOptions:
         lambda said, value: (
             value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
         ),
-        "A cluster, by name or as a TOML file. If left out, a100-40gb for a model; infinitely fast links for a graph.",
+        "A cluster, by name or as a TOML file. If left out, a100-40gb for a model; "
+        "infinitely fast links for a graph.",
         "pipeline",
         "",
         PLANS,
@@ -257,7 +261,8 @@ class PipelineOptions:
     stacked: str | None = option(
         None,
         checked_stacked,
-        "How the optimizer sees layers that the model scans over: with per_layer one by one, else as stacked arrays.",
+        "How the optimizer sees layers that the model scans over: with per_layer one by "
+        "one, else as stacked arrays.",
         "pipeline",
         "",
         EVERY,
@@ -321,7 +326,8 @@ class PipelineOptions:
     aux_reduce: Mapping[str, str] | None = option(
         None,
         partial(checked_reduction, kind=AuxReduction),
-        "How leaves of aux are reduced over micro-batches and replicas, by patterns of their paths.",
+        "How leaves of aux are reduced over micro-batches and replicas, by patterns of "
+        "their paths.",
         "model",
         "",
         PIPELINE,
@@ -337,8 +343,9 @@ class PipelineOptions:
     compile: bool = option(
         False,
         checked_target,
-        "Asks the compiler of the hardware, which may be absent, how many bytes the programs take; planning goes on "
-        "until a plan keeps the limit by the compiler's count.",
+        "Asks the compiler of the hardware, which may be absent, how many bytes the "
+        "programs take; planning goes on until a plan keeps the limit by the "
+        "compiler's count.",
         "memory",
         "",
         PLANS,
@@ -346,8 +353,8 @@ class PipelineOptions:
     memory_limit: str | None = option(
         None,
         lambda said, value: parse_limits(value),
-        "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If left out, the memory that "
-        "each device reports, if it reports any.",
+        "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If "
+        "left out, the memory that each device reports, if it reports any.",
         "memory",
         "bytes",
         EVERY,
@@ -376,8 +383,8 @@ class PipelineOptions:
         partial(
             checked_fates, of="tensors, such as {'*/attention/*': 'swap'} or \"*/attention/*=swap\""
         ),
-        "What happens to tensors between a forward and its backward: keep, swap or recompute, by patterns of their "
-        "names.",
+        "What happens to tensors between a forward and its backward: keep, swap or "
+        "recompute, by patterns of their names.",
         "memory",
         "",
         PIPELINE,
@@ -385,8 +392,9 @@ class PipelineOptions:
     state_fates: str | None = option(
         None,
         partial(checked_fates, of="parameters, such as {'*': 'swap'} or \"*=swap\""),
-        "Where the optimizer's state lies between updates, by patterns of the paths of parameters, such as *=swap; "
-        "several are separated by commas. If left out, the planner decides under a memory limit.",
+        "Where the optimizer's state lies between updates, by patterns of the paths of "
+        "parameters, such as *=swap; several are separated by commas. If left out, the "
+        "planner decides under a memory limit.",
         "memory",
         "PATTERN=FATE",
         EVERY,
@@ -395,8 +403,9 @@ class PipelineOptions:
     group: bool | None = option(
         None,
         checked_flag,
-        "Runs consecutive layers of a stage as one program; on CPUs, results are bitwise identical. If left out, only "
-        "on CPUs, once the steps of a run have taken as long as its programs took to compile.",
+        "Runs consecutive layers of a stage as one program; on CPUs, results are bitwise "
+        "identical. If left out, only on CPUs, once the steps of a run have taken as long "
+        "as its programs took to compile.",
         "run",
         "",
         RUNS,
@@ -412,7 +421,8 @@ class PipelineOptions:
     remeasure: bool = option(
         False,
         checked_flag,
-        "Measures layers again; else the measurements of an earlier run of the same model on this machine are used.",
+        "Measures layers again; else the measurements of an earlier run of the same model "
+        "on this machine are used.",
         "run",
         "",
         RUNS,

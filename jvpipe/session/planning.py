@@ -204,8 +204,9 @@ class _Asker:
         problem, stage, enough = least.problem, least.floor.stage, least.floor.bytes
         if not any(group.less_bytes for group in problem.groups):
             return MemoryLimitExceeded(
-                f"no plan of {self.planner} keeps the limit of {limit:,} bytes per device: stage {stage} would "
-                f"hold the most. A limit of {enough:,} bytes would do; so may more stages or more micro-batches",
+                f"no plan of {self.planner} keeps the limit of {limit:,} bytes per device: "
+                f"stage {stage} would hold the most. A limit of {enough:,} bytes would do; "
+                "so may more stages or more micro-batches",
                 enough,
             )
         less = {group.devices: group.less_bytes for group in problem.groups}
@@ -214,10 +215,10 @@ class _Asker:
         # The message names one limit for all devices, so they are taken to be equal here.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
-            f"no plan of {self.planner} keeps the limits of the devices: at best {problem.name_of(stage)}, which "
-            f"may hold {stage_limit:,} bytes, would hold {enough - limit:,} more. {alike:,} bytes "
-            f"for each would do; so may "
-            "more stages or more micro-batches",
+            f"no plan of {self.planner} keeps the limits of the devices: at best "
+            f"{problem.name_of(stage)}, which may hold {stage_limit:,} bytes, would hold "
+            f"{enough - limit:,} more. {alike:,} bytes for each would do; so may more "
+            "stages or more micro-batches",
             alike,
         )
 

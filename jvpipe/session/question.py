@@ -344,18 +344,20 @@ def given_pins(
     there = devices or (sum(counts) if counts else cluster.devices)
     if there > cluster.devices:
         raise ValueError(
-            f"{there} devices: {cluster.name} has {cluster.devices}, use fewer devices or a cluster of more machines"
+            f"{there} devices: {cluster.name} has {cluster.devices}, use fewer devices or "
+            "a cluster of more machines"
         )
     if stages is not None and stages > there:
         raise ValueError(
-            f"{stages} stages on {there} devices: each stage needs one, use at most {there} stages or at least "
-            f"{stages} devices"
+            f"{stages} stages on {there} devices: each stage needs one, use at most "
+            f"{there} stages or at least {stages} devices"
         )
     schedule = question.schedule
     if cuts is not None and schedule.chunks > 1:
         raise ValueError(
-            f"cuts {':'.join(map(str, cuts))} with {schedule.name}, which runs {schedule.chunks} stages per device: "
-            "leave cuts out, or use a schedule of one stage per device"
+            f"cuts {':'.join(map(str, cuts))} with {schedule.name}, which runs "
+            f"{schedule.chunks} stages per device: leave cuts out, or use a schedule of "
+            "one stage per device"
         )
     size = None
     if microbatches is not None:
@@ -369,8 +371,8 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
     names = shape_planners()
     if others := [name for name in planners if name not in names]:
         raise ValueError(
-            f"planner '{others[0]}' gives each stage one device: replicas are planned by {', '.join(names)}; "
-            "name one of these, or leave out devices and replicas"
+            f"planner '{others[0]}' gives each stage one device: replicas are planned by "
+            f"{', '.join(names)}; name one of these, or leave out devices and replicas"
         )
     if len(planners) > 1:
         raise ValueError(
@@ -379,8 +381,8 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
     check_replicable(schedule)
     if not schedule.synchronous:
         raise ValueError(
-            f"replicas are planned for synchronous schedules, not for '{schedule.name}': use '1f1b', 'zb-h1' or "
-            "another of these, or leave out devices and replicas"
+            f"replicas are planned for synchronous schedules, not for '{schedule.name}': "
+            "use '1f1b', 'zb-h1' or another of these, or leave out devices and replicas"
         )
 
 

@@ -238,10 +238,11 @@ class OptimizerCutter:
         if not schedule.synchronous and (cut.cross_layer or self.settings.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"
             raise ValueError(
-                f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are "
-                "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
-                "time, such as optax.adaptive_grad_clip or optax.clip"
-                f"{'. ' + PER_LAYER if self._seen else ''}"
+                f"{name} needs a value of all layers at once, which {schedule.name} does "
+                "not have: its layers are updated at different times. Use a synchronous "
+                "schedule (1f1b), or what looks at one parameter at a time, such as "
+                "optax.adaptive_grad_clip or "
+                f"optax.clip{'. ' + PER_LAYER if self._seen else ''}"
             )
         return cut
 

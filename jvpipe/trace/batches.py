@@ -33,8 +33,9 @@ def shapes_of(tree: Tree) -> Any:
 
 
 _UNEVEN = (
-    ". Leave out the rest of an odd last batch (drop_remainder=True in most loaders), or pad it with examples that "
-    "count with weight 0, and return jvpipe.Weighted(total, weight)"
+    ". Leave out the rest of an odd last batch (drop_remainder=True in most "
+    "loaders), or pad it with examples that count with weight 0, and return "
+    "jvpipe.Weighted(total, weight)"
 )
 
 
@@ -68,13 +69,14 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
     sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
     if scalars := [name for name, size in sizes.items() if not size]:
         raise ValueError(
-            f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis, so let the loss capture "
-            "it, or repeat it for every example; make one array of a list of numbers, np.asarray(numbers)"
+            f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch "
+            "axis, so let the loss capture it, or repeat it for every example; make one "
+            "array of a list of numbers, np.asarray(numbers)"
         )
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"the leaves of the batch differ in their leading axis: {sizes}; give each an entry per example, and let "
-            "the loss capture arrays that have none"
+            f"the leaves of the batch differ in their leading axis: {sizes}; give each an "
+            "entry per example, and let the loss capture arrays that have none"
         )
     return jax.tree_util.tree_map_with_path(part, batch)
 

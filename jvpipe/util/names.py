@@ -19,9 +19,11 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     >>> did_you_mean("tensor", "*", [])
     "unknown tensor '*': There are none"
     """
-    close = difflib.get_close_matches(name, names, n=1)
-    guess = f"did you mean '{close[0]}'? " if close else ""
-    return f"unknown {kind} {brief(name)}: {guess}There are {', '.join(names) or 'none'}"
+    guess = ""
+    if close := difflib.get_close_matches(name, names, n=1):
+        guess = f"did you mean '{close[0]}'? "
+    listed = ", ".join(names) or "none"
+    return f"unknown {kind} {brief(name)}: {guess}There are {listed}"
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:

@@ -19,8 +19,9 @@ def check_sums(problem: Problem) -> None:
         # `not <=` also refuses NaN, for which every comparison is false.
         if not seconds <= MOST_S:
             raise ValueError(
-                f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
-                "correct the times of the layers, or what the links carry and how fast"
+                f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s "
+                "can be planned: correct the times of the layers, or what the links carry "
+                "and how fast"
             )
     versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
@@ -30,6 +31,7 @@ def check_sums(problem: Problem) -> None:
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(
-            f"the model takes {held_bytes} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
-            "planned: correct the sizes, or use smaller micro-batches"
+            f"the model takes {held_bytes} bytes with {in_flight} micro-batches in flight, "
+            f"at most {MOST_BYTES} can be planned: correct the sizes, or use smaller "
+            "micro-batches"
         )

@@ -39,34 +39,38 @@ def inner_axes(
         if sharding is None and batch_axis is None:
             return devices, None
         raise ValueError(
-            "sharding and batch_axis name axes of meshes, and devices has none: give a jax.sharding.Mesh for each "
-            "stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
+            "sharding and batch_axis name axes of meshes, and devices has none: give a "
+            "jax.sharding.Mesh for each stage, devices=[Mesh(jax.devices()[:2], "
+            "('model',)), ...]"
         )
     if len(meshes) < len(listed):
         raise ValueError(
-            f"devices has {len(meshes)} meshes and {len(listed) - len(meshes)} others: give a mesh for each stage"
+            f"devices has {len(meshes)} meshes and {len(listed) - len(meshes)} others: "
+            "give a mesh for each stage"
         )
     if replicas == "auto":
         raise ValueError(
-            "replicas='auto' counts devices, not meshes: say how many each stage has, replicas=(2, 1)"
+            "replicas='auto' counts devices, not meshes: say how many each stage has, "
+            "replicas=(2, 1)"
         )
     if replicas is not None and batch_axis is not None:
         raise ValueError(
-            f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out the examples of a "
-            "micro-batch: leave one of them out"
+            f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out "
+            "the examples of a micro-batch: leave one of them out"
         )
     common = _common_axes(meshes)
     if batch_axis is not None and batch_axis not in tuple(common):
         raise ValueError(
-            f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(common)}"
+            f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have "
+            f"{_listed(common)}"
         )
     # Meshes made here have axes of JAX's default type, over which the compiler lays out values.
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
     if sharding is None and batch_axis is None:
         raise ValueError(
-            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
-            "None; or give batch_axis, the axis along which examples are cut"
+            "devices has meshes, so sharding must say what lies over their axes, such as "
+            f"{_USUAL}, not None; or give batch_axis, the axis along which examples are cut"
         )
     rules = sharding or {}
     specs = {_checked_rule(rule): _checked_spec(rule, spec, common) for rule, spec in rules.items()}
@@ -84,8 +88,8 @@ def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
         # Shapes are ordered dicts, so meshes whose axes have another order differ.
         if mesh.shape != meshes[0].shape:
             raise ValueError(
-                f"the mesh of stage 0 has axes {first}, that of stage {stage} {dict(mesh.shape)}: "
-                "give all the same axes"
+                f"the mesh of stage 0 has axes {first}, that of stage {stage} "
+                f"{dict(mesh.shape)}: give all the same axes"
             )
     return first
 
@@ -98,13 +102,15 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
         processes = sorted({device.process_index for device in members})
         if len(processes) > 1:
             raise ValueError(
-                f"the mesh of {group} has devices of processes {processes}: the inner axes of a place cannot go over "
-                "several processes: give each mesh devices of one process"
+                f"the mesh of {group} has devices of processes {processes}: the "
+                "inner axes of a place cannot go over several processes: give each "
+                "mesh devices of one process"
             )
         if shared := [device for device in members if holder.setdefault(device, group) != group]:
             raise ValueError(
-                f"device {shared[0]} is in the mesh of {holder[shared[0]]} and in that of {group}: give each a device "
-                "of its own, or name the same mesh twice for stages that share it"
+                f"device {shared[0]} is in the mesh of {holder[shared[0]]} and in that of "
+                f"{group}: give each a device of its own, or name the same mesh twice for "
+                "stages that share it"
             )
 
 
@@ -112,7 +118,8 @@ def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
     """Checks that `sharding` is a mapping with rules; the rules are checked against axes later."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
-            f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
+            f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not "
+            f"{brief(sharding)}"
         )
     return sharding
 
@@ -130,15 +137,16 @@ def _checked_rule(rule: Any) -> str:
 def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
     if not isinstance(spec, PartitionSpec):
         raise ValueError(
-            f"sharding rule {brief(rule)} needs a jax.sharding.PartitionSpec, not {brief(spec)}: write {_USUAL}"
+            f"sharding rule {brief(rule)} needs a jax.sharding.PartitionSpec, not "
+            f"{brief(spec)}: write {_USUAL}"
         )
     entries = tuple(spec)
     plain = all(axis is None or isinstance(axis, str | tuple) for axis in entries)
     named = named_axes(entries) if plain else ()
     if not plain or any(axis not in axes for axis in named) or len(set(named)) < len(named):
         raise ValueError(
-            f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an axis of the meshes, each "
-            f"axis once; they have {_listed(axes)}"
+            f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an "
+            f"axis of the meshes, each axis once; they have {_listed(axes)}"
         )
     # Trailing Nones have no effect. Without them, specs with the same effect compare equal.
     while entries and entries[-1] is None:
@@ -159,6 +167,7 @@ def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
         ):
             stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
             raise ValueError(
-                f"the loss calls jax.shard_map over a mesh of {own}, and stages are {stages}: give each stage such a "
-                "mesh, devices=[Mesh(...), ...], with sharding= or batch_axis="
+                f"the loss calls jax.shard_map over a mesh of {own}, and stages are "
+                f"{stages}: give each stage such a mesh, devices=[Mesh(...), ...], with "
+                "sharding= or batch_axis="
             )
