@@ -131,9 +131,8 @@ class Adapter:
         if record and is_free and compiled.traced is first.traced:
             if not self._hosts or not self._hosts.process:  # this process decides
                 self._judge.plans[step] = first.plan
-            self._thread.ask(
-                self._look, self._judge, partial(monitor.read, record), first, step, stream_steps
-            )
+            read = partial(monitor.read, record)
+            self._thread.ask(self._look, self._judge, read, first, step, stream_steps)
 
     def offer(self, step: int) -> None:
         """Does a round before `step` if one is due: exchanges news, then prepares or migrates."""
@@ -257,7 +256,8 @@ class Migrations:
         """
         if (hosts := self._compiled_plans.settings.hosts) is not None:
             asked = {"plan": plan.to_json(), "moment": at, "reason": why, "step": state.step}
-            hosts.agree("migrations", [(name, str(value)) for name, value in asked.items()])
+            parts = [(name, str(value)) for name, value in asked.items()]
+            hosts.agree("migrations", parts)
         microbatches = self._controller.microbatches
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:
@@ -351,7 +351,9 @@ class Migrations:
 
     def pop_due_inside(self, step: int) -> Migration | None:
         """Removes and returns the migration that is due inside a step, if there is one."""
-        return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None
+        if self.queue and self.queue[0].change.step == step:
+            return self.queue.popleft()
+        return None
 
     def commit(self, migration: Migration) -> None:
         """Makes the new plan the present one, and adds the migration to `history`."""

@@ -96,10 +96,12 @@ def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     parts = re.split("[:,]", value) if isinstance(value, str) else several(value)
     if parts is None:
         raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {brief(value)}")
-    numbers = [
-        int(part) if isinstance(part, str) and part.strip().isdecimal() else part for part in parts
-    ]
-    return tuple(whole_number(f"each of {name}", number) for number in numbers)
+
+    def read(part: Any) -> Any:
+        is_number = isinstance(part, str) and part.strip().isdecimal()
+        return int(part) if is_number else part
+
+    return tuple(whole_number(f"each of {name}", read(part)) for part in parts)
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:
@@ -334,9 +336,9 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     Traceback (most recent call last):
     ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
-    listed: list[Any] = (
-        [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
-    )
+    # These could be iterated over, but what they yield would not be speeds in order.
+    is_single = isinstance(speeds, str | Mapping | Set)
+    listed: list[Any] = (None if is_single else several(speeds)) or [speeds]
     if not all(map(_is_positive, listed)):
         raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
     return tuple(map(float, listed))

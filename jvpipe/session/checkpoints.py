@@ -63,7 +63,8 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
         extra: values for the user's own use, such as the epoch, in types that JSON can hold.
     """
     check_json(extra)
-    saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
+    saving = _saving(session, session.compiled)
+    trees, hosts = session.trees, session.settings.hosts
     session.check_whole(session.compiled, state)
 
     def arrays() -> Arrays:
@@ -88,7 +89,8 @@ def check_json(extra: Any) -> None:
     ValueError: extra must be what JSON holds by name, such as {'epoch': 3}: Object of type set is not JSON serializable
     """
     usual = "extra must be what JSON holds by name, such as {'epoch': 3}"
-    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+    names = extra if isinstance(extra, Mapping) else (None,)
+    if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{usual}, not {brief(extra)}")
     try:
         compare("it", json.loads(json.dumps(extra)), {str: anything})
@@ -148,7 +150,10 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
 def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     """Raises ValueError unless the saved key is of the kind with which the model was traced."""
     rng = session.trees.rng
-    ours = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
+    ours = None
+    if rng is not None:
+        kind = KeyKind.of(rng)
+        ours = [list(kind.shape), kind.impl]
     if meta["key"] != ours:
         raise ValueError(
             f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's "
@@ -193,9 +198,8 @@ def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> 
     session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
     agree_on_rows(compiled)
     model = session.compiled_plans.model_id
-    return State(
-        placed, saved_words(meta), int(meta["step"]), stream_steps, int(meta["updates"]), model
-    )
+    step, updates = int(meta["step"]), int(meta["updates"])
+    return State(placed, saved_words(meta), step, stream_steps, updates, model)
 
 
 def _saving(session: Engine, compiled: CompiledPlan) -> Saving:

@@ -131,10 +131,10 @@ class CompiledPlans:
             try:
                 self.trace(trees.params, batch, trees.rng, trees.model_state)
             except Exception as error:
+                first_line = (str(error).splitlines() or [""])[0]
                 raise ValueError(
-                    f"the loss does not take a batch of {shown(batch)}, init's was of "
-                    f"{shown(trees.batch)}: {type(error).__name__}: "
-                    f"{str(error).splitlines()[0] if str(error) else ''}"
+                    f"the loss does not take a batch of {shown(batch)}, "
+                    f"init's was of {shown(trees.batch)}: {type(error).__name__}: {first_line}"
                 ) from error
         compiled = self._by_shapes[key]
         return (warms_up and compiled.warmup) or compiled
@@ -269,9 +269,8 @@ class CompiledPlans:
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
         """Splits a model's layers like the present model's; None if layers or parameters differ."""
         present = self.current.traced
-        if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(
-            self.trees.params
-        ):
+        containers = jax.tree.structure(self.trees.params)
+        if traced.cuts != present.cuts or jax.tree.structure(params) != containers:
             return None
         split = split_as_planned(traced, present.splits)
         return split if split.graph == present.graph else None
@@ -300,9 +299,15 @@ class CompiledPlans:
             base: a compiled plan of this model; unless given, that of the first batch shape.
             traced: the model at another batch shape than that of `base`.
         """
-        base, plan = base or self.current, plan.under(self.settings.schedule.name)
-        traced, cuts = traced or base.traced, (base.optimizer, base.warmup_optimizer)
-        return compile_plan(self.settings, self._store, traced, plan, *cuts)
+        base = base or self.current
+        return compile_plan(
+            self.settings,
+            self._store,
+            traced or base.traced,
+            plan.under(self.settings.schedule.name),
+            base.optimizer,
+            base.warmup_optimizer,
+        )
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
         """Compiles the successive plans of a stream (a run without flushes); returns the last one.
@@ -316,7 +321,10 @@ class CompiledPlans:
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = self.with_plan(Plan.from_json(plan)).after((earlier, start) if n else None)
-        return self.current.after((earlier, spans[-1][0])) if len(spans) > 1 else earlier
+        if len(spans) < 2:
+            return earlier
+        start, _ = spans[-1]
+        return self.current.after((earlier, start))
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Makes the plan of `compiled` the plan of every batch shape from now on.
@@ -325,10 +333,10 @@ class CompiledPlans:
         """
         # The first shape stays first, because `current` reads the plan of all shapes there.
         (first, _), *others = self._by_shapes.items()
-        self._by_shapes = {
-            first: compiled,
-            **{key: self.with_plan(compiled.plan, other) for key, other in others},
-        }
+        by_shapes: dict[Any, CompiledPlan] = {first: compiled}
+        for key, other in others:
+            by_shapes[key] = self.with_plan(compiled.plan, other)
+        self._by_shapes = by_shapes
 
     def compile_everywhere(self) -> None:
         """Compiles every program of the training for every device of this process.
@@ -392,10 +400,10 @@ class KnownModels:
         params = abstract(params)
         model_state = trees.model_state if model_state is None else abstract(model_state)
         key = self._key(present, loss_fn, params, model_state)
+        present_loss = present.settings.loss_fn
+        present_key = self._key(present, present_loss, trees.params, trees.model_state)
         with self._lock:
-            self._known[
-                self._key(present, present.settings.loss_fn, trees.params, trees.model_state)
-            ] = present
+            self._known[present_key] = present
             found = self._known.pop(key, None)
             # The order is that of requests: the model that was asked for longest ago is first.
             self._known[key] = found or self._traced(present, loss_fn, params, model_state)

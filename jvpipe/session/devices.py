@@ -84,10 +84,15 @@ def place(
         raise ValueError(_too_few(stages, available, replicas, shares=shares))
     if shares:
         return distinct, ()
-    used = distinct if devices is not None else tuple(dict.fromkeys(offered[: sum(counts)]))
+    used = distinct
+    if devices is None:
+        used = tuple(dict.fromkeys(offered[: sum(counts)]))
     firsts = [0, *accumulate(counts)]
-    places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
-    return used, tuple(used.index(offered[firsts[place]]) for place in places)
+    places = []
+    for stage in range(schedule.stages_on(stages)):
+        place = schedule.device_of(stage, stages)
+        places.append(used.index(offered[firsts[place]]))
+    return used, tuple(places)
 
 
 def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares: bool) -> str:
@@ -106,9 +111,10 @@ def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares:
 
 def _check_different(devices: Sequence[Device]) -> None:
     """Raises ValueError if a device is named twice."""
-    if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
+    repeated = [device for i, device in enumerate(devices) if device in devices[:i]]
+    if repeated:
         raise ValueError(
-            f"device {twice} is named twice: where stages are replicated each replica "
+            f"device {repeated[0]} is named twice: where stages are replicated each replica "
             "needs a device of its own"
         )
 
@@ -119,7 +125,8 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     >>> replicas_at((2, 1))
     ((0, 1), (2,))
     """
-    return tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(replicas)]))
+    bounds = [0, *accumulate(replicas)]
+    return tuple(tuple(range(first, end)) for first, end in pairwise(bounds))
 
 
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -143,7 +150,8 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
             "many stages, or fewer processes"
         )
     # With such blocks, few tensors cross between processes.
-    process_of = [processes[s * len(processes) // stages] for s in range(stages)]
+    count = len(processes)
+    process_of = [processes[s * count // stages] for s in range(stages)]
     order = list[Device]()
     for process in processes:
         own = [device for device in devices if device.process_index == process]

@@ -112,9 +112,10 @@ class Engine:
         a process knows only the peaks of its own devices.
         """
         plan, peaks = self._begun_with
-        here, known = self.compiled.peaks, plan == self.compiled.plan
+        here = self.compiled.peaks
+        at_begin = peaks if plan == self.compiled.plan else [None] * len(self.settings.devices)
         return [
-            here[i] if _jax.is_own(device) else peaks[i] if known else None
+            here[i] if _jax.is_own(device) else at_begin[i]
             for i, device in enumerate(self.settings.devices)
         ]
 
@@ -174,11 +175,12 @@ class Engine:
     def own_params(self, state: State) -> dict[str, Any]:
         """Returns the newest parameters that this process holds, by name, as numpy arrays."""
         arrays = self.compiled.placing.values(self.plain_arrays(self.compiled, state))
-        return {
-            parameter.array.name: to_host(array)
-            for i, parameter in enumerate(self.graph.parameters)
-            if (array := arrays.get((ValueKind.PARAMETER, i))) is not None
-        }
+        by_name: dict[str, Any] = {}
+        for i, parameter in enumerate(self.graph.parameters):
+            array = arrays.get((ValueKind.PARAMETER, i))
+            if array is not None:
+                by_name[parameter.array.name] = to_host(array)
+        return by_name
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
         """Returns the arrays of a state without those that belong to micro-batches in flight.
@@ -332,9 +334,8 @@ class Engine:
         groups = len(compiled.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
         if self.settings.has_aux:
-            metrics["aux"] = jax.tree.unflatten(
-                compiled.traced.loss.aux_tree, values[1 : 1 + groups]
-            )
+            aux_tree = compiled.traced.loss.aux_tree
+            metrics["aux"] = jax.tree.unflatten(aux_tree, values[1 : 1 + groups])
         if len(values) > 1 + groups:
             metrics["grad_norm"] = values[1 + groups]
         return metrics
@@ -417,8 +418,6 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
         here: the peaks as this process knows them. Its numbers for other processes' devices
             are too small, so the largest report of each device counts.
     """
-    sizes_by_process = [
-        json.loads(word)
-        for word in hosts.exchange("peaks", json.dumps([peak.bytes for peak in here]).encode())
-    ]
+    sizes_here = json.dumps([peak.bytes for peak in here])
+    sizes_by_process = map(json.loads, hosts.exchange("peaks", sizes_here.encode()))
     return [Peak(max(sizes), None, ()) for sizes in zip(*sizes_by_process, strict=True)]

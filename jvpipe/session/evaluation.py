@@ -206,7 +206,9 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         *model_state, batch, _ = rest
         values = function(params, *model_state, batch)
         leaves = jax.tree.leaves(values)
-        total = sum((jnp.sum(jnp.real(x).astype(jnp.float32)) for x in leaves), 0.0)
+        total: Any = 0.0
+        for leaf in leaves:
+            total = total + jnp.sum(jnp.real(leaf).astype(jnp.float32))
         return (total, *model_state, values) if settings.has_state else (total, values)
 
     with phase("tracing and cutting the function"):
@@ -238,20 +240,20 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
 def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     """Puts each layer of a function on the stage of its parameters, or on a later stage."""
     trained, stages = training.traced.graph, training.plan.stages
-    stage_of = {
-        trained.parameters[p].array.name: s
-        for s, stage in enumerate(stages)
-        for layer in stage.layers
-        for p in trained.owned(layer)
-    }
+    stage_of: dict[str, int] = {}  # by the name of a parameter
+    for s, stage in enumerate(stages):
+        owned = [p for layer in stage.layers for p in trained.owned(layer)]
+        stage_of |= {trained.parameters[p].array.name: s for p in owned}
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
         # A stage has consecutive layers, so no layer goes back to a stage before the
         # present one.
-        at = max([at, *(stage_of[graph.parameters[p].array.name] for p in graph.owned(layer))])
+        names = [graph.parameters[p].array.name for p in graph.owned(layer)]
+        at = max([at, *(stage_of[name] for name in names)])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
-    return Plan(tuple(Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs))
+    placed = [Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs]
+    return Plan(tuple(placed))
 
 
 def _arrays(
@@ -266,10 +268,9 @@ def _arrays(
         The arrays of this process, and the bytes that had to be copied to each device.
     """
     training, constants = session.compiled, compiled.traced.loss.constants
-    there = {
-        (_name(training.traced.graph, buffer), buffer.place): array
-        for buffer, array in zip(training.persistent, trained, strict=True)
-    }
+    there: dict[_Spot, jax.Array | None] = {}
+    for buffer, array in zip(training.persistent, trained, strict=True):
+        there[_name(training.traced.graph, buffer), buffer.place] = array
     carried = _carried(session, compiled, there)
     # A value may lie on several devices. Its copies are equal, so any of them serves as the source.
     anywhere = {name: array for (name, _), array in there.items() if array is not None}
@@ -308,7 +309,9 @@ def _carried(
     holders = defaultdict[_Name, list[int]](list)  # places, by name
     for name, place in there:
         holders[name].append(place)
-    copies, spots, arrays = list[Carried](), list[_Spot](), list[jax.Array | None]()
+    copies = list[Carried]()
+    spots = list[_Spot]()
+    arrays = list[jax.Array | None]()
     for buffer in compiled.persistent:
         name = _name(compiled.traced.graph, buffer)
         places = holders.get(name, ())
@@ -327,4 +330,8 @@ def _name(graph: LayerGraph, buffer: Buffer) -> _Name:
 
 def _bytes(buffers: Sequence[Buffer], devices: int) -> list[int]:
     """Sums the bytes of buffers on each device."""
-    return [sum(buffer.bytes for buffer in buffers if buffer.memory == d) for d in range(devices)]
+    sizes = [0] * devices
+    for buffer in buffers:
+        if buffer.memory != HOST:
+            sizes[buffer.memory] += buffer.bytes
+    return sizes

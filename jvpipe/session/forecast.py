@@ -164,13 +164,14 @@ class Forecast:
         with extra("figures"):
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
-        title = ", ".join(filter(None, (self.title, self.problem.schedule.name, self.best.planner)))
+        names = (self.title, self.problem.schedule.name, self.best.planner)
+        title = ", ".join(filter(None, names))
         found = self.simulation
-        limits = {
-            name: limit
-            for place, name in enumerate(found.resources[: found.devices])
-            if (limit := self.problem.limit_of(place)) is not None
-        }
+        limits: dict[str, int] = {}
+        for place, name in enumerate(found.resources[: found.devices]):
+            limit = self.problem.limit_of(place)
+            if limit is not None:
+                limits[name] = limit
         timeline_figure(found.picture(), Path(path), limits, title)
 
     def timeline(self, path: str | Path) -> None:
@@ -258,11 +259,13 @@ class Forecast:
         if evaluation is None:
             return answer.planner, "no plan fits", "", "", "", "", planning
         over = "" if answer.fits(self.problem) else " (over the limit)"
+        cuts = plan_of(self.problem, answer).cuts
+        step_s = simulated_step_s(self.problem, evaluation.stages)
         return (
             answer.planner,
-            " ".join(map(str, plan_of(self.problem, answer).cuts)),
+            " ".join(map(str, cuts)),
             f"{1e3 * evaluation.bottleneck_s:.2f}",
-            f"{1e3 * simulated_step_s(self.problem, evaluation.stages):.2f}",
+            f"{1e3 * step_s:.2f}",
             f"{self._idle(evaluation):.1%}",
             format_bytes(evaluation.peak_bytes) + over,
             planning,
@@ -285,12 +288,13 @@ class Forecast:
         if math.isfinite(bound_s):
             bound = f"no plan is under {1e3 * bound_s:.2f}"
         split = f"; {len(best.splits)} layers are cut in two" if best.splits else ""
+        slowest = f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms"
+        idle = f"{self._idle(evaluation):.1%} idle"
         return (
             f"planner {best.planner}, schedule {problem.schedule.name}, "
-            f"{shape}{problem.microbatches} micro-batches{size}: step {1e3 * step_s:.2f} "
-            f"ms simulated ({bound}), slowest stage {1e3 * evaluation.bottleneck_s:.2f} "
-            f"ms, {reduced}{updated}{self._idle(evaluation):.1%} idle, planned in "
-            f"{best.planning_s:.2f} s{split}"
+            f"{shape}{problem.microbatches} micro-batches{size}: "
+            f"step {1e3 * step_s:.2f} ms simulated ({bound}), "
+            f"{slowest}, {reduced}{updated}{idle}, planned in {best.planning_s:.2f} s{split}"
         )
 
 

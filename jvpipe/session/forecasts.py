@@ -187,7 +187,8 @@ class _Asking:
             if not pays_for_room(Planned(kept.best.plan, kept.problem, kept.best.decision)):
                 return kept
         away = asking._state_away(limits, kept.best.splits)
-        return away if not kept.fits or (away.fits and away.step_s < kept.step_s) else kept
+        is_faster = away.fits and away.step_s < kept.step_s
+        return away if is_faster or not kept.fits else kept
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
         """Returns the answers with layers cut at `splits`; if empty, wherever a cut saves time."""
@@ -224,8 +225,9 @@ class _Asking:
         problem = away.problem
         held = [best.evaluation.device_bytes[place] for place in problem.places]
         # A plan may leave devices out, so limits are found by the devices' numbers.
-        each = zip(problem.places, best.plan.stages, strict=True)
-        limit_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
+        limit_of: dict[int, int] = {}
+        for place, stage in zip(problem.places, best.plan.stages, strict=True):
+            limit_of |= dict.fromkeys(stage.devices, problem.limit_of(place) or 0)
         # With all state on the host, a device holds `held` bytes. State that fits into the
         # rest of its limit comes back.
         room = room_left(best.plan, held, limit_of)
@@ -239,10 +241,10 @@ class _Asking:
             return forecast
         # All answers are to one problem, so they cut layers at the same places.
         graph = self.question.trace_as(best.splits).traced.graph
-        answers = (
-            replace(answer, plan=answer.plan and with_state_fates(graph, answer.plan, fates))
-            for answer in forecast.answers
-        )
+        answers = []
+        for answer in forecast.answers:
+            plan = answer.plan and with_state_fates(graph, answer.plan, fates)
+            answers.append(replace(answer, plan=plan))
         return self._with_seconds(replace(forecast, answers=tuple(answers)))
 
     def _with_seconds(self, forecast: Forecast) -> Forecast:

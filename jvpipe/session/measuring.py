@@ -117,6 +117,10 @@ class Measurement:
         return list(dict.fromkeys(self.places))
 
     @property
+    def _used_devices(self) -> list[Device]:
+        return [self.devices[d] for d in self.used]
+
+    @property
     def first(self) -> Device:
         """The device on which layers are measured."""
         return self.devices[self.used[0]]
@@ -158,13 +162,13 @@ class Measurement:
         return {
             "room_bytes": self.bench.room_bytes,
             "archive": self.bench.archive,
-            "devices_per_core": devices_per_core([self.devices[d] for d in self.used]),
+            "devices_per_core": devices_per_core(self._used_devices),
         }
 
     @cached_property
     def links(self) -> Links | None:
         """The first device's links to another one and to its host; None if they are not needed."""
-        others = [self.devices[d] for d in self.used[1:] if is_own(self.devices[d])]
+        others = [device for device in self._used_devices[1:] if is_own(device)]
         if not self.asks_seconds or not (others or self.settings.chooses_fates):
             return None
         return links_between(self.first, others[0] if others else None, self.bench.archive)
@@ -178,7 +182,7 @@ class Measurement:
             return [given_slowness(speeds, first, d, layers) for d in self.used]
         store = self.bench.store
         costs_of = partial(measured_costs, self.traced, store=store, fates=False, **self._timed)
-        return measured_slowness([self.devices[d] for d in self.used], costs_of, self.costs)
+        return measured_slowness(self._used_devices, costs_of, self.costs)
 
     def problem(self) -> Problem:
         """Returns the problem that a planner is asked.
@@ -222,7 +226,7 @@ class Measurement:
 
         Only the search for an order of tasks needs the share; without a search it is 0.
         """
-        devices, layers = [self.devices[d] for d in self.used], self.costs.layers
+        devices, layers = self._used_devices, self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
         # The longest forward is measured: the time of a short one is mostly that of its dispatch.
@@ -309,8 +313,9 @@ def per_machine(processes: Sequence[int]) -> int:
     distinct = list(dict.fromkeys(processes))
     count = processes.count(distinct[0])
     # If machines are alike, the p-th block of `count` devices belongs to the p-th process.
-    together = [distinct.index(p) for p in processes] == [i // count for i in range(len(processes))]
-    return count if together else 1
+    blocks = [i // count for i in range(len(processes))]
+    are_alike = [distinct.index(process) for process in processes] == blocks
+    return count if are_alike else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
@@ -329,7 +334,7 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     """
     smallest = max(least, examples // devices)
     half = examples // 2
-    return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
+    return (half, smallest) if half > 2 * smallest else (smallest,)
 
 
 def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:

@@ -188,11 +188,10 @@ class ModelPlanner:
         question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
         if best is None:
-            best, rounds = (
-                splitter.within_limit(traced, stages, self._candidate)
-                if limited
-                else (self._candidate(traced), SPLITTING.rounds)
-            )
+            if limited:
+                best, rounds = splitter.within_limit(traced, stages, self._candidate)
+            else:
+                best, rounds = self._candidate(traced), SPLITTING.rounds
             if finer:
                 best = splitter.better(best, self._candidate, rounds)
             if question:
@@ -213,10 +212,8 @@ class ModelPlanner:
         if n >= len({device.process_index for device in order}):
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
-        places = (
-            settings.devices.index(order[schedule.device_of(s, n)])
-            for s in range(schedule.stages_on(n))
-        )
+        of_stages = [order[schedule.device_of(s, n)] for s in range(schedule.stages_on(n))]
+        places = map(settings.devices.index, of_stages)
         alone = replace(settings, stages=n, places=tuple(places), shares=False)
         return replace(self, settings=alone)._planned(traced, finer=finer)._replace(shape=shape)
 
@@ -231,7 +228,9 @@ class ModelPlanner:
         seconds vary from process to process, so with them the same model would get another
         key each time.
         """
-        settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
+        settings = self.settings
+        # A dict keeps the order in which the kinds of layers come.
+        kinds = dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         of_layers = [numbers[body.structure] for body in traced.bodies]
         model = (traced.graph, list(kinds), of_layers)
@@ -286,16 +285,17 @@ class ModelPlanner:
         """Compiles a planner's plan, or returns it if it was compiled before."""
         plan = replace(self._with_user_fates(traced, plan), splits=traced.splits)
         if groups := self.settings.replicas:
-            places = (
-                self.settings.schedule.device_of(s, len(groups)) for s in range(len(plan.stages))
-            )
+            device_of = self.settings.schedule.device_of
+            places = [device_of(s, len(groups)) for s in range(len(plan.stages))]
             plan = plan.on([groups[place] for place in places])
-        compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
-        if compiled is None:
-            compiled = self._compiled(traced, plan)
-            if self.settings.hosts is not None:
-                compiled = replace(compiled, stand_in=next(filter(is_own, self.settings.devices)))
-            self._checked.append(compiled)
+        for compiled in self._checked:
+            if compiled.traced is traced and compiled.plan == plan:
+                return compiled
+        compiled = self._compiled(traced, plan)
+        if self.settings.hosts is not None:
+            stand_in = next(filter(is_own, self.settings.devices))
+            compiled = replace(compiled, stand_in=stand_in)
+        self._checked.append(compiled)
         return compiled
 
     def _compiled(self, traced: Traced, plan: Plan) -> CompiledPlan:
@@ -309,10 +309,11 @@ class ModelPlanner:
         device = first_of(self.settings.devices[0])
 
         def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
+            store = self.bench.store
             updates = self.cut(whole), layer, self.cut(halves)
-            return same_bits(self.bench.store, device, whole, layer, halves) and same_update(
-                self.bench.store, device, *updates
-            )
+            if not same_bits(store, device, whole, layer, halves):
+                return False
+            return same_update(store, device, *updates)
 
         return Splitter(accelerator_of(device), keeps_bits)
 

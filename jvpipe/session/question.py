@@ -88,8 +88,7 @@ class Question(Training):
     def _trace(self, examples: int | None, present: Traced | None) -> Model:
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
-            resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
-            micro_batch = jax.tree.map(resized, micro_batch)
+            micro_batch = jax.tree.map(partial(_resized, examples=examples), micro_batch)
         # Any key will do, because shapes do not depend on it.
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initializer(self.params) else self.params
@@ -256,6 +255,11 @@ class Question(Training):
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
         names = [device.name for device in cluster.accelerators[:devices]]
         return shapes.told_apart(slowness, limits, names)
+
+
+def _resized(leaf: jax.ShapeDtypeStruct, examples: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a leaf of a batch with another number of examples."""
+    return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
 
 
 def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]:

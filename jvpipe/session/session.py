@@ -254,10 +254,10 @@ class Session(Engine):
         # is checked. The losses of the micro-batches are then the last values.
         apart = run.stream_steps > 0
         losses = values[-self.settings.microbatches :] if apart else []
-        metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
-        self.loss_watch.add(
-            Losses(step, run.compiled.plan, losses or [metrics["loss"]], apart=apart)
-        )
+        others = values[: len(values) - len(losses)]
+        metrics = self.metrics_of(run.compiled, others)
+        watched = losses or [metrics["loss"]]
+        self.loss_watch.add(Losses(step, run.compiled.plan, watched, apart=apart))
         return metrics
 
     def compiled_in_the_past(self, batch: Tree, microbatch: int, updates: int) -> CompiledPlan:
@@ -288,7 +288,8 @@ class Session(Engine):
             return state
         step, bound = compiled.drain(state.stream_steps)
         state.check(bound.lowered.persistent)
-        arrays, _ = self.controller.run(bound, state.arrays, {}, Moment(state.step, flows=True))
+        moment = Moment(state.step, flows=True)
+        arrays, _ = self.controller.run(bound, state.arrays, {}, moment)
         self._record(step.uses, state)
         self.ledger.versions.drained()
         return replace(state, arrays=arrays, stream_steps=0)

@@ -175,10 +175,8 @@ def option_parts(settings: Settings) -> Parts:
         "host_memory_limit": values.pop("host_limit_bytes"),
         "devices": [device.device_kind for device in settings.devices],
     }
-    return [
-        *library_versions(),
-        *((name, without_addresses(str(value))) for name, value in values.items()),
-    ]
+    parts = [(name, without_addresses(str(value))) for name, value in values.items()]
+    return [*library_versions(), *parts]
 
 
 # The optimizer is cut into pieces, one for each layer, because layers are updated on their devices.
@@ -295,18 +293,18 @@ class OptimizerCutter:
             raise
         left = freeze(traced, found)
         graph = left.graph
-        warn_of_statistics(
-            [graph.parameters[p].array.name for p in graph.trained(range(len(graph.parameters)))]
-        )
+        trained = graph.trained(range(len(graph.parameters)))
+        warn_of_statistics([graph.parameters[p].array.name for p in trained])
         return left
 
     def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
         """Returns the traced optimizer as lines; equal lines mean equal states and updates."""
         traced = self._trace(*self._sums(graph, schedule))
         parts = {"update": traced.update, "init": traced.init}
-        return [
-            f"{name}: {line}" for name, closed in parts.items() for line in closed_lines(closed)
-        ]
+        lines: list[str] = []
+        for name, closed in parts.items():
+            lines += [f"{name}: {line}" for line in closed_lines(closed)]
+        return lines
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
         """Returns how many gradients are added up for each parameter, and what divides the sums.

@@ -160,7 +160,8 @@ class Signer:
         largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
-                largest[key] = max(largest.get(key, sizes), sizes, key=lambda x: x.temporary)
+                before = largest.get(key, sizes)
+                largest[key] = max(before, sizes, key=lambda x: x.temporary)
         return largest
 
     def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:
@@ -196,18 +197,17 @@ class Signer:
             # runs then.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
-            stages.append(
-                CompiledStage(
-                    self.stores[fullest].compiler.target.name,
-                    evaluation.device_bytes[place],
-                    peak.bytes,
-                    str(peak.row) if peak.row else "the beginning",
-                    dict(peak.holders).get(str(Owner.TEMPORARY), 0),
-                    working[at] if 0 <= at < len(working) else 0,
-                    padding,
-                    host,
-                )
+            compiled = CompiledStage(
+                target=self.stores[fullest].compiler.target.name,
+                planned_bytes=evaluation.device_bytes[place],
+                compiled_bytes=peak.bytes,
+                row=str(peak.row) if peak.row else "the beginning",
+                temporary_bytes=dict(peak.holders).get(str(Owner.TEMPORARY), 0),
+                working_bytes=working[at] if 0 <= at < len(working) else 0,
+                padding_bytes=padding,
+                host_bytes=host,
             )
+            stages.append(compiled)
         return stages
 
     def _unsaid(self, question: Question, problem: Problem, answer: Answer) -> Problem:
@@ -223,7 +223,9 @@ class Signer:
 
     def _compiled(self, question: Question, plan: Plan, store: TargetStore) -> CompiledPlan:
         target = store.compiler.target
-        away = [name for stage in plan.stages for name, f in stage.fates.items() if FATES[f].away]
+        away: list[str] = []
+        for stage in plan.stages:
+            away += [name for name, fate in stage.fates.items() if FATES[fate].away]
         if away and not target.host_memory:
             raise ValueError(
                 f"the plan swaps {away[0]} to the host, and {target.name} has no memory there: "
@@ -242,10 +244,10 @@ def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
 
     Padding is what arrays take in memory beyond their elements.
     """
-    elements = [
-        [x.bytes for x in peaks(bound.lowered, len(run.devices), bound.temporary_bytes)]
-        for bound in run.bounds
-    ]
+    elements: list[list[int]] = []
+    for bound in run.bounds:
+        bare = peaks(bound.lowered, len(run.devices), bound.temporary_bytes)
+        elements.append([peak.bytes for peak in bare])
     *laid, host = run.peaks
     least = map(max, zip(*elements, strict=True))
     return [

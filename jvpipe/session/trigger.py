@@ -75,8 +75,12 @@ class Told:
     def from_json(text: str) -> "Told":
         """Reads the news from a text of `to_json`."""
         seconds, words, how, refusal = json.loads(text)
-        proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
-        return Told({step: Seen(*seen) for step, seen in seconds}, proposal, how, refusal)
+        proposal = None
+        if words is not None:
+            old, new, why = words
+            proposal = Proposal(Plan.from_json(old), Plan.from_json(new), why)
+        by_step = {step: Seen(*step_s) for step, step_s in seconds}
+        return Told(by_step, proposal, how, refusal)
 
 
 @runtime_checkable
@@ -254,11 +258,12 @@ class Judge:
             answer = planned_again(planned, replan.slowness, held_bytes_of)
         if answer is None:
             return recut(graph, home, replan.cuts)
-        candidates = (x for x in (self._answer, planned) if x and _alike(x.plan, compiled.plan))
-        if present := next(candidates, None):
-            now = replace(answer, decision=present.decision)
-            if answer.step_s > (1 - self.rule.gain) * now.step_s:
-                return None
+        for present in (self._answer, planned):
+            if present and _alike(present.plan, compiled.plan):
+                now = replace(answer, decision=present.decision)
+                if answer.step_s > (1 - self.rule.gain) * now.step_s:
+                    return None
+                break
         self._answer = answer
         return placed(answer.plan)
 
@@ -283,14 +288,13 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
         measured: what the monitor has measured.
         compiled: the plan under which the step ran.
     """
-    places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
-    exposed_s = [
-        measured.exposed.get(place, 0.0) / compiled.microbatches / places.count(place)
-        for place in places
-    ]
+    stages, microbatches = compiled.plan.stages, compiled.microbatches
+    places = [str(compiled.devices[stage.devices[0]]) for stage in stages]
+    exposed_s = []
+    for place in places:
+        whole_s = measured.exposed.get(place, 0.0)
+        exposed_s.append(whole_s / microbatches / places.count(place))
     layer_s = measured.layer_s(len(compiled.traced.graph.layers))
     if not compiled.schedule.synchronous:
-        layer_s = [
-            layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers
-        ]
+        layer_s = [layer_s[i] / len(stage.devices) for stage in stages for i in stage.layers]
     return Seen(layer_s, exposed_s)
