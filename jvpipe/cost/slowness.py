@@ -7,6 +7,7 @@ from jvpipe._jax import Device, is_own
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.presets import accelerator_like
 
+T = TypeVar("T")
 Slowness = tuple[float, ...]
 """For each layer, how many times longer than the first device another device takes; empty if both
 are equally fast."""
@@ -15,9 +16,6 @@ are equally fast."""
 def work_s(layers: Iterable[LayerCost]) -> list[float]:
     """Returns the seconds of each layer's forward and backward."""
     return [layer.forward_s + layer.backward_s for layer in layers]
-
-
-T = TypeVar("T")
 
 
 def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
@@ -33,8 +31,10 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
     ((2.0, 2.0, 2.0), ())
     """
     # Planners take devices as equal only if the slowness is empty, not if it consists of 1.0s.
-    alike = not speeds or speeds[first] == speeds[device]
-    return () if alike else (speeds[first] / speeds[device],) * layers
+    if not speeds or speeds[first] == speeds[device]:
+        return ()
+    times = speeds[first] / speeds[device]
+    return (times,) * layers
 
 
 def measured_slowness(
@@ -53,9 +53,7 @@ def measured_slowness(
             return times_longer(costs, measured_on(device))
         # Layers cannot be timed on another process's device. Instead, all layers get the
         # ratio of the products per second of the two kinds of device.
-        pair = (devices[0], device)
-        likes = (accelerator_like(_kind(x), x.platform) for x in pair)
-        first, other = (like.products_per_s("float32") for like in likes)
+        first, other = map(_products_per_s, (devices[0], device))
         return (first / other,) * len(costs.layers)
 
     return slowness_by_kind(devices, _kind, longer)
@@ -63,6 +61,11 @@ def measured_slowness(
 
 def _kind(device: Device) -> str:
     return getattr(device, "device_kind", "")
+
+
+def _products_per_s(device: Device) -> float:
+    like = accelerator_like(_kind(device), device.platform)
+    return like.products_per_s("float32")
 
 
 def slowness_by_kind(
@@ -78,7 +81,8 @@ def slowness_by_kind(
     by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
     for device in devices:
         # Timing all layers takes seconds, and devices of one kind are equally fast.
-        if (kind := kind_of(device)) not in by_kind:
+        kind = kind_of(device)
+        if kind not in by_kind:
             by_kind[kind] = longer(device)
     return [by_kind[kind_of(device)] for device in devices]
 

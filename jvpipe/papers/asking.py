@@ -54,7 +54,8 @@ def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planne
     plan = ordered.plan(problem, planner)
     # If devices are unlike, the problem's groups have their numbers.
     if places and not problem.groups:
-        plan = plan.on([(places[d],) for stage in plan.stages for d in stage.devices])
+        devices = [d for stage in plan.stages for d in stage.devices]
+        plan = plan.on([(places[d],) for d in devices])
     return Planned(plan, ordered.answered(problem), ordered.decision, ordered)
 
 
@@ -131,7 +132,8 @@ def _of_shape(planner: str, plan: RoughPlan) -> Planned:
     # The search begins with the rough plan if that plan keeps the limit and has the
     # problem's number of stages. What the search finds is then at least as fast.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
-    begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
+    has_all_stages = len(plan.decision.bounds) == problem.stages + 1
+    begin = [plan.decision] if fits and has_all_stages else []
     return answered(planner, problem, under_rule(problem, begin))
 
 

@@ -50,13 +50,16 @@ def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
 
 def shapes_json(answer: Answer) -> list[dict[str, Any]]:
     """Returns the best plan of each kind of shape that the planner tried, the fastest first."""
-    return [
-        {
-            "shape": kind,
-            "replicas": list(plan.shape.replicas),
-            "layers_per_stage": [j - i for i, j in pairwise(plan.decision.bounds)],
-            "microbatches": plan.problem.microbatches,
-            "step_s": plan.step_s,
-        }
-        for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
-    ]
+    shapes = list[dict[str, Any]]()
+    for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s):
+        bounds = plan.decision.bounds
+        shapes.append(
+            {
+                "shape": kind,
+                "replicas": list(plan.shape.replicas),
+                "layers_per_stage": [end - first for first, end in pairwise(bounds)],
+                "microbatches": plan.problem.microbatches,
+                "step_s": plan.step_s,
+            }
+        )
+    return shapes

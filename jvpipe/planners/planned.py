@@ -63,13 +63,14 @@ class Planned:
     @property
     def placed(self) -> list[LayerCost]:
         """The costs of each layer on the device where the plan puts it."""
-        stages = enumerate(pairwise(self.decision.bounds))
-        return [layer for s, (i, j) in stages for layer in self.problem.layers_on(s)[i:j]]
+        layers: list[LayerCost] = []
+        for s, (i, j) in enumerate(pairwise(self.decision.bounds)):
+            layers += self.problem.layers_on(s)[i:j]
+        return layers
 
     @property
     def recompute_s(self) -> float:
         """The seconds per step, summed over devices, for recomputing or swapping values."""
         chosen = zip(self.placed, self.decision.choices, strict=True)
-        return self.problem.microbatches * sum(
-            layer.options[c].extra_s for layer, c in chosen if c >= 0
-        )
+        extra_s = sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
+        return self.problem.microbatches * extra_s

@@ -54,9 +54,11 @@ def cuts_at_speeds(
     total = np.concatenate([[0.0], np.cumsum(layer_s)])
     bound = np.arange(len(layer_s) + 1)
     # run_s[i, j]: seconds of layers i to j - 1; a stage has at least one layer
-    run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
+    between_s = total - total[:, None]
+    run_s = np.where(bound > bound[:, None], between_s, np.inf)
     fixed_s = fixed_s or [0.0] * len(slowness)
-    stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
+    of_stages = zip(slowness, fixed_s, strict=True)
+    stages = [slow * run_s + more_s for slow, more_s in of_stages]
     # A single pass for the least sum could make the slowest stage slower, and T decides a step.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
@@ -103,7 +105,13 @@ def all_of(parts: Sequence[Seen]) -> Seen:
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
     """
-    return Seen(*(list(map(sum, zip(*kind, strict=True))) for kind in zip(*parts, strict=True)))
+    layer_s, exposed_s = zip(*parts, strict=True)
+    return Seen(_sums(layer_s), _sums(exposed_s))
+
+
+def _sums(parts: Sequence[Sequence[float]]) -> list[float]:
+    """Adds up the numbers at the same position of all parts."""
+    return list(map(sum, zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +210,9 @@ class Trigger:
         if len(self._window) < self.rule.steps:
             return None
         # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
-        means = (np.mean(kind, axis=0).tolist() for kind in zip(*self._window, strict=True))
-        replan = self._better(plan, Seen(*means))
+        layer_s, exposed_s = zip(*self._window, strict=True)
+        means = Seen(np.mean(layer_s, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist())
+        replan = self._better(plan, means)
         self._window.clear()
         self.asked = replan.cuts if replan else None
         return replan
@@ -223,22 +232,25 @@ class Trigger:
         expected, rule = self._expected, self.rule
         assert expected is not None
         slowness = self.slowness(plan, seen)
-        ratio = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
+        by_device = expected * np.repeat(slowness, plan.cuts)
+        ratio = np.array(seen.layer_s) / by_device
         far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
         ratio = np.where(far, ratio, 1.0)
         seconds = expected * ratio
 
         def step_s(cuts: Sequence[int]) -> float:
             starts = np.cumsum([0, *cuts[:-1]])
-            parts_s = np.add.reduceat(seconds, starts) * slowness + np.array(seen.exposed_s)
+            work_s = np.add.reduceat(seconds, starts) * slowness
+            parts_s = work_s + np.array(seen.exposed_s)
             return self._step_s(float(parts_s.max()), float(parts_s.sum()))
 
         now_s = step_s(plan.cuts)
         at_home = plan.cuts == self.home.cuts
-        if now_s - self._least_step_s(float(seconds.sum()), slowness) <= now_s * (
-            rule.gain if at_home else rule.gain_home
-        ):
-            return None  # even a step as short as the lower bound would gain too little
+        least_s = self._least_step_s(float(seconds.sum()), slowness)
+        needed_gain = rule.gain if at_home else rule.gain_home
+        # Even a step as short as the lower bound may gain too little.
+        if now_s - least_s <= now_s * needed_gain:
+            return None
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
         goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         if goes_home:
@@ -272,17 +284,18 @@ class Trigger:
         assert self._expected is not None
         ratio = np.array(seen.layer_s) / self._expected
         device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
-        slow = {
-            d: _median(ratio[device == d], self._expected[device == d])
-            for d in set(device.tolist())
-        }
+        slow: dict[int, float] = {}
+        for d in set(device.tolist()):
+            here = device == d
+            slow[d] = _median(ratio[here], self._expected[here])
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
         """Gives the reason: the stage whose seconds are furthest from the planned seconds."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
-        took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
+        of_layers_s = np.add.reduceat(np.array(seen.layer_s), starts)
+        took_s = of_layers_s + np.array(seen.exposed_s)
         ratio = took_s / np.add.reduceat(self._expected, starts)
         # All stages may be slower than planned. If there are three or more, the stage
         # furthest from the median is named.
@@ -297,4 +310,5 @@ def _median(values: np.ndarray, weights: np.ndarray) -> float:
     """Returns the value with half of the weight below it and half above."""
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+    middle = np.searchsorted(reached, reached[-1] / 2)
+    return float(values[order][middle])

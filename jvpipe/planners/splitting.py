@@ -234,13 +234,21 @@ class Splitter:
         for layer, kind in enumerate(kinds):
             if kind not in where:
                 where[kind] = self._place(traced, layer)
-        cuts = {i: place for i, kind in enumerate(kinds) if (place := where[kind]) is not None}
+        cuts: dict[int, int] = {}
+        for layer, kind in enumerate(kinds):
+            place = where[kind]
+            if place is not None:
+                cuts[layer] = place
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
+        """Finds the best place to cut a layer in two; None if there is no place."""
         points = split_points(traced, layer, self._equation_s)
-        halves = ((p, split_layers(traced, {layer: p})) for p in points[: SPLITTING.places])
-        return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
+        for point in points[: SPLITTING.places]:
+            halves = split_layers(traced, {layer: point})
+            if self.keeps_bits(traced, layer, halves):
+                return point
+        return None
 
     def _equation_s(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[float]:
         return roofline.equation_seconds(eqns, outputs, self.device)
@@ -298,15 +306,11 @@ def even_places(
     Returns:
         For each place the layer, and how many equations the place is before the layer's end.
     """
-    problem, bounds = planned.problem, planned.decision.bounds
+    problem = planned.problem
     layer_s = work_s(problem.costs.layers)
-    stages = planned.evaluation.stages
-    # The seconds that each stage takes now, as a multiple of the seconds of its layers.
-    times = [
-        stage.compute_s / (sum(layer_s[i:j]) or 1.0)
-        for stage, (i, j) in zip(stages, pairwise(bounds), strict=True)
-    ]
-    cuts = _apart(_cuts(planned, layer_s, inside), SPLITTING.apart * sum(layer_s) / len(stages))
+    times = _times(planned, layer_s)
+    mean_s = sum(layer_s) / len(times)
+    cuts = _apart(_cuts(planned, layer_s, inside), SPLITTING.apart * mean_s)
     at_s = np.array([cut.at_s for cut in cuts])
     link_s = np.array([2 * problem.peer.seconds(cut.sent_bytes) for cut in cuts])
     link_s[0] = 0.0  # nothing comes in before the first layer
@@ -320,22 +324,37 @@ def even_places(
             starts = slice(None) if stage else slice(1)
             ends = slice(None) if stage < len(times) - 1 else slice(-1, None)
             work_s = time * (at_s[None, ends] - at_s[starts, None])
-            yield np.where(work_s > 0, work_s + link_s[starts, None], np.inf)
+            with_link_s = work_s + link_s[starts, None]
+            yield np.where(work_s > 0, with_link_s, np.inf)
 
     least_s = least_max(matrices())
     if not np.isfinite(least_s):
         return []
     sent = np.array([float(cut.sent_bytes) for cut in cuts])
     # A cut layer costs 1, and all sent bytes together cost less than 1.
-    price = np.array([cut.layer is not None for cut in cuts]) + sent / (1 + sent.sum())
-    near = (
-        np.where(matrix <= SPLITTING.near_times * least_s, price[: len(matrix), None], np.inf)
-        for matrix in matrices()
-    )
-    _, path = least_sum(near)
+    cuts_a_layer = np.array([cut.layer is not None for cut in cuts])
+    price = cuts_a_layer + sent / (1 + sent.sum())
+    most_s = SPLITTING.near_times * least_s
+
+    def prices() -> Iterator[Matrix]:
+        """Yields each stage's price by the same places; infinite if the stage takes too long."""
+        for matrix in matrices():
+            yield np.where(matrix <= most_s, price[: len(matrix), None], np.inf)
+
+    _, path = least_sum(prices())
     assert path is not None
     chosen = [cuts[at] for at in path]
     return [(cut.layer, cut.before_end) for cut in chosen if cut.layer is not None]
+
+
+def _times(planned: Planned, layer_s: Sequence[float]) -> list[float]:
+    """Returns the seconds of each stage, as a multiple of the seconds of its layers."""
+    times: list[float] = []
+    bounds = pairwise(planned.decision.bounds)
+    for stage, (i, j) in zip(planned.evaluation.stages, bounds, strict=True):
+        of_layers_s = sum(layer_s[i:j]) or 1.0
+        times.append(stage.compute_s / of_layers_s)
+    return times
 
 
 def _cuts(
@@ -345,7 +364,8 @@ def _cuts(
     costs = planned.problem.costs
     # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go
     # beyond it.
-    crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
+    crossing = [0] * (len(layer_s) + 1)
+    over = [0] * len(layer_s)
     for edge in costs.edges:
         last = max(edge.readers, default=edge.producer)
         for k in range(edge.producer + 1, last + 1):
@@ -357,7 +377,8 @@ def _cuts(
         for place in inside.get(layer, ()):
             at_s = before_s + place.share * seconds
             # Besides the tensors between the halves, those that pass the whole layer are sent.
-            cuts.append(_Cut(at_s, over[layer] + place.sent_bytes, layer, place.before_end))
+            sent_bytes = over[layer] + place.sent_bytes
+            cuts.append(_Cut(at_s, sent_bytes, layer, place.before_end))
         before_s += seconds
         if layer + 1 not in joined:
             cuts.append(_Cut(before_s, crossing[layer + 1]))
@@ -371,9 +392,10 @@ def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
     """
     kept = [cuts[0]]
     for cut in cuts[1:]:
-        near = cut.at_s - kept[-1].at_s < least_s
+        before = kept[-1]
+        near = cut.at_s - before.at_s < least_s
         if cut.layer is None or not near:
             kept.append(cut)
-        elif kept[-1].layer is not None and cut.sent_bytes < kept[-1].sent_bytes:
+        elif before.layer is not None and cut.sent_bytes < before.sent_bytes:
             kept[-1] = cut
     return kept

@@ -39,7 +39,8 @@ def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
     """
     held_bytes: dict[int, int] = {}
     for stage in plan.stages:
-        away = sum(sizes.get(name, 0) for name, fate in stage.state_fates.items() if fate == "swap")
+        names = [name for name, fate in stage.state_fates.items() if fate == "swap"]
+        away = sum(sizes.get(name, 0) for name in names)
         for device in stage.devices:
             held_bytes[device] = held_bytes.get(device, 0) + away
     # An asynchronous schedule updates after each micro-batch, and each update copies the state.
@@ -88,5 +89,6 @@ def room_left(
     for stage, size in zip(plan.stages, held_bytes, strict=True):
         for device in stage.devices:
             # If a device has several stages, the one with the most bytes counts.
-            room[device] = min(room.get(device, limits[device]), limits[device] - size)
+            limit = limits[device]
+            room[device] = min(room.get(device, limit), limit - size)
     return room

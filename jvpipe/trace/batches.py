@@ -15,9 +15,11 @@ Tree = Any
 def shown(batch: Tree) -> str:
     """Returns the leaves of a batch with their types and shapes, for people to read."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
-    return ", ".join(
-        f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves
-    )
+    texts = []
+    for path, leaf in leaves:
+        text = f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}"
+        texts.append(text.strip())  # a batch that is a single array has an empty path
+    return ", ".join(texts)
 
 
 def shapes_of(tree: Tree) -> Any:
@@ -27,9 +29,11 @@ def shapes_of(tree: Tree) -> Any:
     program for both. So the result serves as the key under which the traced program is kept.
     """
     leaves, containers = jax.tree.flatten(tree)
-    return containers, tuple(
-        (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
-    )
+    shapes = []
+    for leaf in leaves:
+        dtype = getattr(leaf, "dtype", type(leaf))
+        shapes.append((np.shape(leaf), canonical(dtype)))
+    return containers, tuple(shapes)
 
 
 _UNEVEN = (
@@ -82,8 +86,12 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
 
 
 def _nearest_divisors(size: int, target: int) -> str:
+    """Writes the divisors of a size that are nearest to a number, below it and above it."""
     # If n divides size, size / n does as well, so n needs to go no further than the square root.
-    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    root = math.isqrt(size)
+    small = [n for n in range(1, root + 1) if size % n == 0]
     divisors = sorted({*small, *(size // n for n in small)})
-    below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]
-    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"
+    below = [n for n in divisors if n < target]
+    above = [n for n in divisors if n > target]
+    nearest = below[-1:] + above[:1]
+    return " and ".join(map(str, nearest)) or "none: the batch is empty"

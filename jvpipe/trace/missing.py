@@ -27,12 +27,16 @@ def missing_parameter(loss_fn: Callable[..., Any], params: Tree, *rest: Any) -> 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):
             return tree
-        watching = _Watched({key: watched(value, (*path, key)) for key, value in tree.items()})
+        entries = {key: watched(value, (*path, key)) for key, value in tree.items()}
+        watching = _Watched(entries)
         watching.path = path
         return watching
 
+    def loss(params: Tree, *rest: Any) -> Any:
+        return loss_fn(watched(params, ()), *rest)
+
     try:
-        jax.eval_shape(lambda params, *rest: loss_fn(watched(params, ()), *rest), params, *rest)
+        jax.eval_shape(loss, params, *rest)
     except _MissingError as missing:
         return missing.args[0]
     except Exception:

@@ -38,9 +38,8 @@ def feeds_of(
         size = leaf.shape[0] // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
     if words is not None:
-        feeds["seed", 0] = [
-            np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)
-        ]
+        seeds = [[*words.ravel(), step, m] for m in range(microbatches)]
+        feeds["seed", 0] = [np.array(seed, np.uint32) for seed in seeds]
     return feeds
 
 

@@ -39,21 +39,25 @@ def agree_on_given(
     else:
         parameters = leaf_lines(params)
     shapes = shape_lines(batch, "batch leaf")
+    key = "None" if rng is None else f"{rng.dtype} {array_digest(rng)}"
+    state = leaf_lines(model_state, "leaf of the model state")
     parts = [
-        ("the key", "None" if rng is None else f"{rng.dtype} {array_digest(rng)}"),
+        ("the key", key),
         ("the batch", "\n".join(shapes)),
         ("parameters", "\n".join(parameters)),
-        ("model state", "\n".join(leaf_lines(model_state, "leaf of the model state"))),
+        ("model state", "\n".join(state)),
     ]
     hosts.agree("what init is given", parts)
     mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
-    all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
+    words = hosts.exchange("batch", json.dumps(mine).encode())
+    all_lines = list(map(json.loads, words))
     # A leaf's values are compared only if every process has them. If a process has only the
     # leaf's shape, it has sent the same line as in `shapes`.
-    by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
-    hosts.agree(
-        "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]
-    )
+    by_all: list[str] = []
+    for i, shape in enumerate(shapes):
+        if all(lines[i] != shape for lines in all_lines):
+            by_all.append(mine[i])
+    hosts.agree("what init is given", [("the values of the batch", "\n".join(by_all))])
 
 
 def _unread(leaf: Any) -> Any:

@@ -45,7 +45,8 @@ def device_limits(
     if isinstance(limits, int) or len(limits) == len(devices):
         return limits_of_each(limits, len(devices))
     of_planned = limits_of_each(limits, planned)
-    return (*of_planned, *(min(of_planned),) * (len(devices) - len(of_planned)))
+    others = len(devices) - len(of_planned)
+    return of_planned + (min(of_planned),) * others
 
 
 def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
@@ -71,7 +72,12 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         return ()
     # A device that reports nothing gets the smallest limit that another one reports.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
-    return tuple(min(x for x in by_device if x >= _ALIKE * limit) for limit in by_device)
+
+    def of_alike(limit: int) -> int:
+        """Returns the smallest of the limits that count as equal to a limit."""
+        return min(x for x in by_device if x >= _ALIKE * limit)
+
+    return tuple(map(of_alike, by_device))
 
 
 def _reported(device: Device) -> int | None:

@@ -48,16 +48,7 @@ def inner_axes(
             f"devices has {len(meshes)} meshes and {len(listed) - len(meshes)} others: "
             "give a mesh for each stage"
         )
-    if replicas == "auto":
-        raise ValueError(
-            "replicas='auto' counts devices, not meshes: say how many each stage has, "
-            "replicas=(2, 1)"
-        )
-    if replicas is not None and batch_axis is not None:
-        raise ValueError(
-            f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out "
-            "the examples of a micro-batch: leave one of them out"
-        )
+    _check_replicas(replicas, batch_axis)
     common = _common_axes(meshes)
     if batch_axis is not None and batch_axis not in tuple(common):
         raise ValueError(
@@ -73,8 +64,24 @@ def inner_axes(
             f"{_USUAL}, not None; or give batch_axis, the axis along which examples are cut"
         )
     rules = sharding or {}
-    specs = {_checked_rule(rule): _checked_spec(rule, spec, common) for rule, spec in rules.items()}
+    specs: dict[str, Spec] = {}
+    for rule, spec in rules.items():
+        specs[_checked_rule(rule)] = _checked_spec(rule, spec, common)
     return groups, Sharding(specs, common, batch_axis)
+
+
+def _check_replicas(replicas: Any, batch_axis: Any) -> None:
+    """Raises ValueError for replicas that stages on meshes cannot have."""
+    if replicas == "auto":
+        raise ValueError(
+            "replicas='auto' counts devices, not meshes: say how many each stage has, "
+            "replicas=(2, 1)"
+        )
+    if replicas is not None and batch_axis is not None:
+        raise ValueError(
+            f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out "
+            "the examples of a micro-batch: leave one of them out"
+        )
 
 
 def _listed(axes: Mapping[str, int]) -> str:
@@ -143,7 +150,8 @@ def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
     entries = tuple(spec)
     plain = all(axis is None or isinstance(axis, str | tuple) for axis in entries)
     named = named_axes(entries) if plain else ()
-    if not plain or any(axis not in axes for axis in named) or len(set(named)) < len(named):
+    unknown = [axis for axis in named if axis not in axes]
+    if not plain or unknown or len(set(named)) < len(named):
         raise ValueError(
             f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an "
             f"axis of the meshes, each axis once; they have {_listed(axes)}"
@@ -162,12 +170,13 @@ def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
         axes: the axes of the stages' meshes with their sizes; empty if a stage is on one device.
     """
     for eqn in every(eqns):
-        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(
-            axes
-        ):
+        if eqn.primitive.name != "shard_map":
+            continue
+        axes_inside = dict(eqn.params["mesh"].shape)
+        if axes_inside != dict(axes):
             stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
             raise ValueError(
-                f"the loss calls jax.shard_map over a mesh of {own}, and stages are "
+                f"the loss calls jax.shard_map over a mesh of {axes_inside}, and stages are "
                 f"{stages}: give each stage such a mesh, devices=[Mesh(...), ...], with "
                 "sharding= or batch_axis="
             )

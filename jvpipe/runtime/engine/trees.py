@@ -57,9 +57,8 @@ class Trees:
 
     def split_optimizer_state(self, optimizer: OptimizerCut, tree: Tree) -> list[Any]:
         """Splits an optimizer state; a ValueError names the first leaf with a wrong shape."""
-        shapes = jax.tree.unflatten(
-            optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state]
-        )
+        of_leaves = [shape(leaf.array) for leaf in optimizer.state]
+        shapes = jax.tree.unflatten(optimizer.state_tree, of_leaves)
         return leaves_like(tree, shapes, self.stacks, "the optimizer's state")
 
     @property
@@ -74,7 +73,8 @@ def with_sums(leaves: Sequence[Any], state: Sequence[Array]) -> list[Any]:
         leaves: the user's leaves.
         state: the shapes of all leaves; the last ones are those of the sums.
     """
-    return [*leaves, *(np.zeros(array.shape, array.dtype) for array in state[len(leaves) :])]
+    sums = [np.zeros(array.shape, array.dtype) for array in state[len(leaves) :]]
+    return [*leaves, *sums]
 
 
 def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
@@ -99,9 +99,7 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
     # Trees are compared with stacks joined, so that messages are about the caller's arrays.
-    expected = stacks.join(
-        split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
-    )
+    expected = stacks.join(split, _stacked)
     there, here = map(_types, (abstract(tree), expected))
     for path, needed in here.items():
         if (found_leaf := there.get(path, "missing")) != needed:
@@ -114,13 +112,23 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
         raise ValueError(
             f"{what}: {more} in the tree of this pipeline: give one with the same leaves"
         )
-    leaves = zip(
-        jax.tree.leaves(stacks.split_like(split, tree)), jax.tree.leaves(split), strict=True
-    )
-    return [leaf if is_key(shape) else np.asarray(leaf, shape.dtype) for leaf, shape in leaves]
+    arrays = jax.tree.leaves(stacks.split_like(split, tree))
+    leaves = []
+    for array, part in zip(arrays, jax.tree.leaves(split), strict=True):
+        leaves.append(array if is_key(part) else np.asarray(array, part.dtype))
+    return leaves
+
+
+def _stacked(*parts: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a stacked array, given the shape of each layer's part."""
+    first = parts[0]
+    return jax.ShapeDtypeStruct((len(parts), *first.shape), first.dtype)
 
 
 def _types(tree: Tree) -> dict[str, str]:
     """Returns the shape and type of each leaf, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): f"{canonical(x.dtype)}{list(x.shape)}" for path, x in leaves}
+    types: dict[str, str] = {}
+    for path, leaf in leaves:
+        types[path_name(path)] = f"{canonical(leaf.dtype)}{list(leaf.shape)}"
+    return types
