@@ -1,6 +1,6 @@
-"""The class `Pipeline`: checks its users' arguments, and flattens pytrees into lists of arrays.
+"""The class `Pipeline`: its options, its plan, and changes of the plan or the model.
 
-The files that it calls work with these flat lists only.
+What a pipeline does with states, such as steps and checkpoints, is in trainer.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,9 @@ class Pipeline(Trainer):
 
     Args:
         loss_fn: a function `(params, batch, rng) -> loss`, whose result is a scalar or a
-            `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With `has_state`, the
-            function is `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])`.
+            `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With
+            `has_state`, the function is `(params, model_state, batch, rng) -> (loss,
+            new_model_state[, aux])`.
         optimizer: an optax transformation whose jaxpr can be cut between layers.
         stages: the number of stages, or a `Plan`. Unless given, 2; but with
             `replicas="auto"` the planner chooses the number.
@@ -50,16 +51,18 @@ class Pipeline(Trainer):
             number must divide the leading axis of every batch leaf. A loss that couples
             examples, such as a contrastive one, sees only those of one micro-batch; a
             warning says so unless the number is given.
-        schedule: the order in which micro-batches run. Synchronous schedules end each step with a
-            flush, after which no micro-batch is in flight: "gpipe", "1f1b", "interleaved",
-            "zb-h1", "zb-v", "v-half" or "auto". Asynchronous schedules have no flush: "pipedream",
-            "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe". A schedule with options may
-            also be given, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
+        schedule: the order in which micro-batches run. Synchronous schedules end each step
+            with a flush, after which no micro-batch is in flight: "gpipe", "1f1b",
+            "interleaved", "zb-h1", "zb-v", "v-half" or "auto". Asynchronous schedules have
+            no flush: "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe".
+            A schedule with options may also be given, such as
+            `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
         planner: "jvpipe", which chooses cuts and fates together for the fastest step under
             the memory limit; or the name of another planner, such as "even" or that of a
             paper. `python -m jvpipe` lists all planners.
-        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a
-            limit for each. Unless given, the memory that each device reports, if it reports any.
+        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with
+            a limit for each. Unless given, the memory that each device reports, if it
+            reports any.
         host_memory_limit: the limit of what all devices together keep on the host: swapped
             values, and arrays that `update_model` parks there.
         fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*":
@@ -83,14 +86,16 @@ class Pipeline(Trainer):
             statistics of its own examples, and the means of these statistics are kept.
             Gradients are added up once per update. In a schedule without a flush, the
             devices of a stage take turns with whole micro-batches instead.
-        sharding: if `devices` are meshes, how parameters lie over their axes: a `PartitionSpec`
-            for each regular expression of whole paths, as in `{".*/kernel": PartitionSpec(None,
-            "model")}`. A parameter that no expression matches is whole on each device of its
-            mesh. Gradients and the optimizer's state lie like their parameter. The compiler
-            chooses how the results of layers lie. All meshes must have the same axes. Limits,
-            and bytes in the ledger, are those of one device of each mesh.
-        batch_axis: the axis of the meshes along which the examples of each micro-batch are cut.
-            Operations that couple examples, such as batch norm, see the whole micro-batch.
+        sharding: if `devices` are meshes, how parameters lie over their axes: a
+            `PartitionSpec` for each regular expression of whole paths, as in `{".*/kernel":
+            PartitionSpec(None, "model")}`. A parameter that no expression matches is whole
+            on each device of its mesh. Gradients and the optimizer's state lie like their
+            parameter. The compiler chooses how the results of layers lie. All meshes must
+            have the same axes. Limits, and bytes in the ledger, are those of one device of
+            each mesh.
+        batch_axis: the axis of the meshes along which the examples of each micro-batch are
+            cut. Operations that couple examples, such as batch norm, see the whole
+            micro-batch.
         stacked: how the optimizer sees parameters of layers over which the loss scans. By
             default it sees the stacked arrays, as in plain optax; an optimizer that cannot
             be cut between such layers is refused. With "per_layer" it sees one parameter
@@ -101,10 +106,12 @@ class Pipeline(Trainer):
             Parameters that the optimizer itself never changes (`optax.set_to_zero`), and
             whose gradients it does not read, cost as little as frozen ones.
         state_fates: the fates of the optimizer's state, by patterns of the paths of
-            parameters, as in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the
-            host between updates. Unless given, the planner decides if there is a memory limit.
+            parameters, as in `{"*": "swap"}`: "keep", or "swap", which leaves the state on
+            the host between updates. Unless given, the planner decides if there is a memory
+            limit.
         has_aux: the loss also returns auxiliary values.
-        has_state: the loss takes and returns a model state, such as statistics of batch norms.
+        has_state: the loss takes and returns a model state, such as statistics of batch
+            norms.
         deferred_batch_norm: running statistics of batch norms change once per batch, by the
             statistics of all its examples, as in torchgpipe. The trace of the loss finds
             these statistics in the model state. Each micro-batch is still normalized by its
@@ -232,7 +239,8 @@ class Pipeline(Trainer):
             why: the reason, which `session.history` keeps.
 
         Raises:
-            ValueError: the plan does not fit the model or the devices, or the step is in the past.
+            ValueError: the plan does not fit the model or the devices, or the step is in
+                the past.
             MemoryLimitExceeded: the new plan, or the move to it, exceeds the limit.
             StageError: a copy failed. If that was between two steps, nothing is lost: the
                 error's `state` is whole under the old plan.
@@ -263,15 +271,17 @@ class Pipeline(Trainer):
         """Switches to another model, under a new plan, from the next step on.
 
         Micro-batches in flight are finished first. A parameter keeps its value and its
-        optimizer state if the present model has one with the same path, shape and type; a leaf
-        of the model state keeps its value in the same way. Leaves that the new model lacks wait
-        on the host until a later model has them again. New parameters and leaves begin with the
-        given values and fresh optimizer state. A layer that an earlier model had is not
-        compiled again. A loss object that was used before is neither traced nor planned again.
+        optimizer state if the present model has one with the same path, shape and type; a
+        leaf of the model state keeps its value in the same way. Leaves that the new model
+        lacks wait on the host until a later model has them again. New parameters and leaves
+        begin with the given values and fresh optimizer state. A layer that an earlier model
+        had is not compiled again. A loss object that was used before is neither traced nor
+        planned again.
 
         Args:
             state: the newest state, which is consumed.
-            loss_fn: the new loss, with the same arguments and kinds of results as the present one.
+            loss_fn: the new loss, with the same arguments and kinds of results as the
+                present one.
             params: the new model's parameters; shapes suffice for those that keep their
                 value or come back from the host.
             model_state: the new model's state; unless given, that of the present model.
@@ -291,8 +301,9 @@ class Pipeline(Trainer):
     ) -> None:
         """Traces, plans and compiles a model for all devices, ahead of `update_model`.
 
-        It may be called in another thread during training; new layers are then timed while training
-        goes on. If there are several processes, all must call it in the thread that trains.
+        It may be called in another thread during training; new layers are then timed while
+        training goes on. If there are several processes, all must call it in the thread
+        that trains.
 
         Args:
             loss_fn: the loss of the next model.

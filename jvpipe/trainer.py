@@ -3,7 +3,7 @@
 Pytrees are flattened here: the files below work with flat lists of arrays only.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,39 @@ import jax
 from jvpipe.ir.values import ValueKind
 from jvpipe.runtime.engine.given_agreement import agree_on_given
 from jvpipe.runtime.engine.hosts import telling
-from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
+from jvpipe.runtime.engine.training_state import Leaf, State, given_leaves, made_leaves
 from jvpipe.session import checkpoints
 from jvpipe.session.arguments import check_arrays, check_key, check_predicted, checked_stream
 from jvpipe.session.evaluation import evaluate, predict
 from jvpipe.session.session import Metrics, Session
 from jvpipe.trace.leaves import is_initializer, made_shapes
+from jvpipe.trace.stacks import Stacks
 from jvpipe.util.given import check_callback, checked_path
 
 Tree = Any
+
+
+def _check_given(
+    params: Tree, rng: jax.Array | None, model_state: Tree, *, has_state: bool
+) -> None:
+    """Raises ValueError for arguments of `init` that cannot be used.
+
+    Args:
+        params: as the user gave them, like the other trees.
+        rng: the key of the run.
+        model_state: the model state.
+        has_state: whether the loss has a model state.
+    """
+    if rng is not None:
+        check_key(rng)
+    check_arrays(params, "parameter")
+    check_arrays(model_state, "leaf of the model state")
+    if model_state is not None and not has_state:
+        raise ValueError(
+            "model_state is given, but the loss carries none: say has_state=True, or leave it out"
+        )
+    if is_initializer(params) and rng is None:
+        raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
 
 
 class Trainer:
@@ -48,28 +72,21 @@ class Trainer:
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
         """
-        session = self.session
-        if rng is not None:
-            check_key(rng)
-        check_arrays(params, "parameter")
-        check_arrays(model_state, "leaf of the model state")
-        if model_state is not None and not session.settings.has_state:
-            raise ValueError(
-                "model_state is given, but the loss carries none: say has_state=True, or "
-                "leave it out"
-            )
-        makes = is_initializer(params)
-        if makes and rng is None:
-            raise ValueError(
-                "parameters that a function makes need a key: init(function, batch, rng)"
-            )
-        if session.settings.hosts is not None:
-            agree_on_given(session.settings.hosts, params, batch, rng, model_state)
-        if not makes:
-            put = lambda stacks: given_leaves(jax.tree.leaves(stacks.split(params)))  # noqa: E731
+        session, hosts = self.session, self.session.settings.hosts
+        _check_given(params, rng, model_state, has_state=session.settings.has_state)
+        if hosts is not None:
+            agree_on_given(hosts, params, batch, rng, model_state)
+
+        def put(stacks: Stacks) -> Sequence[Leaf]:
+            return given_leaves(jax.tree.leaves(stacks.split(params)))
+
+        def make(stacks: Stacks) -> Sequence[Leaf]:
+            assert rng is not None
+            return made_leaves(session.store, lambda key: stacks.split(params(key)), rng)
+
+        if not is_initializer(params):
             return session.begin(params, batch, rng, model_state, put)
         assert rng is not None
-        make = lambda stacks: made_leaves(session.store, lambda key: stacks.split(params(key)), rng)  # noqa: E731
         return session.begin(made_shapes(params, rng), batch, rng, model_state, make)
 
     def step(self, state: State, batch: Tree) -> tuple[State, Metrics]:
@@ -203,9 +220,9 @@ class Trainer:
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
         optimizer = self.session.compiled.optimizer
-        return (
-            None if leaves is None else self.session.trees.join_optimizer_state(optimizer, leaves)
-        )
+        if leaves is None:
+            return None
+        return self.session.trees.join_optimizer_state(optimizer, leaves)
 
     def with_optimizer_state(self, state: State, tree: Tree) -> State:
         """Returns the state with another optimizer state, such as one with a changed learning rate.
@@ -239,7 +256,8 @@ class Trainer:
         """
         self.session.check_state(state)
         folder = checked_path("path", path)
-        checkpoints.snapshot(self.session, state, {} if extra is None else extra).write(folder)
+        snapshot = checkpoints.snapshot(self.session, state, {} if extra is None else extra)
+        snapshot.write(folder)
 
     @telling()
     def restore(self, path: str | Path) -> State:

@@ -1,15 +1,18 @@
 """Watches how long steps take, and moves to another plan during training when the move pays.
 
+A migration is the move of layers to the devices of another plan. `Migrations` is the queue
+of migrations that the user or the watcher asks for. `Adapter` is the watcher.
+
 The training thread only hands over the marks of a step: arrays that become ready when the
-step's tasks have run. A second thread reads the marks, asks the trigger (trigger.py)
-whether another plan would pay, and compiles the migration: the move of layers to the
-devices of the other plan. The training thread makes the migration between two steps.
+step's tasks have run. A second thread reads the marks, asks the judge (trigger.py) whether
+another plan would pay, and compiles the migration. The training thread makes the migration
+between two steps.
 
 If there are several processes, each reports the seconds of its layers, the first one decides,
 and all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps`
 steps. The columns are the step of the round, what the news says, and what follows:
 
-    step 4     each process: the seconds of its layers      the first process asks the trigger
+    step 4     each process: the seconds of its layers      the first process asks its judge
     step 8     the first process: a proposed plan           all prepare it, beside the training
     step 12    each process: it is ready                    all migrate
 
@@ -18,7 +21,8 @@ have received, so all do the same. If a process is not ready to migrate, all wai
 next round. A single process needs no rounds: its second thread decides and prepares as soon
 as it has read a step, and the migration is made before the next step that begins.
 
-How often steps are read is set in `ADAPTING`, and how much evidence a move needs in `Rule`.
+`ADAPTING` says how often steps are read, and `Rule` (planners/replanning.py) how much
+evidence a move needs.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The checks of a user's arguments: numbers, names, functions, random keys and batches.
+"""The checks of a user's arguments: numbers, names, functions, random keys and streams.
 
 Each check raises ValueError for a wrong value, with a message that has the option's name,
 the value and what to give instead. A check whose name begins with `check_` returns nothing.

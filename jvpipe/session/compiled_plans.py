@@ -1,4 +1,7 @@
-"""The compiled plans of a model: one for each shape of its batches, all under the same plan."""
+"""The compiled plans of a model: one for each shape of its batches, all under the same plan.
+
+`KnownModels` remembers the compiled plans of every model that a pipeline has met.
+"""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -357,9 +360,6 @@ class CompiledPlans:
         self._store.compile([(program, device) for program in programs for device in local])
 
 
-# The models that a pipeline has met. Each is traced and planned once, so a switch back to
-# an earlier model costs nothing.
-
 Loss = Callable[..., Any]
 
 
@@ -370,9 +370,10 @@ REMEMBERED = 64
 class KnownModels:
     """The compiled plans of the models that a pipeline has met.
 
-    The key of a model is its loss function (the object, not its code) with the shapes of
-    its trees. `parked` has the arrays of other models, on the host, that the present model
-    does not use.
+    Each model is traced and planned once, so a switch back to an earlier model costs
+    nothing. The key of a model is its loss function (the object, not its code) with the
+    shapes of its trees. `parked` has the arrays of other models, on the host, that the
+    present model does not use.
     """
 
     def __init__(self, store: ProgramStore) -> None:

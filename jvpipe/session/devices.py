@@ -1,4 +1,4 @@
-"""Turns options into settings: the device of each stage, limits of memory, meshes and sharding."""
+"""Turns options into settings, which includes the choice of a device for each stage."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -64,7 +64,7 @@ def plan_for(
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated or run.
 
     With `compile`, the compiler of that hardware reports the bytes of the plan's programs.
-    It compiles each program once and keeps the report in JAX's compilation cache. If the
+    It compiles each program once; the reports are kept in JAX's compilation cache. If the
     plan takes more than the limit, another plan is made.
 
     With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then
@@ -94,9 +94,9 @@ def plan_for(
         stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
         state_fates: where the optimizer's state lies between updates, by patterns of
-            parameters. Unless given, a single planner that chooses fates decides it. This
-            planner puts state on the host if no other plan fits, or if copying the state
-            takes less time than recomputing values to make room for it.
+            parameters. Unless given, a single planner that chooses fates decides it: state
+            lies on the host if no other plan fits, or if copying it is faster than
+            recomputing values to make room for it.
         compile: True for the compiler of the hardware, or the name of a compile target,
             such as "v5e:4x4".
         title: the title of the figure.
@@ -105,13 +105,16 @@ def plan_for(
         ValueError: an argument cannot be used; the message has its value and the cure.
     """
     names, options = planner_names("planner", planner), checked(PLAN_FOR, locals())
-    if optimizer is None:
-        import optax
-
-        optimizer = optax.adamw(1e-3)
+    optimizer = _adamw() if optimizer is None else optimizer
     check_functions(loss_fn, optimizer, has_state=options["has_state"])
     model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=optimizer)
     return _planned(partial(model, model_state=model_state), names, options, title)
+
+
+def _adamw() -> Optimizer:
+    import optax  # not at the top of the file, because importing optax takes long
+
+    return optax.adamw(1e-3)
 
 
 def _planned(

@@ -337,6 +337,9 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     return (half, smallest) if half > 2 * smallest else (smallest,)
 
 
+# The planner decides the shape (which devices each stage has), after layers were timed on slices.
+
+
 def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:
     """Finds the shape whose simulated step is the fastest under the limit.
 

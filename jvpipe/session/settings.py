@@ -1,4 +1,4 @@
-"""The settings of a pipeline, the cutting of its optimizer, and the splitting of its pytrees."""
+"""The settings of a pipeline, and the cutting of its optimizer into one piece per layer."""
 
 import platform
 from collections.abc import Callable, Mapping

@@ -36,8 +36,8 @@ from jvpipe.session.question import Question
 
 _log = logging.getLogger("jvpipe")
 Ask = Callable[[Said, tuple[int, ...]], Forecast]
-"""Asks planners, given the bytes of programs that the compiler has reported so far, and the limit
-of each device."""
+"""Asks planners. It is given the bytes of programs that the compiler has reported so far, and the
+limit of each device."""
 
 
 def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ...]) -> Forecast:
@@ -52,11 +52,11 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
         limits: the limits of the devices.
     """
     search = _Search(ask, question, signer, limits)
-    forecast, more = search.raised(0)
+    forecast, more = search.raised_by(0)
     if forecast is not None:
         return forecast
     # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
-    while (would_do := search.raised(more)[0]) is None:
+    while (would_do := search.raised_by(more)[0]) is None:
         more += max(1, more // 16)
     (answer,), raised = would_do.answers, would_do.problem
     assert raised.memory_limit_bytes is not None
@@ -82,7 +82,7 @@ class _Search:
     signer: "Signer"
     limits: tuple[int, ...]
 
-    def raised(self, more: int) -> tuple[Forecast | None, int]:
+    def raised_by(self, more: int) -> tuple[Forecast | None, int]:
         """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
 
         Returns:
