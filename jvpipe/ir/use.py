@@ -47,6 +47,10 @@ def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
 
     All micro-batches read version 0, and one update makes version 1.
 
+    Args:
+        layers: the number of layers.
+        microbatches: the number of micro-batches of the step.
+
     >>> [f"{use.kind}{use.microbatch} {use.version}" for use in synchronous_uses(1, 2)]
     ['F0 0', 'B0 0', 'F1 0', 'B1 0', 'U1 1']
     """

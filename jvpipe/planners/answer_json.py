@@ -18,6 +18,10 @@ def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
     """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
 
     There is also `host_bytes`, which `--json` leaves out.
+
+    Args:
+        problem: the problem to which the answer belongs.
+        answer: has a plan.
     """
     assert answer.evaluation is not None
     stages = list[dict[str, Any]]()

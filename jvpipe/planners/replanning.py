@@ -280,7 +280,12 @@ class Trigger:
         return self._microbatches * slowest_s
 
     def slowness(self, plan: Plan, seen: Seen) -> list[float]:
-        """Returns how many times longer than planned the device of each stage takes."""
+        """Returns how many times longer than planned the device of each stage takes.
+
+        Args:
+            plan: the plan under which the step ran.
+            seen: the seconds of the step.
+        """
         assert self._expected is not None
         ratio = np.array(seen.layer_s) / self._expected
         device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)

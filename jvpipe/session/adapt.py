@@ -347,6 +347,7 @@ class Migrations:
     def _prepared(
         self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
     ) -> Migration:
+        """Prepares a migration, and makes sure that all processes have the same rows for it."""
         migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
         agree_on_rows(migration.new, "the rows of a migration", migration.rows)
         if self._controller.monitor:

@@ -415,6 +415,7 @@ class KnownModels:
     def _traced(
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
     ) -> CompiledPlans:
+        """Traces and plans another model at the batch shape of the present one."""
         settings = present.settings.for_another(loss_fn, present.current.plan)
         compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
         try:

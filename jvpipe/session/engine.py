@@ -126,7 +126,12 @@ class Engine:
         return {device: sum(d == device for _, d in used) for device in self.settings.devices}
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
-        """Switches the timing of every task on or off; the last `kept` steps are remembered."""
+        """Switches the timing of every task on or off.
+
+        Args:
+            on: whether tasks are timed from now on.
+            kept: how many of the last steps are remembered.
+        """
         seconds = self.compiled_plans.layer_s or ()
         self.controller.monitor = Monitor(self.settings.devices, kept, seconds) if on else None
 
@@ -344,6 +349,10 @@ class Engine:
         """Returns the compiled plan for a batch after some number of updates.
 
         An asynchronous run may begin with synchronous steps. These have another compiled plan.
+
+        Args:
+            batch: a whole batch.
+            updates: how many updates the parameters have had.
         """
         warms_up = updates < self.settings.schedule.warmup_updates
         return self.compiled_plans.for_batch(batch, warms_up=warms_up)

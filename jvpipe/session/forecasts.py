@@ -262,9 +262,14 @@ class _Asking:
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
-    """Returns names of planners, given as "all", as a text with commas, or as a list.
+    """Returns the names of the planners that a user asks for.
 
-    `option` is the option's name, for the message.
+    Args:
+        option: the name of the option, for the message.
+        planner: a name, several names in a list or in a text with commas, or "all".
+
+    Raises:
+        ValueError: a name is not that of a planner.
 
     >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']

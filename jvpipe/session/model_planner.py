@@ -115,7 +115,12 @@ class ModelPlanner:
         return away if _step_s(away) < _step_s(kept) else kept
 
     def plan_together(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans as `plan` does; of several processes, the first one measures and decides."""
+        """Plans as `plan` does; of several processes, the first one measures and decides.
+
+        Args:
+            traced: the model, with whole layers; the same in all processes.
+            finer: also try plans with some layers cut in two.
+        """
         settings = self.settings
         hosts = settings.hosts
         if hosts is None or isinstance(settings.stages, Plan):

@@ -176,6 +176,10 @@ class Session(Engine):
         Micro-batches can stay in flight only if they have the shapes of the run's first
         batch. They are finished before a batch of other shapes runs, which is finished
         within its own step.
+
+        Args:
+            state: the newest state, which is consumed.
+            batch: a whole batch.
         """
         start_s = time.perf_counter()
         self.check_state(state)
@@ -186,12 +190,7 @@ class Session(Engine):
             self.grouping.pass_step(self.compiled_plans)
         fitting = self.compiled_plans.for_batch(batch)
         if fitting is not self.compiled:
-            plan = self.migrations.plan_between(state.step)
-            alike = plan == fitting.plan
-            to_run = fitting if alike else self.compiled_plans.with_plan(plan, fitting)
-            check = partial(self.limits.check, to_run.peaks, self.settings.devices)
-            together(self.settings.hosts, "limits", check)
-            state = self.drain(state)
+            state = self._drain_for(fitting, state)
             # Draining may have adopted a compiled plan that forgets the stream's earlier plans.
             fitting = self.compiled_plans.for_batch(batch)
         state = self.migrations.run_due(state, self.drain, fitting)
@@ -223,6 +222,23 @@ class Session(Engine):
             after = self._finish(after, compiled)
         self.grouping.note_step(time.perf_counter() - start_s)
         return after, metrics
+
+    def _drain_for(self, fitting: CompiledPlan, state: State) -> State:
+        """Finishes the micro-batches in flight, before a batch of other shapes runs.
+
+        Args:
+            fitting: the compiled plan for that batch.
+            state: the newest state.
+
+        Raises:
+            MemoryLimitExceeded: the step on that batch would exceed the limit; nothing has changed.
+        """
+        plan = self.migrations.plan_between(state.step)
+        is_alike = plan == fitting.plan
+        to_run = fitting if is_alike else self.compiled_plans.with_plan(plan, fitting)
+        check = partial(self.limits.check, to_run.peaks, self.settings.devices)
+        together(self.settings.hosts, "limits", check)
+        return self.drain(state)
 
     def _record(self, uses: Sequence[Use], state: State) -> None:
         """Records which weights the tasks of a step read, so that the run can be replayed."""

@@ -22,7 +22,13 @@ class _Watched(dict[Any, Any]):
 
 
 def missing_parameter(loss_fn: Callable[..., Any], params: Tree, *rest: Any) -> str | None:
-    """Returns the path of the first parameter that a loss does not find; None if it is unknown."""
+    """Returns the path of the first parameter that a loss does not find; None if it is unknown.
+
+    Args:
+        loss_fn: the loss.
+        params: the tree of parameters in which the loss looks, as arrays or shapes.
+        rest: the other arguments of the loss.
+    """
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

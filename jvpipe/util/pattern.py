@@ -135,7 +135,13 @@ def one_of_texts(values: Any) -> Pattern:
 
 
 def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Pattern:
-    """Returns a pattern that acts as `then` for data that pass a test, and else as `other`."""
+    """Returns a pattern that chooses between two patterns by a test of the data.
+
+    Args:
+        test: tells by which pattern data are checked.
+        then: the pattern for data that pass the test.
+        other: the pattern for all other data.
+    """
 
     def check(where: str, data: Any) -> None:
         pattern = then if test(data) else other
