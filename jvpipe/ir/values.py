@@ -33,8 +33,7 @@ class ValueKind(StrEnum):
     PARAMETER = "parameter"  # index: the leaf; version
     # a leaf of the optimizer's state; layer: NONE if it belongs to the optimizer's global program
     OPTIMIZER = "optimizer"  # index: the leaf; layer
-    # a leaf of the model state; micro-batch: the one that reads it, NEVER if no layer
-    # writes it
+    # a leaf of the model state; micro-batch: the one that reads it, NEVER if no layer writes it
     STATE = "state"  # index: the leaf; micro-batch
     # an array that the loss captured
     CONSTANT = "constant"  # index

@@ -362,8 +362,7 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go
-    # beyond it.
+    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go beyond it.
     crossing = [0] * (len(layer_s) + 1)
     over = [0] * len(layer_s)
     for edge in costs.edges:

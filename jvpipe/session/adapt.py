@@ -274,9 +274,8 @@ class Migrations:
             step, microbatch = earliest, 0
         old = self.queue[-1].new if self.queue else self._compiled_plans.current
         stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
-        # The migration is expected to find no micro-batch in flight, so the stream's
-        # earlier plans are dropped. If it finds one after all, `run_due` prepares the
-        # migration again.
+        # The migration is expected to find no micro-batch in flight, so the stream's earlier
+        # plans are dropped. If it finds one after all, `run_due` prepares the migration again.
         if old.previous and not stream_steps:
             old = old.after(None)
         if microbatch and (old.plan.replicated or plan.replicated):

@@ -107,8 +107,7 @@ class CompiledPlans:
         chosen = shape and shape.planned
         if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
             lines += shape.why
-        # The planner's reasons explain its own cuts. After a migration, other cuts may be
-        # in use.
+        # The planner's reasons explain its own cuts. After a migration, other cuts may be in use.
         if planned and planned.plan.cuts == compiled.plan.cuts:
             layer_s = layer_s and work_s(planned.placed)
             lines += planned.reasons(compiled.optimizer.cross_layer)

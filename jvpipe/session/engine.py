@@ -305,9 +305,8 @@ class Engine:
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
-        # The new run does not need the arrays that the earlier run has parked, so the check
-        # does not count them. They are forgotten after the check: a failed check must
-        # change nothing.
+        # The new run does not need the arrays that the earlier run has parked, so the check does
+        # not count them. They are forgotten after the check: a failed check must change nothing.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:

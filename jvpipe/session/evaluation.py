@@ -246,8 +246,7 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
         stage_of |= {trained.parameters[p].array.name: s for p in owned}
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
-        # A stage has consecutive layers, so no layer goes back to a stage before the
-        # present one.
+        # A stage has consecutive layers, so no layer goes back to a stage before the present one.
         names = [graph.parameters[p].array.name for p in graph.owned(layer)]
         at = max([at, *(stage_of[name] for name in names)])
         of_layer.append(at)

@@ -274,8 +274,7 @@ class ModelPlanner:
         """Returns the peak of each stage's fullest device, in a step or while arrays are made."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        # No program can be compiled for another process's device: one of this process
-        # stands in.
+        # No program can be compiled for another process's device: one of this process stands in.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         peaks = [max(step.bytes, making.bytes) for step, making in both]

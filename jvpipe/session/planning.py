@@ -100,8 +100,7 @@ class _Asker:
             problem: says by how many bytes the limits of the other devices are smaller.
             plan: the plan.
         """
-        # A plan may have its stages in another order than the problem, so devices identify
-        # a stage.
+        # A plan may have its stages in another order than the problem, so devices identify a stage.
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_sizes = zip(self.held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]

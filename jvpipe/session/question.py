@@ -126,8 +126,7 @@ class Question(Training):
 
         def make() -> tuple[Costs, Any]:
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-            # The key has ids of these objects. They are kept, so no other object gets the
-            # same id.
+            # The key has ids of these objects. They are kept, so no other object gets the same id.
             return costs, (traced, said, device)
 
         # Two mappings without reports are equal, although their ids differ.

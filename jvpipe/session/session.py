@@ -1,4 +1,7 @@
-"""The session of a pipeline: it runs steps, and changes the plan or the model between two steps."""
+"""The session of a pipeline: it runs steps, and changes the plan or the model between two steps.
+
+`Grouping` lets steps run several layers as one program, as soon as such programs are compiled.
+"""
 
 import logging
 import time
@@ -24,10 +27,7 @@ from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.trees import with_sums
 from jvpipe.runtime.engine.versions import VersionLedger
-from jvpipe.runtime.state.migrate import (
-    Migration,
-    PlanChange,
-)
+from jvpipe.runtime.state.migrate import Migration, PlanChange
 from jvpipe.runtime.state.model_change import ModelChange, plan_model_switch
 from jvpipe.session.adapt import Adapter, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans
@@ -36,29 +36,7 @@ from jvpipe.session.settings import Settings
 
 Tree = Any
 Metrics = dict[str, Any]
-
-
 _log = logging.getLogger("jvpipe")
-
-
-class _StepRun(NamedTuple):
-    """What one step runs, and what it counts.
-
-    Attributes:
-        compiled: the compiled plan; in a stream with a migration inside the step, the new one.
-        bound: the rows of the step (programs and copies), ready to run.
-        uses: which version of the weights each task reads; empty if no record is needed.
-        updates: how many updates the step makes.
-        stream_steps: how many steps the stream (a run without flushes) has had after this one.
-        migration: the migration made inside the step, if there is one.
-    """
-
-    compiled: CompiledPlan
-    bound: Bound
-    uses: Sequence[Use]
-    updates: int
-    stream_steps: int
-    migration: Migration | None
 
 
 # A group is several consecutive layers of a stage that run as one program. A run begins with layers
@@ -128,6 +106,26 @@ def in_groups_or_apart(compiled_plans: CompiledPlans, apart: CompiledPlan) -> Co
             if not program_ends():
                 _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
             return apart
+
+
+class _StepRun(NamedTuple):
+    """What one step runs, and what it counts.
+
+    Attributes:
+        compiled: the compiled plan; in a stream with a migration inside the step, the new one.
+        bound: the rows of the step (programs and copies), ready to run.
+        uses: which version of the weights each task reads; empty if no record is needed.
+        updates: how many updates the step makes.
+        stream_steps: how many steps the stream (a run without flushes) has had after this one.
+        migration: the migration made inside the step, if there is one.
+    """
+
+    compiled: CompiledPlan
+    bound: Bound
+    uses: Sequence[Use]
+    updates: int
+    stream_steps: int
+    migration: Migration | None
 
 
 class Session(Engine):

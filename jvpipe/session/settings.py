@@ -286,9 +286,8 @@ class OptimizerCutter:
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
-            # The optimizer may have failed because a parameter has integers. If so,
-            # `freeze` raises an error that names the parameter, which the optimizer's error
-            # would not.
+            # The optimizer may have failed because a parameter has integers. If so, `freeze`
+            # raises an error that names the parameter, which the optimizer's error would not.
             freeze(traced, frozen)
             raise
         left = freeze(traced, found)

@@ -193,8 +193,7 @@ class Signer:
             peak, padding, host = by_store[self.stores[fullest]][fullest]
             layers = problem.layers_on(s)[first:last]
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
-            # Temporaries at the peak are those of the layer whose row (program or copy)
-            # runs then.
+            # Temporaries at the peak are those of the layer whose row (program or copy) runs then.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
             compiled = CompiledStage(
