@@ -59,6 +59,7 @@ def shaped_modules() -> list[str]:
 # What users give is checked by these themselves, and tests give what no annotation allows.
 CHECKING = (
     "jvpipe.pipeline",
+    "jvpipe.trainer",
     "jvpipe.session.forecast",
     "jvpipe.session.forecasts",
     "jvpipe.session.arguments",
@@ -68,7 +69,12 @@ CHECKING = (
     "jvpipe.session.devices",
     "jvpipe.session.question",
     "jvpipe.session.measuring",
+    "jvpipe.runtime.engine.feeds",
+    "jvpipe.runtime.engine.given_agreement",
+    "jvpipe.runtime.engine.memory_limits",
+    "jvpipe.runtime.engine.meshes",
     "jvpipe.runtime.state.checkpoints.checkpoint",
+    "jvpipe.trace.batches",
     "jvpipe.ir.plan",
     "jvpipe.util.sizes",
 )

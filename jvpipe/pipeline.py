@@ -1,129 +1,126 @@
-"""The class `Pipeline`: checks its users' arguments, and flattens pytrees into lists of arrays.
+"""The class `Pipeline`: its options, its plan, and changes of the plan or the model.
 
-The files that it calls work with these flat lists only.
+What a pipeline does with states, such as steps and checkpoints, is in trainer.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import reason_of
+from jvpipe.planners.replanning import Rule
 from jvpipe.report.explain import explain, stage_lines
 from jvpipe.runtime.engine.beside_training import beside_training
 from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.tensors import Ledger
-from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
+from jvpipe.runtime.engine.training_state import State
 from jvpipe.schedules import Schedule
-from jvpipe.session import checkpoints
-from jvpipe.session.arguments import (
-    check_arrays,
-    check_key,
-    check_loss,
-    check_predicted,
-    checked_moment,
-    checked_plan,
-    checked_stream,
-)
+from jvpipe.session.arguments import check_loss, checked_moment, checked_plan
 from jvpipe.session.devices import settings_of
-from jvpipe.session.engine import agree_on_given
-from jvpipe.session.evaluation import evaluate, predict
 from jvpipe.session.options import PIPELINE, checked
-from jvpipe.session.session import Metrics, Session, switch_model
-from jvpipe.session.trigger import Rule, checked_rule
-from jvpipe.trace.leaves import is_initializer, made_shapes
-from jvpipe.util.given import check_callback, checked_flag, checked_path
+from jvpipe.session.session import Session, switch_model
+from jvpipe.session.trigger import checked_rule
+from jvpipe.trainer import Trainer
+from jvpipe.util.given import checked_flag
 
 Tree = Any
 
 
-class Pipeline:
+class Pipeline(Trainer):
     """A pipeline of devices that trains a plain JAX loss.
 
     Args:
         loss_fn: a function `(params, batch, rng) -> loss`, whose result is a scalar or a
-            `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With `has_state`, the
-            function is `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])`.
+            `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With
+            `has_state`, the function is `(params, model_state, batch, rng) -> (loss,
+            new_model_state[, aux])`.
         optimizer: an optax transformation whose jaxpr can be cut between layers.
-        stages: the number of stages, or a `Plan`. Unless given, 2; but with `replicas="auto"` the
-            planner chooses the number.
-        microbatches: how many micro-batches a batch is split into, 4 unless given. The number must
-            divide the leading axis of every batch leaf. A loss that couples examples, such as a
-            contrastive one, sees only those of one micro-batch; a warning says so unless the number
-            is given.
-        schedule: the order in which micro-batches run. Synchronous schedules end each step with a
-            flush, after which no micro-batch is in flight: "gpipe", "1f1b", "interleaved", "zb-h1",
-            "zb-v", "v-half" or "auto". Asynchronous schedules have no flush: "pipedream",
-            "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe". A schedule with options may
-            also be given, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
-        planner: "jvpipe", which chooses cuts and fates together for the fastest step under the
-            memory limit; or the name of another planner, such as "even" or that of a paper.
-            `python -m jvpipe` lists all planners.
-        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with a limit
-            for each. Unless given, the memory that each device reports, if it reports any.
-        host_memory_limit: the limit of what all devices together keep on the host: swapped values,
-            and arrays that `update_model` parks there.
-        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*": "swap"}`:
-            what happens to them between forward and backward.
-        checkpoint: for which micro-batches a stage recomputes everything from its input: "always",
-            "except_last" or "never", as in torchgpipe.
-        devices: one per stage, by default the first ones of `jax.devices()`. Stages share a device
-            that is named more than once. If the schedule runs several stages per device, `stages`
-            is the number of devices, and `devices` names them. If devices differ in speed or
-            memory, planner "jvpipe" chooses the stage of each device.
-        speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given, layers are
-            measured on one device of each kind.
-        replicas: how many devices each stage has, such as (2, 1); by default one each, so that
-            results do not depend on how many devices a machine has. With "auto", the planner
-            chooses the replicas and the number of stages for all devices; it chooses one device per
-            stage if the schedule or the loss does not allow more. Stages take `devices` in order:
-            the first stage takes its count, then the second, and so on. The devices of a stage
-            share the examples of each micro-batch. A loss that is a mean or a `jvpipe.Weighted`
-            keeps its value, and dropout keeps its masks. But each replica's batch norms normalize
-            by the statistics of its own examples, and the means of these statistics are kept.
-            Gradients are added up once per update. In a schedule without a flush, the devices of a
-            stage take turns with whole micro-batches instead.
-        sharding: if `devices` are meshes, how parameters lie over their axes: a `PartitionSpec` for
-            each regular expression of whole paths, as in `{".*/kernel": PartitionSpec(None,
-            "model")}`. A parameter that no expression matches is whole on each device of its mesh.
-            Gradients and the optimizer's state lie like their parameter. The compiler chooses how
-            the results of layers lie. All meshes must have the same axes. Limits, and bytes in the
-            ledger, are those of one device of each mesh.
-        batch_axis: the axis of the meshes along which the examples of each micro-batch are cut.
-            Operations that couple examples, such as batch norm, see the whole micro-batch.
-        stacked: how the optimizer sees parameters of layers over which the loss scans. By default
-            it sees the stacked arrays, as in plain optax; an optimizer that cannot be cut between
-            such layers is refused. With "per_layer" it sees one parameter for each layer.
-        frozen: patterns of the paths of parameters that are not trained, such as `["base/*"]`. They
-            have no gradient and no optimizer state, may be of any type (int8, int4), and the
-            optimizer gets `optax.MaskedNode()` in their place. Parameters that the optimizer itself
-            never changes (`optax.set_to_zero`), and whose gradients it does not read, cost as
-            little as frozen ones.
-        state_fates: the fates of the optimizer's state, by patterns of the paths of parameters, as
-            in `{"*": "swap"}`: "keep", or "swap", which leaves the state on the host between
-            updates. Unless given, the planner decides if there is a memory limit.
+        stages: the number of stages, or a `Plan`. Unless given, 2; but with
+            `replicas="auto"` the planner chooses the number.
+        microbatches: how many micro-batches a batch is split into, 4 unless given. The
+            number must divide the leading axis of every batch leaf. A loss that couples
+            examples, such as a contrastive one, sees only those of one micro-batch; a
+            warning says so unless the number is given.
+        schedule: the order in which micro-batches run. Synchronous schedules end each step
+            with a flush, after which no micro-batch is in flight: "gpipe", "1f1b",
+            "interleaved", "zb-h1", "zb-v", "v-half" or "auto". Asynchronous schedules have
+            no flush: "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe".
+            A schedule with options may also be given, such as
+            `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
+        planner: "jvpipe", which chooses cuts and fates together for the fastest step under
+            the memory limit; or the name of another planner, such as "even" or that of a
+            paper. `python -m jvpipe` lists all planners.
+        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with
+            a limit for each. Unless given, the memory that each device reports, if it
+            reports any.
+        host_memory_limit: the limit of what all devices together keep on the host: swapped
+            values, and arrays that `update_model` parks there.
+        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*":
+            "swap"}`: what happens to them between forward and backward.
+        checkpoint: for which micro-batches a stage recomputes everything from its input:
+            "always", "except_last" or "never", as in torchgpipe.
+        devices: one per stage, by default the first ones of `jax.devices()`. Stages share a
+            device that is named more than once. If the schedule runs several stages per
+            device, `stages` is the number of devices, and `devices` names them. If devices
+            differ in speed or memory, planner "jvpipe" chooses the stage of each device.
+        speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given,
+            layers are measured on one device of each kind.
+        replicas: how many devices each stage has, such as (2, 1); by default one each, so
+            that results do not depend on how many devices a machine has. With "auto", the
+            planner chooses the replicas and the number of stages for all devices; it
+            chooses one device per stage if the schedule or the loss does not allow more.
+            Stages take `devices` in order: the first stage takes its count, then the
+            second, and so on. The devices of a stage share the examples of each
+            micro-batch. A loss that is a mean or a `jvpipe.Weighted` keeps its value, and
+            dropout keeps its masks. But each replica's batch norms normalize by the
+            statistics of its own examples, and the means of these statistics are kept.
+            Gradients are added up once per update. In a schedule without a flush, the
+            devices of a stage take turns with whole micro-batches instead.
+        sharding: if `devices` are meshes, how parameters lie over their axes: a
+            `PartitionSpec` for each regular expression of whole paths, as in `{".*/kernel":
+            PartitionSpec(None, "model")}`. A parameter that no expression matches is whole
+            on each device of its mesh. Gradients and the optimizer's state lie like their
+            parameter. The compiler chooses how the results of layers lie. All meshes must
+            have the same axes. Limits, and bytes in the ledger, are those of one device of
+            each mesh.
+        batch_axis: the axis of the meshes along which the examples of each micro-batch are
+            cut. Operations that couple examples, such as batch norm, see the whole
+            micro-batch.
+        stacked: how the optimizer sees parameters of layers over which the loss scans. By
+            default it sees the stacked arrays, as in plain optax; an optimizer that cannot
+            be cut between such layers is refused. With "per_layer" it sees one parameter
+            for each layer.
+        frozen: patterns of the paths of parameters that are not trained, such as
+            `["base/*"]`. They have no gradient and no optimizer state, may be of any type
+            (int8, int4), and the optimizer gets `optax.MaskedNode()` in their place.
+            Parameters that the optimizer itself never changes (`optax.set_to_zero`), and
+            whose gradients it does not read, cost as little as frozen ones.
+        state_fates: the fates of the optimizer's state, by patterns of the paths of
+            parameters, as in `{"*": "swap"}`: "keep", or "swap", which leaves the state on
+            the host between updates. Unless given, the planner decides if there is a memory
+            limit.
         has_aux: the loss also returns auxiliary values.
-        has_state: the loss takes and returns a model state, such as statistics of batch norms.
+        has_state: the loss takes and returns a model state, such as statistics of batch
+            norms.
         deferred_batch_norm: running statistics of batch norms change once per batch, by the
-            statistics of all its examples, as in torchgpipe. The trace of the loss finds these
-            statistics in the model state. Each micro-batch is still normalized by its own
-            statistics. Stages cannot have replicas then.
+            statistics of all its examples, as in torchgpipe. The trace of the loss finds
+            these statistics in the model state. Each micro-batch is still normalized by its
+            own statistics. Stages cannot have replicas then.
         aux_reduce: how leaves of aux, by path, are reduced over micro-batches: "mean",
             "sum", "max" or "last", as in `{"largest": "max"}`. Over replicas, a leaf is
             reduced this way only if the trace of the loss cannot tell how. If left out,
             floating-point scalars are averaged over micro-batches, and other leaves are
             stacked.
-        model_state_reduce: how leaves of the model state, by path, are reduced over replicas if the
-            trace cannot tell: "mean" over examples, "sum" of the changes of each replica, or "same"
-            if all replicas have equal values. If several patterns match, the last one counts.
+        model_state_reduce: how leaves of the model state, by path, are reduced over
+            replicas if the trace cannot tell: "mean" over examples, "sum" of the changes of
+            each replica, or "same" if all replicas have equal values. If several patterns
+            match, the last one counts.
         grad_norm: also report the global norm of the gradient.
         group: consecutive layers of a stage run as one program in each direction, with
             results bitwise identical to those of layers apart. Groups take longer to
@@ -218,193 +215,6 @@ class Pipeline:
         why = reason_of(plan.planner)
         return explain(session.graph, plan, session.peaks, layer_s, devices, why, reasons)
 
-    # A run
-
-    @telling()
-    def init(
-        self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree = None
-    ) -> State:
-        """Traces the loss, measures, plans, compiles, and places copies of the arrays on devices.
-
-        Args:
-            params: a pytree of arrays, in which each `jvpipe.LazyArray` is read only when it is
-                placed; or a function `key -> params`, by which each leaf is made on its own device.
-            batch: a batch, or its shapes.
-            rng: the key of the run.
-            model_state: the model state, if the loss has one (`has_state`).
-        """
-        session = self.session
-        if rng is not None:
-            check_key(rng)
-        check_arrays(params, "parameter")
-        check_arrays(model_state, "leaf of the model state")
-        if model_state is not None and not session.settings.has_state:
-            raise ValueError(
-                "model_state is given, but the loss carries none: say has_state=True, or leave it out"
-            )
-        makes = is_initializer(params)
-        if makes and rng is None:
-            raise ValueError(
-                "parameters that a function makes need a key: init(function, batch, rng)"
-            )
-        if session.settings.hosts is not None:
-            agree_on_given(session.settings.hosts, params, batch, rng, model_state)
-        if not makes:
-            put = lambda stacks: given_leaves(jax.tree.leaves(stacks.split(params)))  # noqa: E731
-            return session.begin(params, batch, rng, model_state, put)
-        assert rng is not None
-        make = lambda stacks: made_leaves(session.store, lambda key: stacks.split(params(key)), rng)  # noqa: E731
-        return session.begin(made_shapes(params, rng), batch, rng, model_state, make)
-
-    def step(self, state: State, batch: Tree) -> tuple[State, Metrics]:
-        """Trains on one batch; consumes `state`, and returns while the devices still work.
-
-        Under an asynchronous schedule, this drains the pipeline; `run` keeps it full.
-
-        Args:
-            state: the newest state.
-            batch: a batch; if its shapes are new, programs are compiled first.
-
-        Raises:
-            ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is
-                not consumed.
-            MemoryLimitExceeded: a batch with other shapes than the batch of `init` exceeds
-                the limit; the error has a `smallest_limit_bytes`, and `state` is not
-                consumed.
-            StageError: this step or the one before it failed; `restore` makes the pipeline usable
-                again.
-        """
-        state, metrics = self.session.advance(state, batch)
-        return self.session.drain(state), metrics
-
-    def run(
-        self,
-        state: State,
-        batches: Iterable[Tree],
-        num_steps: int | None = None,
-        on_step: Callable[[State, Metrics], Any] | None = None,
-    ) -> Iterator[tuple[State, Metrics]]:
-        """Yields the state and metrics of each step over a stream of batches.
-
-        A state is valid until the next one is asked for. Under an asynchronous schedule,
-        the pipeline stays full between steps, and the states are in flight: they hold
-        micro-batches whose backwards have not run. Such a state can be saved, evaluated or
-        drained; its parameters are the newest of each layer. If a batch has other shapes
-        than the batch of `init`, the micro-batches in flight are finished first, and the
-        step ends with a flush.
-
-        Args:
-            state: the state to begin with, which is consumed.
-            batches: an iterable of batches.
-            num_steps: how many steps to make; unless given, one for each batch.
-            on_step: a function that is called with the state and the metrics of each step as soon
-                as the step is dispatched; reading a metric there waits for the step.
-        """
-        check_callback(on_step)
-        for batch in checked_stream(batches, num_steps):
-            state, metrics = self.session.advance(state, batch)
-            if on_step is not None:
-                on_step(state, metrics)
-            yield state, metrics
-        self.session.check_losses(state, wait=bool(state.stream_steps))
-
-    def needs(self) -> list[str]:
-        """Returns the names of the batch leaves that this process reads.
-
-        Each of the other leaves may be a `ShapeDtypeStruct`.
-        """
-        return self.session.needs()
-
-    def drain(self, state: State) -> State:
-        """Finishes the micro-batches in flight, and returns the state at rest."""
-        return self.session.drain(state)
-
-    def wait(self, state: State) -> State:
-        """Waits until a state has been computed; raises if a stage failed or a parameter is NaN."""
-        return self.session.wait(state)
-
-    def evaluate(self, state: State, batch: Tree, params: Tree | None = None) -> Metrics:
-        """Computes the metrics of a batch by forwards only, without changing the state.
-
-        Args:
-            state: its newest parameters and model state are used.
-            batch: a batch whose size is a multiple of the number of micro-batches.
-            params: parameters to use in place of the state's, such as averaged ones from
-                `optimizer_state`; those of the state stay in memory meanwhile.
-
-        Raises:
-            ValueError: `params` are not like those of the pipeline.
-            MemoryLimitExceeded: the evaluation exceeds the limit.
-            StageError: the evaluation failed; the state is whole.
-        """
-        self.session.check_state(state)
-        check_arrays(params, "parameter")
-        leaves = () if params is None else self.session.trees.split_params(params)
-        return evaluate(self.session, state, batch, leaves)
-
-    def predict(self, state: State, batch: Tree, function: Callable[..., Any]) -> Tree:
-        """Computes any function of parameters and a batch; each part runs where its parameters lie.
-
-        Args:
-            state: its newest parameters and model state are read, and not changed.
-            batch: a batch of any size; it need not be like that of `init`.
-            function: a function of `(params, batch)`, or of `(params, model_state, batch)`
-                with `has_state`, that returns a pytree of arrays, such as logits. It is
-                compiled, unless the last prediction had the same function object, plan and
-                batch shapes.
-
-        Raises:
-            ValueError: the function reads no parameter.
-            MemoryLimitExceeded: the arrays of the state and of the function exceed the limit.
-        """
-        check_predicted(function, has_state=self.session.settings.has_state)
-        return predict(self.session, state, batch, function)
-
-    # What a state holds
-
-    def params(self, state: State) -> Tree:
-        """Returns the parameters in the caller's tree, as numpy arrays.
-
-        If there are several processes, all must call this; only the first gets the parameters.
-        """
-        leaves = self.session.host_values(state, ValueKind.PARAMETER)
-        return None if leaves is None else self.session.trees.join_params(leaves)
-
-    def model_state(self, state: State) -> Tree:
-        """Returns the model state in the caller's tree, as numpy arrays; random keys stay keys.
-
-        If there are several processes, all must call this; only the first gets the model state.
-        """
-        leaves = self.session.host_values(state, ValueKind.STATE)
-        return None if leaves is None else self.session.trees.join_model_state(leaves)
-
-    def optimizer_state(self, state: State) -> Tree:
-        """Returns the optimizer's state in the tree of `optimizer.init(params)`, as numpy arrays.
-
-        Random keys stay keys. The state of stacked layers is stacked. A leaf that only the
-        gradient of a frozen parameter would fill is `optax.MaskedNode()`. Optimizer state
-        may hold averaged parameters, which `evaluate(state, batch, params=...)` takes.
-        """
-        leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
-        optimizer = self.session.compiled.optimizer
-        return (
-            None if leaves is None else self.session.trees.join_optimizer_state(optimizer, leaves)
-        )
-
-    def with_optimizer_state(self, state: State, tree: Tree) -> State:
-        """Returns the state with another optimizer state, such as one with a changed learning rate.
-
-        Args:
-            state: the newest state, which is consumed.
-            tree: the tree that `optimizer_state` returns, with changes.
-
-        Raises:
-            ValueError: the tree has other leaves, shapes or types than this optimizer's state.
-        """
-        check_arrays(tree, "leaf of the optimizer's state")
-        leaves = self.session.trees.split_optimizer_state(self.session.compiled.optimizer, tree)
-        return self.session.replace_optimizer_state(state, leaves)
-
     # Changes
 
     def migrate(
@@ -417,17 +227,19 @@ class Pipeline:
         Args:
             state: the newest state, which is consumed if the move is made at once.
             plan: the new plan, with other cuts, fates or another number of stages.
-            at: (step, micro-batch) of the first micro-batch under the new plan; unless given, the
-                first one of the next step. A move at a later step is made when training reaches
-                that step. A move inside a step makes devices wait only for the summed gradients of the
-                moving layers. If a plan has replicas, the move must be between two steps.
+            at: (step, micro-batch) of the first micro-batch under the new plan; unless
+                given, the first one of the next step. A move at a later step is made when
+                training reaches that step. A move inside a step makes devices wait only for
+                the summed gradients of the moving layers. If a plan has replicas, the move
+                must be between two steps.
             why: the reason, which `session.history` keeps.
 
         Raises:
-            ValueError: the plan does not fit the model or the devices, or the step is in the past.
+            ValueError: the plan does not fit the model or the devices, or the step is in
+                the past.
             MemoryLimitExceeded: the new plan, or the move to it, exceeds the limit.
-            StageError: a copy failed. If that was between two steps, nothing is lost: the error's
-                `state` is whole under the old plan.
+            StageError: a copy failed. If that was between two steps, nothing is lost: the
+                error's `state` is whole under the old plan.
         """
         self.session.check_state(state)
         self.session.migrations.request(state, checked_plan(plan), checked_moment(at), why)
@@ -454,26 +266,28 @@ class Pipeline:
     ) -> State:
         """Switches to another model, under a new plan, from the next step on.
 
-        Micro-batches in flight are finished first. A parameter keeps its value and its optimizer
-        state if the present model has one with the same path, shape and type; a leaf of the model
-        state keeps its value in the same way. Leaves that the new model lacks wait on the host
-        until a later model has them again. New parameters and leaves begin with the given values
-        and fresh optimizer state. A layer that an earlier model had is not compiled again. A loss
-        object that was used before is neither traced nor planned again.
+        Micro-batches in flight are finished first. A parameter keeps its value and its
+        optimizer state if the present model has one with the same path, shape and type; a
+        leaf of the model state keeps its value in the same way. Leaves that the new model
+        lacks wait on the host until a later model has them again. New parameters and leaves
+        begin with the given values and fresh optimizer state. A layer that an earlier model
+        had is not compiled again. A loss object that was used before is neither traced nor
+        planned again.
 
         Args:
             state: the newest state, which is consumed.
-            loss_fn: the new loss, with the same arguments and kinds of results as the present one.
-            params: the new model's parameters; shapes suffice for those that keep their value or
-                come back from the host.
+            loss_fn: the new loss, with the same arguments and kinds of results as the
+                present one.
+            params: the new model's parameters; shapes suffice for those that keep their
+                value or come back from the host.
             model_state: the new model's state; unless given, that of the present model.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or a parameter has another
-                shape than before; nothing has changed.
+            ValueError: the loss reads a parameter that `params` lack, or a parameter has
+                another shape than before; nothing has changed.
             MemoryLimitExceeded: the new model exceeds the limit; nothing has changed.
-            StageError: a copy failed; the error's `state` is the present model's, drained and
-                whole.
+            StageError: a copy failed; the error's `state` is the present model's, drained
+                and whole.
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)
@@ -483,8 +297,9 @@ class Pipeline:
     ) -> None:
         """Traces, plans and compiles a model for all devices, ahead of `update_model`.
 
-        It may be called in another thread during training; new layers are then timed while training
-        goes on. If there are several processes, all must call it in the thread that trains.
+        It may be called in another thread during training; new layers are then timed while
+        training goes on. If there are several processes, all must call it in the thread
+        that trains.
 
         Args:
             loss_fn: the loss of the next model.
@@ -495,28 +310,3 @@ class Pipeline:
         with beside_training():
             models, present = self.session.known_models, self.session.compiled_plans
             models.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
-
-    # Checkpoints
-
-    def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, whose arrays are named by parameter path.
-
-        If there are several processes, each writes a part. A state at rest can be restored
-        under any cuts. A state in flight is saved with all its arrays, and training goes on
-        from it with bitwise identical results. It can be restored only under the same
-        schedule, cuts and fates.
-
-        Args:
-            path: the folder of the checkpoint.
-            state: any valid state.
-            extra: values for your own use, such as the epoch, in types that JSON can hold;
-                `jvpipe.checkpoint_extra` reads them.
-        """
-        self.session.check_state(state)
-        folder = checked_path("path", path)
-        checkpoints.snapshot(self.session, state, {} if extra is None else extra).write(folder)
-
-    @telling()
-    def restore(self, path: str | Path) -> State:
-        """Returns the state that `save` wrote, under this pipeline's own plan."""
-        return checkpoints.restore(self.session, checked_path("path", path))

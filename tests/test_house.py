@@ -21,6 +21,7 @@ FLOORS = (
     "float16",
     "replay",
     "pipeline",
+    "trainer",
     "session",
     "report",
     "exports",

@@ -22,6 +22,7 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.models import load
+from jvpipe.papers.asking import ask_shapes
 from jvpipe.papers.pipedream_replicas import one_each
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.shape_bound import least_step_s
@@ -31,10 +32,10 @@ from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.planned import Planned
 from jvpipe.planners.shape_reasons import shape_of
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
-from jvpipe.session.planning import Planned, ask_shapes
 from jvpipe.session.question import Question
 
 DEVICES = 16

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from experiments.dapple.run import costs_of, gap, shapes_on, short
 from jvpipe.cost.cluster_file import find_cluster
-from jvpipe.session.planning import ask_shapes
+from jvpipe.papers.asking import ask_shapes
 
 MODELS = (("gnmt", 64), ("vgg16", 128), ("resnet50", 128))
 DEVICES = (16, 64, 256, 1024)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
+from jvpipe.papers.asking import ask
 from jvpipe.planners.model.problem import Problem
 from jvpipe.schedules import find_schedule
-from jvpipe.session.planning import ask
 
 SHARE, MEAN_BYTES = 0.6, 100
 

@@ -19,8 +19,9 @@ from typing import Any
 from unittest import mock
 
 from jvpipe.cost import effort as cost_effort
+from jvpipe.planners import splitting
 from jvpipe.planners.joint import effort, order_refine
-from jvpipe.session import planning, splitting
+from jvpipe.session import planning
 from tests.record_plans import Record, cases
 
 TABLES = {

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from statistics import median
 
 from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.papers.asking import ask_shapes
 from jvpipe.planners.joint.shape_search import rough_plans
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.session.planning import ask_shapes
 from tests.planners.joint.shapes import (
     GPU,
     best_s,

@@ -14,13 +14,13 @@ import optax
 from experiments.planners.questions import question_of
 from jvpipe.cost.presets import PRESETS
 from jvpipe.models import load
+from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
-from jvpipe.session.planning import ask
 
 GIB = 2**30
 

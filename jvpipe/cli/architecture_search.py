@@ -11,9 +11,10 @@ import numpy as np
 
 from jvpipe.models.architecture import Architecture, Supernet
 from jvpipe.models.evolution import RegularizedEvolution
-from jvpipe.pipeline import Metrics, Pipeline
+from jvpipe.pipeline import Pipeline
 from jvpipe.runtime.engine.beside_training import beside_training
 from jvpipe.runtime.engine.training_state import State
+from jvpipe.session.session import Metrics
 
 Tree = Any
 

@@ -26,10 +26,11 @@ from jvpipe.cost.presets import PRESETS
 from jvpipe.papers.registry import PLANNERS
 from jvpipe.report.trackers import find_tracker
 from jvpipe.schedules import SCHEDULES
-from jvpipe.session.options import Group, Option, PipelineOptions, options_of
+from jvpipe.session.options import PipelineOptions, options_of
 from jvpipe.util.brief import brief
 from jvpipe.util.extras import MissingExtraError, extra
 from jvpipe.util.names import did_you_mean
+from jvpipe.util.option import Group, Option
 
 _WORDS = {
     bool: "true or false",

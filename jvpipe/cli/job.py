@@ -40,9 +40,10 @@ from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
-from jvpipe.session.arguments import USUAL_MICROBATCHES, micro_batch_shapes
+from jvpipe.session.arguments import USUAL_MICROBATCHES
 from jvpipe.session.options import PIPELINE, options_of, passed
 from jvpipe.session.settings import library_versions
+from jvpipe.trace.batches import micro_batch_shapes
 from jvpipe.util.extras import extra
 
 

@@ -22,16 +22,9 @@ from jvpipe.session.arguments import (
     read_whole_numbers,
     whole_number,
 )
-from jvpipe.session.options import (
-    TRAIN,
-    Group,
-    PipelineOptions,
-    Taker,
-    option,
-    options_of,
-    resumed,
-)
+from jvpipe.session.options import PipelineOptions, Taker, option, options_of
 from jvpipe.util.given import checked_flag, checked_path, several
+from jvpipe.util.option import TRAIN, Group, resumed
 
 MOST = 2**31 - 1
 """The largest count of anything, because steps are counted in 32 bits."""

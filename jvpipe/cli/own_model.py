@@ -27,7 +27,8 @@ import numpy as np
 from jvpipe import models
 from jvpipe.models.fields import with_fields
 from jvpipe.models.recipe import Recipe
-from jvpipe.session.arguments import check_loss, shapes_of, whole_number
+from jvpipe.session.arguments import check_loss, whole_number
+from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
 from jvpipe.util.given import checked_flag
 from jvpipe.util.names import did_you_mean

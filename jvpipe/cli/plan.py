@@ -30,8 +30,9 @@ from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
 from jvpipe.session.forecast import asked
 from jvpipe.session.forecasts import Forecast, plan_for, planner_names
-from jvpipe.session.options import PLAN, PLAN_FOR, Taker, checked_target, option, options_of, passed
+from jvpipe.session.options import PLAN_FOR, Taker, checked_target, option, options_of, passed
 from jvpipe.session.question import check_shape_planner, on_cluster, profile_slowness
+from jvpipe.util.option import PLAN
 from jvpipe.util.sizes import limits_of_each, parse_limits
 
 

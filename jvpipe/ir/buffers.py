@@ -1,7 +1,7 @@
 """The buffer table: every array of a step, with the value that it holds, its size and its place.
 
-A place is the number of a device, or of a mesh of devices. The peak of a memory follows from the
-rows and this table, before anything runs.
+A place is the number of a device, or of a mesh of devices. The peak of a memory follows
+from the rows and this table, before anything runs.
 """
 
 from collections import Counter
@@ -77,7 +77,8 @@ class Spot(NamedTuple):
         return Spot(self.value.shifted(microbatches, versions), self.place, self.copy)
 
     def __str__(self) -> str:
-        return f"{self.value} at {self.place}" + ("" if self.copy is Copy.OWN else f" {self.copy}")
+        copy = "" if self.copy is Copy.OWN else f" {self.copy}"
+        return f"{self.value} at {self.place}{copy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +113,10 @@ class Lowered:
     Attributes:
         rows: the rows.
         buffers: the table of buffers; rows name a buffer by its position.
-        persistent: how many buffers exist before the step. They are the first of the table, and
-            hold the state: parameters, optimizer state and so on.
-        final: the buffers that hold the state after the step, in the order of the persistent
-            ones. Their arrays fill the persistent buffers of the next step.
+        persistent: how many buffers exist before the step. They are the first of the table,
+            and hold the state: parameters, optimizer state and so on.
+        final: the buffers that hold the state after the step, in the order of the
+            persistent ones. Their arrays fill the persistent buffers of the next step.
         metrics: other buffers that outlive the step.
     """
 
@@ -141,8 +142,8 @@ class Lowered:
 class Peak:
     """The most bytes that a memory holds in a step, and when.
 
-    `row` is the row that runs then; None if the peak is before the first row. `holders` are pairs
-    of an account and its bytes, the largest first.
+    `row` is the row that runs then; None if the peak is before the first row. `holders` are
+    pairs of an account and its bytes, the largest first.
     """
 
     bytes: int
@@ -168,15 +169,16 @@ def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple
     Args:
         lowered: the step.
         places: the number of places.
-        temporary: for each row, the bytes that its program holds only while it runs; empty if they
-            are unknown.
+        temporary: for each row, the bytes that its program holds only while it runs; empty
+            if they are unknown.
     """
     live = np.zeros(places + 1, int)  # by memory; HOST is -1, which is the last element
     for buffer in lowered.buffers[: lowered.persistent]:
         live[buffer.memory] += buffer.bytes
     best = live.copy()
     best_row = [-1] * len(live)
-    for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
+    changed_rows = zip(lowered.rows, lowered.changes(), strict=True)
+    for i, (row, (born, dead)) in enumerate(changed_rows):
         grown = {row.place}
         for b in born:
             buffer = lowered.buffers[b]
@@ -217,11 +219,13 @@ def _holders(
         alive.update(born)
         if i < until:
             alive.difference_update(dead)
-    here = [lowered.buffers[b] for b in alive if lowered.buffers[b].memory == memory]
+    buffers = [lowered.buffers[b] for b in alive]
+    here = [buffer for buffer in buffers if buffer.memory == memory]
     newest: dict[int, int] = {}  # by parameter: its newest version here
     for value in (buffer.value for buffer in here):
         if value.kind is ValueKind.PARAMETER:
-            newest[value.index] = max(newest.get(value.index, value.version), value.version)
+            before = newest.get(value.index, value.version)
+            newest[value.index] = max(before, value.version)
     total = Counter[Owner]()
     if temporary_bytes and lowered.rows[until].place == memory:
         total[Owner.TEMPORARY] = temporary_bytes

@@ -70,9 +70,9 @@ class Spread:
 class Batching:
     """How the values that replicas exchange depend on the examples of a micro-batch.
 
-    The values are edges (tensors between layers), the loss and its aux, and the leaves of the model
-    state that layers make. None in `state` means that each replica makes the whole leaf, so that
-    nothing is joined.
+    The values are edges (tensors between layers), the loss and its aux, and the leaves of
+    the model state that layers make. None in `state` means that each replica makes the
+    whole leaf, so that nothing is joined.
     """
 
     tensors: tuple[Spread, ...]

@@ -1,8 +1,8 @@
 """The fates of a plan, resolved from names to layers and edges.
 
-A fate says what happens to a value until it is read: it is kept, swapped to the host or recomputed.
-Tensors have fates between forward and backward, and the optimizer's state has fates between
-updates. A plan gives fates by name. Programs and passes ask by layer and by edge.
+A fate says what happens to a value until it is read: it is kept, swapped to the host or
+recomputed. Tensors have fates between forward and backward, and the optimizer's state has fates
+between updates. A plan gives fates by name. Programs and passes ask by layer and by edge.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ Edge = tuple[int, int]
 class Fates:
     """The fates of all candidates, by layer, and of all edges, by stage.
 
-    A candidate is a value inside a layer whose fate can be chosen. An edge is a tensor between
-    layers; each stage that makes or reads the edge has a fate for it.
+    A candidate is a value inside a layer whose fate can be chosen. An edge is a tensor
+    between layers; each stage that makes or reads the edge has a fate for it.
 
     Attributes:
         kept: for each layer, the candidates that its forward saves.
         swapped: for each layer, the kept candidates that go to the host until the backward.
-        recomputed: the layers whose forward runs once more, before a backward that reads its
-            outputs.
+        recomputed: the layers whose forward runs once more, before a backward that reads
+            its outputs.
         away: the edges that go to the host until the backward.
         dropped: the edges that their stage recomputes.
     """
@@ -57,8 +57,8 @@ class Fates:
         (frozenset({'product'}),)
 
         Raises:
-            ValueError: a stage has a fate for an unknown name, or is to recompute a tensor that
-                another stage makes.
+            ValueError: a stage has a fate for an unknown name, or is to recompute a tensor
+                that another stage makes.
         """
         plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)
@@ -67,14 +67,13 @@ class Fates:
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
         for layer in recomputed:  # the repeated forward yields all residuals, so none needs a fate
             fates[layer] = {}
-        by_layer = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
-        return Fates(
-            kept=tuple(left_by(graph, *pair, lambda info: info.saved) for pair in by_layer),
-            swapped=tuple(left_by(graph, *pair, lambda info: info.away) for pair in by_layer),
-            recomputed=recomputed,
-            away=frozenset(edge for edge, fate in edges.items() if FATES[fate].away),
-            dropped=dropped,
-        )
+        kept, swapped = [], []
+        for layer in graph.layers:
+            fates_inside = fates.get(layer.id, {})
+            kept.append(left_by(graph, layer, fates_inside, lambda info: info.saved))
+            swapped.append(left_by(graph, layer, fates_inside, lambda info: info.away))
+        away = frozenset(edge for edge, fate in edges.items() if FATES[fate].away)
+        return Fates(tuple(kept), tuple(swapped), recomputed, away, dropped)
 
 
 def _typed(plan: Plan) -> Plan:
@@ -141,26 +140,26 @@ def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
     fates: dict[Edge, Fate] = {}
     for s, stage in enumerate(plan.stages):
         layers = [graph.layers[i] for i in stage.layers]
-        candidates = [
-            f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates
-        ]
+        candidates: list[str] = []
+        for layer in layers:
+            label = graph.label(layer)
+            candidates += [f"{label}/{candidate.name}" for candidate in layer.candidates]
         inside = set(stage.layers)
-        tensors = {
-            t.array.name: i
-            for i, t in enumerate(graph.tensors)
-            if inside & {t.producer, *t.readers}
-        }
+        tensors: dict[str, int] = {}
+        for i, tensor in enumerate(graph.tensors):
+            if inside & {tensor.producer, *tensor.readers}:
+                tensors[tensor.array.name] = i
         for name, fate in stage.fates.items():
             if name in candidates:
                 continue
             if name not in tensors:
-                raise ValueError(
-                    did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors])
-                )
+                names = [*candidates, *tensors]
+                raise ValueError(did_you_mean(f"tensor of stage {s}", name, names))
             producer = graph.tensors[tensors[name]].producer
             if FATES[fate].again and producer not in inside:
                 raise ValueError(
-                    f"stage {s} cannot recompute '{name}': it comes from layer {producer} of another stage"
+                    f"stage {s} cannot recompute '{name}': it comes from layer {producer} "
+                    "of another stage"
                 )
             fates[s, tensors[name]] = fate
     return fates

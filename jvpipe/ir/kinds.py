@@ -1,8 +1,8 @@
 """The kinds of tasks and rows, with one table of their properties.
 
 A task is one action of a stage on a micro-batch. Tasks are lowered to rows. Each row is one
-program, one copy, a wait for a copy, or the end of buffers. The table `KINDS` has one line per
-kind, with the properties that several parts of jvpipe read. A new kind is a new line;
+program, one copy, a wait for a copy, or the end of buffers. The table `KINDS` has one line
+per kind, with the properties that several parts of jvpipe read. A new kind is a new line;
 docs/adding_a_kind.md lists the other code that it changes.
 """
 
@@ -81,19 +81,19 @@ class KindInfo:
     Attributes:
         runs: what the row makes the controller do.
         look: its name and its color in pictures.
-        weight: its time relative to a forward of the same layer. Orders that are made without
-            measuring assume this time.
-        in_flight: by how much it changes the number of micro-batches in flight on its stage. In
-            flight are those whose forward has run and whose backward has not.
-        between: by how much it changes the number of micro-batches that are between the two halves
-            of their backward.
-        back: which version of the weights it reads: the one that the schedule gives to a backward
-            (True) or to a forward (False). None if it reads no weights.
+        weight: its time relative to a forward of the same layer. Orders that are made
+            without measuring assume this time.
+        in_flight: by how much it changes the number of micro-batches in flight on its
+            stage. In flight are those whose forward has run and whose backward has not.
+        between: by how much it changes the number of micro-batches that are between the two
+            halves of their backward.
+        back: which version of the weights it reads: the one that the schedule gives to a
+            backward (True) or to a forward (False). None if it reads no weights.
         accumulates: whether it adds to sums of gradients.
         busy: whether it counts as work of a device. Bubbles are the time without such work.
         link: the link that it takes, if it is a copy.
-        gathers: whether it reads values of other layers, such as sums of gradients. Copies of these
-            values are sent to its place first.
+        gathers: whether it reads values of other layers, such as sums of gradients. Copies
+            of these values are sent to its place first.
         watched: whether it is a copy that the monitor times. Timelines show it with its bytes.
         grouped: what it does to a group of layers.
     """

@@ -33,8 +33,8 @@ A spec may be shorter than the shape: the remaining dimensions are not cut.
 class Array:
     """The shape and type of an array, and the name by which users know it.
 
-    If a place has several devices, `spec` says how the array is cut over them. `bytes` are those of
-    one device.
+    If a place has several devices, `spec` says how the array is cut over them. `bytes` are
+    those of one device.
     """
 
     name: str
@@ -81,9 +81,9 @@ class Signature:
 class SplitSignature:
     """The interface of a backward in two halves.
 
-    The first half, `input`, yields only cotangents; the second half, `weight`, only gradients. The
-    second half reads what the forward has left and also `handed`, which the first half leaves. Only
-    the first half adds to partial sums.
+    The first half, `input`, yields only cotangents; the second half, `weight`, only
+    gradients. The second half reads what the forward has left and also `handed`, which the
+    first half leaves. Only the first half adds to partial sums.
     """
 
     handed: tuple[Array, ...]
@@ -105,8 +105,8 @@ class Tensor:
 class Parameter:
     """A leaf of the parameters.
 
-    A parameter that several layers read is tied. Its first reader owns it. A `frozen` parameter has
-    no gradient and no update, so it has only one version.
+    A parameter that several layers read is tied. Its first reader owns it. A `frozen`
+    parameter has no gradient and no update, so it has only one version.
     """
 
     array: Array
@@ -124,9 +124,9 @@ class Layer:
     """Consecutive equations between two narrow cuts.
 
     A layer is the unit that is placed, compiled and moved. `reads` are in the order of its
-    program's inputs (parameters first), and `writes` in the order of its outputs. `candidates` are
-    the values inside it whose fate can be chosen: kept, swapped or recomputed. `flops` counts the
-    operations in the products of one forward.
+    program's inputs (parameters first), and `writes` in the order of its outputs.
+    `candidates` are the values inside it whose fate can be chosen: kept, swapped or
+    recomputed. `flops` counts the operations in the products of one forward.
     """
 
     id: int
@@ -194,9 +194,8 @@ class LayerGraph:
         >>> [str(graph.parameter(p, version=3)) for p in (0, 1)]
         ['parameter 0 version 3', 'parameter 1']
         """
-        return Value(
-            ValueKind.PARAMETER, p, version=NEVER if self.parameters[p].frozen else version
-        )
+        is_frozen = self.parameters[p].frozen
+        return Value(ValueKind.PARAMETER, p, version=NEVER if is_frozen else version)
 
     @property
     def loss_layer(self) -> int:
@@ -206,13 +205,16 @@ class LayerGraph:
     def aux_reduction(self, group: int) -> AuxReduction | None:
         """Tells how a group of aux is reduced over the micro-batches; None if it is stacked.
 
-        The user's choice counts first. Without a choice, a `Weighted` (a pair of leaves) and a
-        floating-point scalar are reduced by a mean.
+        The user's choice counts first. Without a choice, a `Weighted` (a pair of leaves)
+        and a floating-point scalar are reduced by a mean.
         """
-        first = self.aux[self.aux_groups[group][0]]
-        is_mean = len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
-        said = self.aux_chosen[group] if self.aux_chosen else None
-        return said or (AuxReduction.MEAN if is_mean else None)
+        chosen = self.aux_chosen[group] if self.aux_chosen else None
+        if chosen:
+            return chosen
+        leaves = self.aux_groups[group]
+        first = self.aux[leaves[0]]
+        is_float_scalar = first.shape == () and "float" in first.dtype
+        return AuxReduction.MEAN if len(leaves) > 1 or is_float_scalar else None
 
     def skips(self) -> Iterator[Tensor]:
         """Yields the tensors that skip at least one layer on their way to a reader."""
@@ -225,9 +227,9 @@ class LayerGraph:
     def __str__(self) -> str:
         lines = []
         for layer in self.layers:
-            parameters = sum(self.parameters[i].array.bytes for i in self.owned(layer.id))
-            sent = ", ".join(self.tensors[i].array.name for i in layer.writing(ValueKind.TENSOR))
-            lines.append(
-                f"{layer.id:>4}  {layer.name:<40} {parameters / 2**20:9.2f} MiB  -> {sent or 'loss'}"
-            )
+            owned = [self.parameters[i].array for i in self.owned(layer.id)]
+            mib = sum(array.bytes for array in owned) / 2**20
+            written = [self.tensors[i].array for i in layer.writing(ValueKind.TENSOR)]
+            sent = ", ".join(array.name for array in written) or "loss"
+            lines.append(f"{layer.id:>4}  {layer.name:<40} {mib:9.2f} MiB  -> {sent}")
         return "\n".join(lines)

@@ -10,15 +10,16 @@ import numpy as np
 class LazyArray(jax.ShapeDtypeStruct):
     """An array with a known shape and type that is not read yet, such as a tensor in a file.
 
-    Parameters may be lazy arrays: `Pipeline.init` reads them one after another, each in the process
-    that owns it, and keeps no copy. The leaves of a batch may be lazy arrays, too: each process
-    reads only the examples that its own stages and replicas work on.
+    Parameters may be lazy arrays: `Pipeline.init` reads them one after another, each in the
+    process that owns it, and keeps no copy. The leaves of a batch may be lazy arrays, too:
+    each process reads only the examples that its own stages and replicas work on.
 
     Args:
         shape: the shape of the whole array.
         dtype: the type of its numbers.
-        read: a function that reads the array. Without arguments it reads all of it. With arguments,
-            which index the first axes, it reads only that part. The last index may be a slice.
+        read: a function that reads the array. Without arguments it reads all of it. With
+            arguments, which index the first axes, it reads only that part. The last index
+            may be a slice.
         at: the indices of the part that this array stands for; none for the whole array.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
@@ -37,8 +38,13 @@ class LazyArray(jax.ShapeDtypeStruct):
         self._read, self._at = read, at
 
     def __getitem__(self, i: int | slice) -> "LazyArray":
-        """Returns the part at an index or a slice of the first axis, without reading it."""
+        """Returns the part at an index or a slice of the first axis, without reading it.
+
+        Raises:
+            IndexError: the index is not one of the first axis.
+        """
         before, begin = self._at, 0
+        # A slice comes last. An index of this array counts from where the slice starts.
         if before and isinstance(before[-1], slice):
             before, begin = before[:-1], before[-1].start
         if isinstance(i, slice):
@@ -55,8 +61,12 @@ class LazyArray(jax.ShapeDtypeStruct):
         """Returns the array with another type, without reading it."""
         if np.dtype(dtype) == self.dtype:
             return self
-        cast = lambda *at: np.asarray(self._read(*at)).astype(dtype)  # noqa: E731
-        return LazyArray(self.shape, dtype, cast, *self._at)
+
+        def read(*at: int | slice) -> np.ndarray:
+            array = np.asarray(self._read(*at))
+            return array.astype(dtype)
+
+        return LazyArray(self.shape, dtype, read, *self._at)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads the numbers.
@@ -67,7 +77,8 @@ class LazyArray(jax.ShapeDtypeStruct):
         array = np.asarray(self._read(*self._at))
         if array.shape != self.shape or array.dtype != self.dtype:
             raise ValueError(
-                f"read gave {array.dtype}{list(array.shape)}, it should be {self.dtype}{list(self.shape)}"
+                f"read gave {array.dtype}{list(array.shape)}, "
+                f"it should be {self.dtype}{list(self.shape)}"
             )
         return array if dtype is None else array.astype(dtype, copy=False)
 

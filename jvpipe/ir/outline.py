@@ -13,9 +13,9 @@ Block = tuple[str, int]
 class LayerOutline:
     """The outline of a layer.
 
-    `block` is the numbered module that its parameters belong to, if there is one. `values` are the
-    values that its forward may leave for its backward, by the names that plans use. `inner` are its
-    output tensors that only layers of its own block read.
+    `block` is the numbered module that its parameters belong to, if there is one. `values`
+    are the values that its forward may leave for its backward, by the names that plans use.
+    `inner` are its output tensors that only layers of its own block read.
     """
 
     name: str
@@ -44,9 +44,15 @@ def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
     layers = []
     for layer in graph.layers:
         label = graph.label(layer)
-        size = sum(graph.parameters[i].array.bytes for i in graph.owned(layer.id))
-        values = tuple(f"{label}/{value.name}" for value in layer.candidates)
-        layers.append(LayerOutline(label, blocks[layer.id], values, tuple(inner[layer.id]), size))
+        owned = [graph.parameters[i].array for i in graph.owned(layer.id)]
+        outline = LayerOutline(
+            label,
+            blocks[layer.id],
+            values=tuple(f"{label}/{value.name}" for value in layer.candidates),
+            inner=tuple(inner[layer.id]),
+            parameter_bytes=sum(array.bytes for array in owned),
+        )
+        layers.append(outline)
     return Outline(tuple(layers), microbatches)
 
 

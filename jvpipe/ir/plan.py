@@ -1,9 +1,9 @@
 """A plan: which layers run on which devices, the fates of tensors, and the schedule.
 
-A fate says what happens to a tensor between the forward that makes it and the backward that reads
-it: it is kept, swapped to the host, or recomputed. A plan is plain data: it can be compared, saved
-as JSON, and exported to other systems. A plan changes where and when values are computed, and never
-the values.
+A fate says what happens to a tensor between the forward that makes it and the backward that
+reads it: it is kept, swapped to the host, or recomputed. A plan is plain data: it can be
+compared, saved as JSON, and exported to other systems. A plan changes where and when values
+are computed, and never the values.
 """
 
 import json
@@ -61,9 +61,9 @@ class Stage:
 
     Attributes:
         layers: the numbers of the layers, in ascending order.
-        devices: indices into the pipeline's devices. If there are several, each is a replica of
-            the stage. Replicas divide the examples of each micro-batch, or take turns with whole
-            micro-batches.
+        devices: indices into the pipeline's devices. If there are several, each is a
+            replica of the stage. Replicas divide the examples of each micro-batch, or take
+            turns with whole micro-batches.
         fates: the fates of the stage's tensors, by name. A tensor that is not named is kept.
         state_fates: the fates of the optimizer's state between updates, by the path of the
             parameter that the state belongs to.
@@ -84,12 +84,12 @@ class Plan:
         schedule: the name of the schedule that the plan was made for; None if it fits any.
         planner: the name of the planner that made the plan.
         keep_last: whether the last micro-batch of a step keeps everything, whatever the fates.
-        splits: the equations before which a traced layer is cut in two. The stages count both parts
-            as layers.
+        splits: the equations before which a traced layer is cut in two. The stages count
+            both parts as layers.
         tasks: the tasks of each device in order, as text; empty if the schedule's rule gives them.
         unsplit: if `tasks` splits backwards, the layers whose backwards stay whole.
-        outline: what an export must know about the model. The outline is not part of the plan: it
-            is neither compared nor saved.
+        outline: what an export must know about the model. The outline is not part of the
+            plan: it is neither compared nor saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
@@ -124,17 +124,20 @@ class Plan:
         counts = several(layers) or [layers]
         if not all(is_whole(n) and n >= 1 for n in counts):
             raise ValueError(
-                f"every stage needs at least one layer, the cuts are {brief(layers)}: write [5, 2, 2]"
+                f"every stage needs at least one layer, the cuts are {brief(layers)}: "
+                "write [5, 2, 2]"
             )
         layers = [int(n) for n in counts]
         if sum(layers) > MOST_LAYERS:
             raise ValueError(
-                f"the cuts {brief(layers)} are of {sum(layers)} layers: no plan has more than {MOST_LAYERS}"
+                f"the cuts {brief(layers)} are of {sum(layers)} layers: no plan has more "
+                f"than {MOST_LAYERS}"
             )
         where = several(range(len(layers)) if devices is None else devices)
         if where is None:
             raise ValueError(
-                f"devices must be one for each stage, or several, such as [(0, 1), 2], not {brief(devices)}"
+                "devices must be one for each stage, or several, such as [(0, 1), 2], not "
+                f"{brief(devices)}"
             )
         if len(where) != len(layers):
             raise ValueError(
@@ -186,8 +189,8 @@ class Plan:
     def turn(self, m: int) -> "Plan":
         """Returns the plan of micro-batch `m` if the devices of a stage take turns.
 
-        Each device then runs whole micro-batches. In the plan returned, a stage has one device: the
-        one whose turn it is.
+        Each device then runs whole micro-batches. In the plan returned, a stage has one
+        device: the one whose turn it is.
 
         >>> [Plan.from_cuts([2, 1], devices=[(0, 1), 2]).turn(m).stages[0].devices for m in range(3)]
         [(0,), (1,), (0,)]
@@ -203,8 +206,8 @@ class Plan:
     def with_schedule(self, schedule: str) -> "Plan":
         """Returns the plan for a given schedule.
 
-        If the schedule is another one, the plan's own task lists are dropped, because they belong
-        to the old schedule.
+        If the schedule is another one, the plan's own task lists are dropped, because they
+        belong to the old schedule.
         """
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
@@ -219,8 +222,9 @@ class Plan:
         """
         if self.schedule not in (None, schedule):
             raise ValueError(
-                f"the plan was made for schedule '{self.schedule}', the pipeline's is '{schedule}': give "
-                f"schedule='{self.schedule}', or plan.with_schedule('{schedule}') for its cuts and fates alone"
+                f"the plan was made for schedule '{self.schedule}', the pipeline's is "
+                f"'{schedule}': give schedule='{self.schedule}', or "
+                f"plan.with_schedule('{schedule}') for its cuts and fates alone"
             )
         return self.with_schedule(schedule)
 
@@ -232,8 +236,8 @@ class Plan:
         """Checks that the plan fits a model and a number of devices.
 
         Raises:
-            ValueError: the layers are not each in one stage and in order, a device or a fate does
-                not exist, or replicas share a device.
+            ValueError: the layers are not each in one stage and in order, a device or a
+                fate does not exist, or replicas share a device.
         """
         placed = [layer for stage in self.stages for layer in stage.layers]
         if missing := sorted(set(range(layers)) - set(placed)):
@@ -242,7 +246,8 @@ class Plan:
             )
         if placed != list(range(layers)):
             raise ValueError(
-                f"the plan's stages hold layers {placed}: they must be 0 to {layers - 1}, each once and in order"
+                f"the plan's stages hold layers {placed}: they must be 0 to {layers - 1}, "
+                "each once and in order"
             )
         for s, stage in enumerate(self.stages):
             if not stage.layers or not stage.devices:
@@ -264,8 +269,9 @@ class Plan:
                 shares = device in holder and self.stages[holder[device]].devices == stage.devices
                 if device in stage.devices[:at] or (device in holder and not shares):
                     raise ValueError(
-                        f"device {device} is named for stage {holder.get(device, s)} and for stage {s}, with replicas "
-                        f"{self.replicas}: where stages are replicated each replica needs a device of its own"
+                        f"device {device} is named for stage {holder.get(device, s)} and "
+                        f"for stage {s}, with replicas {self.replicas}: where stages are "
+                        "replicated each replica needs a device of its own"
                     )
             holder |= dict.fromkeys(stage.devices, s)
 
@@ -280,12 +286,12 @@ class Plan:
 
         Args:
             format: "megatron", "torchtitan", "torch-csv", "maxtext" or "jaxpp".
-            lossy: write the nearest plan that the format can express, with comments that name what
-                is lost.
+            lossy: write the nearest plan that the format can express, with comments that
+                name what is lost.
 
         Raises:
-            ValueError: the format cannot express all of the plan, and `lossy` is false. The message
-                names what would be lost.
+            ValueError: the format cannot express all of the plan, and `lossy` is false. The
+                message names what would be lost.
         """
         if format not in EXPORTS:
             raise ValueError(did_you_mean("format", format, list(EXPORTS)))

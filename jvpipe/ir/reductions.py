@@ -1,8 +1,8 @@
 """Reductions that a user chooses by pattern, for leaves of aux and of the model state.
 
-Aux is what a loss returns besides its value. It is reduced over replicas and micro-batches. Model
-state is reduced only over replicas: several places that run the same stage, each on a slice of
-every micro-batch.
+Aux is what a loss returns besides its value. It is reduced over replicas and micro-batches.
+Model state is reduced only over replicas: several places that run the same stage, each on a
+slice of every micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,12 +61,14 @@ def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, 
         isinstance(pattern, str) for pattern in reductions
     ):
         raise ValueError(
-            f"{option} must map paths to reductions, such as {{'*/name': '{names[0]}'}}, not {brief(reductions)}"
+            f"{option} must map paths to reductions, such as {{'*/name': '{names[0]}'}}, "
+            f"not {brief(reductions)}"
         )
     for pattern, name in reductions.items():
         if name not in names:
             raise ValueError(
-                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, names))}"
+                f"{option} says {brief(name)} of '{pattern}': write one of "
+                f"{', '.join(map(repr, names))}"
             )
     return {pattern: kind(name) for pattern, name in reductions.items()}
 

@@ -1,7 +1,7 @@
 """Rows, to which tasks are lowered: a program, a copy, a wait or the end of buffers at one place.
 
-A place is the number of a device, or of a mesh of devices. The classes `...Run` hold what a row's
-kind and layer do not say, such as the bounds of a slice.
+A place is the number of a device, or of a mesh of devices. The classes `...Run` hold what a
+row's kind and layer do not say, such as the bounds of a slice.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from jvpipe.ir.values import ValueKind
 class LayerRun:
     """A layer's program in a micro-batch's layout, for some examples (None: for all).
 
-    The layout is the plan, the fates and the programs that the micro-batch runs with. `layout` is
-    its number in the step.
+    The layout is the plan, the fates and the programs that the micro-batch runs with.
+    `layout` is its number in the step.
     """
 
     layout: int
@@ -82,8 +82,8 @@ class ConcatRun:
 class JoinRun:
     """An edge, or its cotangent, that goes to a stage with another number of replicas.
 
-    The value has no axis of examples, so it cannot be joined from parts. It is the sum of what the
-    sending replicas have, each times its weight, or the plain sum if there are no weights.
+    The value has no axis of examples, so it cannot be joined from parts. It is the sum of what
+    the sending replicas have, each times its weight, or the plain sum if there are no weights.
     """
 
     of: Ref
@@ -168,10 +168,11 @@ Run = (
 class Row:
     """One program, one copy, a wait, or the end of buffers, which the controller dispatches.
 
-    `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that is both
-    read and written is updated in place. The buffers in `frees` end with the row. If a row belongs
-    to no stage, layer or micro-batch, that field is -1. `place` is where the row runs. A copy
-    between places is one row: it runs at its source and writes a buffer at its target.
+    `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that
+    is both read and written is updated in place. The buffers in `frees` end with the row.
+    If a row belongs to no stage, layer or micro-batch, that field is -1. `place` is where
+    the row runs. A copy between places is one row: it runs at its source and writes a
+    buffer at its target.
 
     >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))
     1F2[layer 4]
@@ -196,9 +197,9 @@ class Row:
     def wires(self) -> tuple[Wire, ...]:
         """For each part, and last for the row itself, the arrays that it takes and yields.
 
-        Arrays are numbered within the row: first those that the row reads, then those that its
-        parts write. These numbers do not depend on the buffers, so rows that do the same with other
-        buffers have equal wires and can run the same program.
+        Arrays are numbered within the row: first those that the row reads, then those that
+        its parts write. These numbers do not depend on the buffers, so rows that do the
+        same with other buffers have equal wires and can run the same program.
 
         >>> parts = Row(Kind.F, 0, 0, 0, 5, (7,), (8,)), Row(Kind.F, 0, 0, 1, 5, (8, 3), (9,))
         >>> Row(Kind.F, 0, 0, 0, 5, (7, 3), (9,), run=GroupRun(parts)).wires
@@ -207,16 +208,17 @@ class Row:
         number = {b: i for i, b in enumerate(self.reads)}
         for b in (b for part in self.parts for b in part.writes):
             number.setdefault(b, len(number))
-        touched = [(row.reads, row.writes) for row in (*self.parts, self)]
-        return tuple(
-            (tuple(number[b] for b in reads), tuple(number[b] for b in writes))
-            for reads, writes in touched
-        )
+
+        def wire(row: Row) -> Wire:
+            reads = tuple(number[b] for b in row.reads)
+            return reads, tuple(number[b] for b in row.writes)
+
+        return tuple(map(wire, (*self.parts, self)))
 
     def __str__(self) -> str:
-        stage, microbatch = (
-            n if n >= 0 else "" for n in (self.stage, self.microbatch)
-        )  # a row of no stage or micro-batch leaves that number out
+        # A row of no stage or micro-batch leaves that number out.
+        stage = self.stage if self.stage >= 0 else ""
+        microbatch = self.microbatch if self.microbatch >= 0 else ""
         where = f"{stage}{self.kind}{microbatch}"
         layers = list(dict.fromkeys(part.layer for part in self.parts))
         if len(layers) > 1:

@@ -1,7 +1,7 @@
 """The rules by which a user cuts parameters over the devices of a place.
 
-A place may be a mesh of several devices with named axes. A spec says, for each dimension of an
-array, along which of these axes it is cut. Rules give specs by the paths of parameters.
+A place may be a mesh of several devices with named axes. A spec says, for each dimension of
+an array, along which of these axes it is cut. Rules give specs by the paths of parameters.
 """
 
 import math
@@ -16,9 +16,9 @@ from jvpipe.ir.layers import Array, Spec
 class Sharding:
     """Rules that map paths of parameters to specs, and the sizes of the axes.
 
-    A rule is a regular expression that matches a whole path. A parameter that no rule matches lies
-    whole on each device of a place. If there is a `batch_axis`, the examples of a batch are divided
-    along this axis.
+    A rule is a regular expression that matches a whole path. A parameter that no rule
+    matches lies whole on each device of a place. If there is a `batch_axis`, the examples
+    of a batch are divided along this axis.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})
@@ -38,8 +38,8 @@ class Sharding:
             shapes: the shapes of the parameters, by their paths.
 
         Raises:
-            ValueError: a rule matches no parameter, two rules differ about a parameter, or a
-                parameter cannot be cut as its rule says.
+            ValueError: a rule matches no parameter, two rules differ about a parameter, or
+                a parameter cannot be cut as its rule says.
         """
         specs: dict[str, Spec] = dict.fromkeys(shapes, ())
         rule_of: dict[str, str] = {}
@@ -48,8 +48,9 @@ class Sharding:
                 other = rule_of.setdefault(path, rule)
                 if self.rules[other] != spec:
                     raise ValueError(
-                        f"sharding rules '{other}' and '{rule}' both match parameter '{path}', and say "
-                        f"{words(self.rules[other])} and {words(spec)}: let one of them match less"
+                        f"sharding rules '{other}' and '{rule}' both match parameter "
+                        f"'{path}', and say {words(self.rules[other])} and {words(spec)}: "
+                        "let one of them match less"
                     )
                 self._check(path, shapes[path], spec)
                 specs[path] = spec
@@ -85,8 +86,9 @@ class Sharding:
         parts = self._parts(self.batch_axis)
         if array.shape[0] % parts:
             raise ValueError(
-                f"batch_axis='{self.batch_axis}' cuts the {array.shape[0]} examples of a micro-batch in "
-                f"{parts} parts: use other micro-batches, or a mesh that divides them"
+                f"batch_axis='{self.batch_axis}' cuts the {array.shape[0]} examples of a "
+                f"micro-batch in {parts} parts: use other micro-batches, or a mesh that "
+                "divides them"
             )
         return self.laid(array, (self.batch_axis,))
 
@@ -97,14 +99,16 @@ class Sharding:
         """Raises ValueError if a parameter cannot be cut by a spec."""
         if len(spec) > len(shape):
             raise ValueError(
-                f"sharding {words(spec)} has {len(spec)} dimensions, parameter '{path}' has {len(shape)}: its shape is "
-                f"{list(shape)}, write one entry for each at most"
+                f"sharding {words(spec)} has {len(spec)} dimensions, parameter "
+                f"'{path}' has {len(shape)}: its shape is {list(shape)}, write one "
+                "entry for each at most"
             )
         for size, parts in self._cut(shape, spec):
             if size % parts:
                 raise ValueError(
-                    f"sharding {words(spec)} cuts {size} of parameter '{path}', whose shape is {list(shape)}, in "
-                    f"{parts} parts: use another dimension, or a mesh that divides it"
+                    f"sharding {words(spec)} cuts {size} of parameter '{path}', whose "
+                    f"shape is {list(shape)}, in {parts} parts: use another dimension, or "
+                    "a mesh that divides it"
                 )
 
     def _cut(self, shape: tuple[int, ...], spec: Spec) -> Iterator[tuple[int, int]]:
@@ -119,7 +123,8 @@ def _matched(rule: str, paths: Sequence[str]) -> list[str]:
         some = ", ".join(f"'{path}'" for path in paths[:4])
         more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
         raise ValueError(
-            f"sharding rule '{rule}' matches no parameter: it has to match a whole path, and there are {some}{more}"
+            f"sharding rule '{rule}' matches no parameter: it has to match a whole path, "
+            f"and there are {some}{more}"
         )
     return matched
 

@@ -62,7 +62,8 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
     """
     if not lists or isinstance(lists, str):
         raise ValueError(
-            f"{brief(lists)} holds no lists: give plan.tasks of a plan whose order was chosen, else those of a rule, "
+            f"{brief(lists)} holds no lists: give plan.tasks of a plan whose order was chosen, "
+            "else those of a rule, "
             "jvpipe.schedules.find_schedule('1f1b').tasks(devices, microbatches)"
         )
     rows = []
@@ -77,18 +78,19 @@ def _for_torch(text: str) -> str:
     """Returns the text of a task; raises ValueError if torch has no such kind of task."""
     task = Task.parse(text)
     if task.kind not in _OF_TORCH:
-        raise ValueError(
-            f"{task} cannot be written: torch knows {', '.join(_OF_TORCH)}, and adds all else itself"
-        )
+        kinds = ", ".join(_OF_TORCH)
+        raise ValueError(f"{task} cannot be written: torch knows {kinds}, and adds all else itself")
     return str(task)
 
 
 def read_csv(path: str | Path) -> TaskLists:
     """Reads task lists from a CSV file. Empty cells stand for idle time and are skipped."""
+    lists = []
     with Path(path).open(newline="") as file:
-        return tuple(
-            tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file)
-        )
+        for row in csv.reader(file):
+            cells = [cell for cell in row if cell.strip()]
+            lists.append(tuple(map(Task.parse, cells)))
+    return tuple(lists)
 
 
 def text(tasks: Sequence[Task]) -> str:
@@ -109,7 +111,8 @@ def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
     >>> print(cannot_progress({"0B0": ["1B0"], "1B0": ["1F0"]}))
     the schedule cannot progress: 0B0 waits for 1B0; 1B0 waits for 1F0
     """
-    why = "; ".join(
-        f"{task} waits for {' '.join(map(str, others))}" for task, others in missing.items()
-    )
-    return ValueError(f"the schedule cannot progress: {why}")
+    reasons = []
+    for task, others in missing.items():
+        waited_for = " ".join(map(str, others))
+        reasons.append(f"{task} waits for {waited_for}")
+    return ValueError(f"the schedule cannot progress: {'; '.join(reasons)}")

@@ -9,12 +9,12 @@ from jvpipe.ir.kinds import Kind
 class Use:
     """The version of weights that a layer's task read or made for a micro-batch.
 
-    A forward (F) or backward (B) reads a version; an update (U) makes one. In a lowered step,
-    micro-batches and versions count from the beginning of the step; in the record of a run they
-    count from the beginning of the run. `tied` has pairs of a parameter and a version, for the
-    parameters that several stages read: the version is that of the first reader's stage. `shift`
-    is the number of updates by which a forward's weights were predicted, or a backward's weights
-    were corrected.
+    A forward (F) or backward (B) reads a version; an update (U) makes one. In a lowered
+    step, micro-batches and versions count from the beginning of the step; in the record of
+    a run they count from the beginning of the run. `tied` has pairs of a parameter and a
+    version, for the parameters that several stages read: the version is that of the first
+    reader's stage. `shift` is the number of updates by which a forward's weights were
+    predicted, or a backward's weights were corrected.
     """
 
     kind: Kind
@@ -47,6 +47,10 @@ def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
 
     All micro-batches read version 0, and one update makes version 1.
 
+    Args:
+        layers: the number of layers.
+        microbatches: the number of micro-batches of the step.
+
     >>> [f"{use.kind}{use.microbatch} {use.version}" for use in synchronous_uses(1, 2)]
     ['F0 0', 'B0 0', 'F1 0', 'B1 0', 'U1 1']
     """
@@ -57,4 +61,5 @@ def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
         for layer in range(layers)
         for kind in passes
     ]
-    return (*reads, *(Use(Kind.U, layer, microbatches - 1, 1) for layer in range(layers)))
+    updates = [Use(Kind.U, layer, microbatches - 1, 1) for layer in range(layers)]
+    return (*reads, *updates)

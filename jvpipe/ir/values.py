@@ -1,8 +1,9 @@
 """Values: the names of everything that a run computes, without the place where it lies.
 
-A value may have copies at several places. Each copy is a buffer (buffers.py). If a layer moves, its
-values change their places and keep their names, so a name means the same under every plan. The
-table `VALUES` has one line per kind, with the properties that several parts of jvpipe read.
+A value may have copies at several places. Each copy is a buffer (buffers.py). If a layer
+moves, its values change their places and keep their names, so a name means the same under
+every plan. The table `VALUES` has one line per kind, with the properties that several parts
+of jvpipe read.
 """
 
 from dataclasses import dataclass
@@ -16,16 +17,16 @@ NONE = -1
 NEVER = -(10**9)
 """The micro-batch of a value without one, and the version of a value without one.
 
-It is far below 0, because each step of a stream counts from its own beginning: micro-batches and
-versions of earlier steps have numbers below 0.
+It is far below 0, because each step of a stream counts from its own beginning:
+micro-batches and versions of earlier steps have numbers below 0.
 """
 
 
 class ValueKind(StrEnum):
     """The kinds of values.
 
-    The comment above a kind says what the values are. The comment beside it lists the fields of
-    `Value` that tell values of the kind apart.
+    The comment above a kind says what the values are. The comment beside it lists the
+    fields of `Value` that tell values of the kind apart.
     """
 
     # a leaf of the parameters; version: the number of updates before it, NEVER if it is frozen
@@ -48,8 +49,8 @@ class ValueKind(StrEnum):
     RESIDUAL = "residual"  # index: its number in the layer; layer; micro-batch
     # a value that the first half of a backward leaves for the second
     HANDED = "handed"  # index: its number in the layer; layer; micro-batch
-    # a sum of gradients; version: the number of the update that reads it; micro-batch: if devices
-    # take turns, the first one that adds to the device's sum, otherwise NEVER
+    # a sum of gradients; version: the number of the update that reads it; micro-batch: if
+    # devices take turns, the first one that adds to the device's sum, otherwise NEVER
     GRADIENT = "gradient"  # index: the leaf; layer: the reader that adds; version; micro-batch
     # what a micro-batch's loss returns: the loss itself and its aux
     LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
@@ -100,13 +101,13 @@ class ValueInfo:
         lasts: whether it lies on the devices between steps.
         alone: whether it has a single copy, at the place where its layer runs.
         fed: whether it comes from the host when a program first reads it.
-        follows: whether it moves with its layer. The old buffer then ends only after the value has
-            arrived at the new place.
-        passed_on: whether each reader adds to it and sends it on. A copy that was sent on is no
-            longer valid.
+        follows: whether it moves with its layer. The old buffer then ends only after the
+            value has arrived at the new place.
+        passed_on: whether each reader adds to it and sends it on. A copy that was sent on
+            is no longer valid.
         gathered: whether updates of other layers read copies of it.
-        remembered: whether it records what updates did. A stream keeps it from one update to the
-            next.
+        remembered: whether it records what updates did. A stream keeps it from one update
+            to the next.
     """
 
     owner: Owner
@@ -149,10 +150,10 @@ VALUES: dict[ValueKind, ValueInfo] = {
 class Value(NamedTuple):
     """The name of a thing that is computed: its kind, and what tells it apart within the kind.
 
-    The name does not say where the value lies. `ValueKind` says which fields each kind uses.
-    `examples` is set for the part of a value that a replica works on: the part is made of these
-    examples of its micro-batch, or of each micro-batch if it is a sum over several. None stands for
-    all examples.
+    The name does not say where the value lies. `ValueKind` says which fields each kind
+    uses. `examples` is set for the part of a value that a replica works on: the part is
+    made of these examples of its micro-batch, or of each micro-batch if it is a sum over
+    several. None stands for all examples.
 
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1

@@ -3,9 +3,9 @@
 Files in the order in which a run needs them:
 
     options, arguments, devices, settings         options are checked and become settings
-    measuring, planning, splitting                seconds and bytes, a plan, finer layers
+    planning, measuring                           a plan that keeps the limit, seconds and bytes
     model_planner, compiled_plans                 the first plan of a model, ready to run
     engine, session, evaluation, checkpoints      a run, its steps, and what is done with its states
-    trigger, adapt                                another plan, if devices become slow
-    question, forecast, forecasts                 plans for hardware that is not here
+    trigger, adapt                                another plan, as asked or if devices become slow
+    question, forecast, signing, forecasts        plans for hardware that is not here
 """

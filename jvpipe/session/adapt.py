@@ -1,51 +1,61 @@
 """Watches how long steps take, and moves to another plan during training when the move pays.
 
-The training thread only hands over the marks of a step: arrays that become ready when the step's
-tasks have run. A second thread reads the marks, asks the trigger (trigger.py) whether another plan
-would pay, and compiles the migration: the move of layers to the devices of the other plan. The
-training thread makes the migration between two steps.
+A migration is the move of layers to the devices of another plan. `Migrations` is the queue
+of migrations that the user or the watcher asks for. `Adapter` is the watcher.
 
-If there are several processes, each reports the seconds of its layers, the first one decides, and
-all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps` steps.
-The columns are the step of the round, what the news says, and what follows:
+The training thread only hands over the marks of a step: arrays that become ready when the
+step's tasks have run. A second thread reads the marks, asks the judge (trigger.py) whether
+another plan would pay, and compiles the migration. The training thread makes the migration
+between two steps.
 
-    step 4     each process: the seconds of its layers      the first process asks the trigger
+If there are several processes, each reports the seconds of its layers, the first one decides,
+and all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps`
+steps. The columns are the step of the round, what the news says, and what follows:
+
+    step 4     each process: the seconds of its layers      the first process asks its judge
     step 8     the first process: a proposed plan           all prepare it, beside the training
     step 12    each process: it is ready                    all migrate
 
-Between two rounds no process waits for another. Each process acts only on news that all have
-received, so all do the same. If a process is not ready to migrate, all wait for the next round. A
-single process needs no rounds: its second thread decides and prepares as soon as it has read a
-step, and the migration is made before the next step that begins.
+Between two rounds no process waits for another. Each process acts only on news that all
+have received, so all do the same. If a process is not ready to migrate, all wait for the
+next round. A single process needs no rounds: its second thread decides and prepares as soon
+as it has read a step, and the migration is made before the next step that begins.
 
-How often steps are read is set in `ADAPTING`, and how much evidence a move needs in `Rule`.
+`ADAPTING` says how often steps are read, and `Rule` (planners/replanning.py) how much
+evidence a move needs.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from jvpipe._jax import first_of
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
-from jvpipe.lowering.step import lower_move
-from jvpipe.planners.user_fates import recut
-from jvpipe.runtime.engine.beside_training import Thread, beside_training, program_ends
+from jvpipe.planners.replanning import Rule
+from jvpipe.runtime.engine.beside_training import Thread
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.controller import Controller
+from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.monitor import Measured, Monitor
 from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.tensors import Limits
-from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
+from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.state.migrate import (
+    UNFORESEEN,
+    Migration,
+    PlanChange,
+    moved_between_steps,
+    prepare_migration,
+    state_after_failed_move,
+)
 from jvpipe.session.compiled_plans import CompiledPlans
-from jvpipe.session.planning import Planned, planned_again
-from jvpipe.session.trigger import Proposal, Replan, Rule, Seen, Told, Trigger, all_of
+from jvpipe.session.trigger import Judge, Proposal, Told, seen
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,8 @@ class AdaptEffort:
     """How much of a run's time may go into watching it.
 
     Attributes:
-        waiting_steps: how many steps may wait to be read by the second thread. While that many
-            wait, new steps are skipped.
+        waiting_steps: how many steps may wait to be read by the second thread. While that
+            many wait, new steps are skipped.
         round_steps: steps from one exchange of news to the next, the same in all processes.
     """
 
@@ -85,7 +95,7 @@ class Adapter:
     ) -> None:
         self._compiled_plans, self._queue = compiled_plans, queue
         self._limits, self._hosts = limits, hosts
-        self._thread, self._judge = Thread("jvpipe-adapt"), _Judge(Rule(), compiled_plans, limits)
+        self._thread, self._judge = Thread("jvpipe-adapt"), Judge(Rule(), compiled_plans, limits)
         self._stream_steps = 0
         self._link: Link | None = None  # measured before the first watched step
 
@@ -98,12 +108,12 @@ class Adapter:
         if self._hosts:
             self._hosts.agree("adapting", [("on", str(on)), ("rule", str(rule))])
         self._thread.switch(on=on)
-        self._judge = _Judge(rule, self._compiled_plans, self._limits)
+        self._judge = Judge(rule, self._compiled_plans, self._limits)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Watches another model from now on; readings of the earlier model are no longer used."""
         self._compiled_plans = compiled_plans
-        self._judge = _Judge(self._judge.rule, compiled_plans, self._limits)
+        self._judge = Judge(self._judge.rule, compiled_plans, self._limits)
 
     def observe(
         self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int
@@ -125,9 +135,8 @@ class Adapter:
         if record and is_free and compiled.traced is first.traced:
             if not self._hosts or not self._hosts.process:  # this process decides
                 self._judge.plans[step] = first.plan
-            self._thread.ask(
-                self._look, self._judge, partial(monitor.read, record), first, step, stream_steps
-            )
+            read = partial(monitor.read, record)
+            self._thread.ask(self._look, self._judge, read, first, step, stream_steps)
 
     def offer(self, step: int) -> None:
         """Does a round before `step` if one is due: exchanges news, then prepares or migrates."""
@@ -191,7 +200,7 @@ class Adapter:
 
     def _look(
         self,
-        judge: "_Judge",
+        judge: Judge,
         read: Callable[[], Measured],
         compiled: CompiledPlan,
         step: int,
@@ -215,263 +224,158 @@ class Adapter:
             judge.preparing = proposal
 
 
-class _Judge:
-    """What a process knows about the steps of a model; the first process proposes other plans.
+class Migrations:
+    """The queue of migrations (changes of the plan that move layers), the next one first.
 
     Args:
-        rule: how much evidence is enough for another plan.
-        compiled_plans: the compiled plans of the model.
+        compiled_plans: the compiled plans of the model; each migration changes their plan.
+        controller: runs the copies of a migration.
         limits: the limits of memory in bytes; they also hold while the layers of a migration move.
+        warmup_updates: how many of the first updates of an asynchronous run are made in
+            synchronous steps.
     """
 
-    def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
-        self.rule, self.link = rule, INFINITE
-        self._compiled_plans, self._limits = compiled_plans, limits
-        self.plans: dict[int, Plan] = {}  # by step: the plan it ran under, until it is judged
-        self.untold: deque[tuple[int, Seen]] = deque()  # steps not yet reported to the others
-        self.proposal: Proposal | None = None  # not yet reported to the others
-        self.preparing: Proposal | None = None  # all processes prepare this one
-        self.ready: Migration | str | None = None  # the migration of `preparing`, or an error
-        self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
-        self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # a proposal replaces this plan; its steps do not count
-        self._answer: Planned | None = None  # the last plan that the planner gave
-        self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
-
-    def news(self) -> Told:
-        """Returns what the other processes do not know yet, and counts it as reported."""
-        seconds = dict(self.untold.popleft() for _ in range(len(self.untold)))
-        proposal, self.proposal = self.proposal, None
-        ready = self.ready
-        how = ready.change.how if isinstance(ready, Migration) else ""
-        return Told(seconds, proposal, how, ready if isinstance(ready, str) else "")
-
-    def decide(self, news: Sequence[Told], compiled: CompiledPlan) -> None:
-        """Asks the trigger about every step whose seconds all processes have reported by now.
-
-        Args:
-            news: what each process reports in this round.
-            compiled: the plan in use.
-        """
-        try:
-            with beside_training():
-                for one in news:
-                    for step, part in one.seconds.items():
-                        self._parts.setdefault(step, []).append(part)
-                complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
-                for step in sorted(complete):
-                    self._judge(self.plans[step], all_of(self._parts[step]), compiled)
-                    # This step and those before it are not looked at again.
-                    self._parts = {s: parts for s, parts in self._parts.items() if s > step}
-                    self.plans = {s: plan for s, plan in self.plans.items() if s > step}
-        except Exception:
-            if not program_ends():
-                _log.exception("what steps took could not be judged")
-
-    def prepare(
-        self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
+    def __init__(
+        self,
+        compiled_plans: CompiledPlans,
+        controller: Controller,
+        limits: Limits,
+        warmup_updates: int,
     ) -> None:
-        """Prepares a migration within the limits; sets `ready` to the result or the error's text.
+        self._compiled_plans, self._controller, self._limits = compiled_plans, controller, limits
+        self._warmup_updates = warmup_updates
+        self.queue: deque[Migration] = deque()
+        self.history: list[PlanChange] = []
+
+    def request(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
+        """Prepares a migration and queues it; all processes of the run must request the same.
+
+        Raises the errors of `Pipeline.migrate`.
 
         Args:
-            proposal: has the plan to move to.
-            compiled: the plan in use.
-            step: the earliest step before which the migration can be made.
-            stream_steps: how many steps the stream, if there is one, will have had by then.
+            state: the newest state.
+            plan: the plan to migrate to.
+            at: (step, micro-batch) from which the plan is used; None: the next step.
+            why: the reason, which `history` keeps.
         """
-        try:
-            with beside_training():
-                new = self._compiled_plans.with_plan(proposal.new, compiled)
-                moment = (step, 0)
-                migration = prepare_migration(
-                    compiled, new, moment, proposal.why, self._limits, stream_steps
-                )
-                migration.bound.compile_marks()
-                self.ready = migration
-        except Exception as error:
-            self.ready = str(error) or type(error).__name__
-
-    def refuse(self, plan: Plan) -> None:
-        """Tells the trigger not to ask again for a plan to which no migration is possible."""
-        if self._trigger is not None:
-            self._trigger.refused |= {plan.cuts, self._asked}
-        self._replaced = None
-
-    def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
-        """Proposes another plan if a step shows that a faster one would repay the move to it.
-
-        Args:
-            plan: the plan under which the step ran.
-            seconds: what the step took.
-            compiled: the plan in use.
-        """
-        if self._trigger is None:
-            synchronous, layer_s = compiled.schedule.synchronous, self._compiled_plans.layer_s
-            self._trigger = Trigger(
-                layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
+        if (hosts := self._compiled_plans.settings.hosts) is not None:
+            asked = {"plan": plan.to_json(), "moment": at, "reason": why, "step": state.step}
+            parts = [(name, str(value)) for name, value in asked.items()]
+            hosts.agree("migrations", parts)
+        microbatches = self._controller.microbatches
+        step, microbatch = at or (state.step, 0)
+        if step < state.step or not 0 <= microbatch < microbatches:
+            raise ValueError(
+                f"at={at} is not a moment to come: the next step is {state.step}, its "
+                f"micro-batches are 0 to {microbatches - 1}"
             )
-        if plan == self._replaced:  # a proposal to leave this plan is in preparation
-            return
-        self._replaced, trigger = None, self._trigger
-        replan = trigger.observe(plan, seconds)
-        if replan is None or plan != compiled.plan:
-            return
-        new = self._plan_for(replan, trigger.home, compiled)
-        if new is None:
-            trigger.refused.add(replan.cuts)
-            return
-        moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
-        if replan.repays(moved_bytes, self.link, self.rule):
-            trigger.asked = new.cuts
-            self._asked = replan.cuts
-            self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
-            return
-        too_dear = "%s, but cuts %s do not repay the %d bytes that would move"
-        _log.info(too_dear, replan.why, new.cuts, moved_bytes)
-        trigger.refused.add(replan.cuts)
+        if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
+            _log.warning("a migration is under way: the next one waits for step %d", earliest)
+            step, microbatch = earliest, 0
+        old = self.queue[-1].new if self.queue else self._compiled_plans.current
+        stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
+        # The migration is expected to find no micro-batch in flight, so the stream's earlier
+        # plans are dropped. If it finds one after all, `run_due` prepares the migration again.
+        if old.previous and not stream_steps:
+            old = old.after(None)
+        if microbatch and (old.plan.replicated or plan.replicated):
+            raise ValueError(
+                f"at={at} is inside a step: replicated stages change between two steps "
+                f"alone, write at=({step + 1}, 0)"
+            )
+        # The migration starts from `old`, which differs from the present plan if others are queued.
+        new = self._compiled_plans.with_plan(plan, old)
+        self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
 
-    def _plan_for(self, replan: Replan, home: Plan, compiled: CompiledPlan) -> Plan | None:
-        """Finds the plan to move to.
+    def plan_between(self, step: int) -> Plan:
+        """Returns the plan of a step whose batch has other shapes than the first batch of the run.
+
+        Migrations that are due inside such a step are made before it.
+        """
+        due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
+        return due[-1] if due else self._compiled_plans.current.plan
+
+    def run_due(
+        self, state: State, drain: Callable[[State], State], compiled: CompiledPlan | None = None
+    ) -> State:
+        """Makes the migrations that are due between two steps; returns the state after them.
 
         Args:
-            replan: the cuts that the trigger asks for.
-            home: the plan with which the run began, made by the planner or given by the user.
-            compiled: the plan in use.
+            state: the newest state.
+            drain: finishes the micro-batches in flight.
+            compiled: the compiled plan of the next step; None stands for the present one. A
+                migration due inside that step stays queued, and the step makes it, if the
+                plan is the present one and the synchronous first steps are over. Otherwise
+                the migration is made now.
 
-        Returns:
-            `home`, if its cuts are asked for. Otherwise the planner's plan for devices as slow as
-            they are now; None if that plan saves less than `Rule.gain` over the plan in use. If the
-            planner gives no plan, or the user chose `home` or its fates: `home` with the cuts that
-            are asked for.
+        Raises:
+            StageError: a copy failed; the error's `state` is whole under the old plan.
         """
-        compiled_plans, graph = self._compiled_plans, compiled.traced.graph
-        planned, settings = compiled_plans.planned, compiled_plans.settings
-        if replan.cuts == home.cuts:
-            return home
+        while self.queue and (change := self.queue[0].change).step <= state.step:
+            migration, old = self.queue[0], self._compiled_plans.current
+            runs = compiled in (None, old) and state.updates >= self._warmup_updates
+            m = change.microbatch if runs and change.step == state.step else 0
+            if not migration.foresaw(old, old.representative(state.stream_steps), m):
+                new = migration.new.after(None)
+                migration = self._prepared(
+                    old, new, (state.step, m), change.why, state.stream_steps
+                )
+                self.queue[0] = migration
+            if migration.change.how == "inside":
+                break
+            self.queue.popleft()
+            # A move between two steps needs the arrays at rest: no micro-batch may be in flight.
+            state = drain(state)
+            state.check(migration.bound.lowered.persistent)
+            self._controller.settle()
+            try:
+                arrays = moved_between_steps(migration, state, self._controller)
+            except HostLost:
+                raise
+            except StageError as error:
+                error.state = state_after_failed_move(migration, state, error.table)
+                error.add_note(
+                    "Nothing has moved and nothing is lost: go on with the `state` of "
+                    "this error, or save it."
+                )
+                raise
+            state = replace(state, arrays=arrays)
+            self.commit(migration)
+        return state
 
-        def placed(plan: Plan) -> Plan:
-            """Puts the optimizer's state of each layer where `home` has it."""
-            like_home = zip(plan.stages, recut(graph, home, plan.cuts).stages, strict=True)
-            stages = tuple(replace(s, state_fates=x.state_fates) for s, x in like_home)
-            return replace(plan, stages=stages, splits=home.splits)
+    def _prepared(
+        self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
+    ) -> Migration:
+        """Prepares a migration, and makes sure that all processes have the same rows for it."""
+        migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
+        agree_on_rows(migration.new, "the rows of a migration", migration.rows)
+        if self._controller.monitor:
+            migration.bound.compile_marks()
+        return migration
 
-        def held_bytes(plan: Plan) -> list[int]:  # of the fullest device of each stage
-            peaks = compiled_plans.with_plan(placed(plan), compiled).peaks
-            return [max(peaks[d].bytes for d in stage.devices) for stage in plan.stages]
+    def pop_due_inside(self, step: int) -> Migration | None:
+        """Removes and returns the migration that is due inside a step, if there is one."""
+        if self.queue and self.queue[0].change.step == step:
+            return self.queue.popleft()
+        return None
 
-        answer = None
-        by_user = settings.fates or settings.checkpoint is not None
-        if planned is not None and not by_user and _alike(planned.plan, home):
-            held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are unknown here
-            answer = planned_again(planned, replan.slowness, held_bytes_of)
-        if answer is None:
-            return recut(graph, home, replan.cuts)
-        candidates = (x for x in (self._answer, planned) if x and _alike(x.plan, compiled.plan))
-        if present := next(candidates, None):
-            now = replace(answer, decision=present.decision)
-            if answer.step_s > (1 - self.rule.gain) * now.step_s:
-                return None
-        self._answer = answer
-        return placed(answer.plan)
+    def commit(self, migration: Migration) -> None:
+        """Makes the new plan the present one, and adds the migration to `history`."""
+        self._compiled_plans.adopt(migration.new)
+        self.history.append(migration.change)
+        _log.info("%s", migration.change)
 
+    def begin_run(self) -> None:
+        """Forgets the queued and the past migrations, which belong to the run before."""
+        self._discard("run")
+        self.history = []
 
-def _alike(one: Plan, other: Plan) -> bool:
-    """Tells whether two plans have equal layers, devices and fates of residuals in each stage."""
+    def follow(self, compiled_plans: CompiledPlans) -> None:
+        """Takes another model's compiled plans; forgets migrations queued for the model before."""
+        self._discard("model")
+        self._compiled_plans = compiled_plans
 
-    def stages(plan: Plan) -> list[Any]:
-        return [(stage.layers, stage.devices, dict(stage.fates)) for stage in plan.stages]
-
-    return stages(one) == stages(other)
-
-
-def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
-    """Returns a measured step's seconds per micro-batch, by layer and by stage.
-
-    In an asynchronous schedule, the n devices of a stage take turns: each runs every n-th
-    micro-batch, so the stage finishes n micro-batches in the time that a device takes for one. The
-    seconds of the stage's layers are therefore divided by n.
-
-    Args:
-        measured: what the monitor has measured.
-        compiled: the plan under which the step ran.
-    """
-    places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
-    exposed_s = [
-        measured.exposed.get(place, 0.0) / compiled.microbatches / places.count(place)
-        for place in places
-    ]
-    layer_s = measured.layer_s(len(compiled.traced.graph.layers))
-    if not compiled.schedule.synchronous:
-        layer_s = [
-            layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers
-        ]
-    return Seen(layer_s, exposed_s)
-
-
-# A group is several consecutive layers of a stage that run as one program. A run begins with layers
-# apart, each with its own programs. After a migration, layers are apart again. Groups are compiled
-# beside the training, which takes over their programs once they are ready. In a short run, groups
-# save less time than their compilation takes, and how long a run will last is not known. So, unless
-# the user asks for groups, they are compiled once the steps under a plan have taken as long as the
-# plan's programs took to compile (c seconds). Groups that the user does not ask for are compiled
-# only on CPUs, where results with groups were measured and found bitwise identical:
-#
-#     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
-#     |<------- c -------->|<---------- c ------------>|
-#
-# A run that ends early thus compiles no groups.
-
-
-class Grouping:
-    """The compiler of groups: works beside the training, which then takes over its programs."""
-
-    def __init__(self) -> None:
-        self._thread = Thread("jvpipe-groups")
-        self._apart: CompiledPlan | None = None
-        self._stepping_s = 0.0  # seconds of the steps under `_apart`
-        self._grouped: Future[CompiledPlan] | None = None  # None until it is begun
-
-    def note_step(self, taken_s: float) -> None:
-        """Adds the seconds for which the training thread was within a step."""
-        self._stepping_s += taken_s
-
-    def pass_step(self, compiled_plans: CompiledPlans) -> None:
-        """Begins to compile groups if the plan has none, or takes over groups that are compiled.
-
-        This must be called between two steps, with no migration in the queue.
-
-        Args:
-            compiled_plans: the compiled plans of the model.
-        """
-        current, asked = compiled_plans.current, compiled_plans.settings.group
-        if current.grouped or asked is False:
-            return
-        if asked is None and first_of(compiled_plans.settings.devices[0]).platform != "cpu":
-            return
-        if self._apart is not current:
-            self._apart, self._grouped, self._stepping_s = current, None, 0.0
-        if self._grouped is None:
-            if asked or self._stepping_s > current.compile_s:
-                if not self._thread:
-                    self._thread.switch(on=True)
-                self._grouped = self._thread.ask(in_groups_or_apart, compiled_plans, current)
-        elif not self._thread.waiting and (grouped := self._grouped.result()) is not current:
-            compiled_plans.adopt(grouped)
-
-    def wait(self) -> None:
-        """Waits until the groups are compiled; the next step runs them."""
-        self._thread.wait()
-
-
-def in_groups_or_apart(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:
-    """Returns a plan in groups, or `apart` itself if groups do not fit or cannot be compiled."""
-    with beside_training():
-        try:
-            grouped = compiled_plans.in_groups(apart)
-            if apart.evaluates:  # the next evaluation would compile its groups while all wait
-                grouped.evaluation  # noqa: B018 - reading it compiles them
-            return grouped
-        except Exception as error:
-            if not program_ends():
-                _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
-            return apart
+    def _discard(self, whose: str) -> None:
+        if self.queue:
+            _log.warning("queued migrations are dropped: they were of the %s before", whose)
+            self.queue.clear()

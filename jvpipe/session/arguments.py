@@ -1,8 +1,8 @@
-"""The checks of a user's arguments: numbers, names, functions, random keys and batches.
+"""The checks of a user's arguments: numbers, names, functions, random keys and streams.
 
-Each check raises ValueError for a wrong value, with a message that has the option's name, the value
-and what to give instead. A check whose name begins with `check_` returns nothing. The others return
-the value in the form that the code after them needs.
+Each check raises ValueError for a wrong value, with a message that has the option's name,
+the value and what to give instead. A check whose name begins with `check_` returns nothing.
+The others return the value in the form that the code after them needs.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role, abstract, canonical, named_leaves
+from jvpipe.trace.leaves import Role
 from jvpipe.util.brief import brief
 from jvpipe.util.given import is_stream, is_whole, several
 from jvpipe.util.names import did_you_mean
@@ -96,10 +96,12 @@ def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     parts = re.split("[:,]", value) if isinstance(value, str) else several(value)
     if parts is None:
         raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {brief(value)}")
-    numbers = [
-        int(part) if isinstance(part, str) and part.strip().isdecimal() else part for part in parts
-    ]
-    return tuple(whole_number(f"each of {name}", number) for number in numbers)
+
+    def read(part: Any) -> Any:
+        is_number = isinstance(part, str) and part.strip().isdecimal()
+        return int(part) if is_number else part
+
+    return tuple(whole_number(f"each of {name}", read(part)) for part in parts)
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:
@@ -162,8 +164,8 @@ def checked_stacked(name: str, stacked: Any) -> str:
     """
     if not isinstance(stacked, str) or stacked != PER_LAYER:
         raise ValueError(
-            f"{name} must be None (the optimizer sees stacked layers as plain optax does) or '{PER_LAYER}' (it sees "
-            f"slices), not {brief(stacked)}"
+            f"{name} must be None (the optimizer sees stacked layers as plain optax does) "
+            f"or '{PER_LAYER}' (it sees slices), not {brief(stacked)}"
         )
     return stacked
 
@@ -220,8 +222,8 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
     except TypeError as error:
         called = ", ".join(names)
         raise ValueError(
-            f"the loss {_called(loss_fn)}{signature} is called with ({called}), has_state={has_state}: {error}; "
-            f"wrap it, lambda {called}: ..."
+            f"the loss {_called(loss_fn)}{signature} is called with ({called}), "
+            f"has_state={has_state}: {error}; wrap it, lambda {called}: ..."
         ) from error
 
 
@@ -244,7 +246,8 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
     methods = (getattr(optimizer, name, None) for name in ("init", "update"))
     if isinstance(optimizer, type) or not all(map(callable, methods)):
         raise ValueError(
-            f"the optimizer must be an optax transformation, not {_kind(optimizer)}{_uncalled(optimizer)}"
+            "the optimizer must be an optax transformation, not "
+            f"{_kind(optimizer)}{_uncalled(optimizer)}"
         )
 
 
@@ -270,7 +273,8 @@ def check_arrays(tree: Tree, role: Role) -> None:
             raise ValueError(f"{role} '{path_name(path)}' is a shape: give an array")
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
-                f"{role} '{path_name(path)}' was deleted or donated: give an array that is still there"
+                f"{role} '{path_name(path)}' was deleted or donated: give an array "
+                "that is still there"
             )
 
 
@@ -298,8 +302,8 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
     """Raises ValueError if the schedule is `AUTO` and the planner cannot choose task orders."""
     if schedule == AUTO and find_planner(planner).as_paper:
         raise ValueError(
-            f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave planner out, or name a schedule "
-            "such as '1f1b' or 'interleaved'"
+            f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave "
+            "planner out, or name a schedule such as '1f1b' or 'interleaved'"
         )
 
 
@@ -314,7 +318,8 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
     is_text = isinstance(replicas, str)
     if not any(map(str.isdigit, replicas)) if is_text else several(replicas) is None:
         raise ValueError(
-            f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
+            f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not "
+            f"{brief(replicas)}"
         )
     return read_whole_numbers(name, replicas)
 
@@ -331,9 +336,9 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     Traceback (most recent call last):
     ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
-    listed: list[Any] = (
-        [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
-    )
+    # These could be iterated over, but what they yield would not be speeds in order.
+    is_single = isinstance(speeds, str | Mapping | Set)
+    listed: list[Any] = (None if is_single else several(speeds)) or [speeds]
     if not all(map(_is_positive, listed)):
         raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
     return tuple(map(float, listed))
@@ -347,95 +352,29 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
         )
 
 
-def shapes_of(tree: Tree) -> Any:
-    """Returns the containers of a tree, and the shapes and types that its leaves have on a device.
-
-    If two trees have the same containers, shapes and types, a loss is traced to the same program
-    for both. So the result serves as the key under which the traced program is kept.
-    """
-    leaves, containers = jax.tree.flatten(tree)
-    return containers, tuple(
-        (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
-    )
-
-
-_UNEVEN = (
-    ". Leave out the rest of an odd last batch (drop_remainder=True in most loaders), or pad it with examples that "
-    "count with weight 0, and return jvpipe.Weighted(total, weight)"
-)
-
-
 def check_deferred(options: Mapping[str, Any]) -> None:
     """Raises ValueError unless the other options allow deferred batch norms.
 
-    Deferred batch norms keep sums over a whole batch in the model state. So there must be a model
-    state, and each batch must end before the next one begins. There must be no replicas, because
-    each would sum over its own examples only.
+    Deferred batch norms keep sums over a whole batch in the model state. So there must be a
+    model state, and each batch must end before the next one begins. There must be no
+    replicas, because each would sum over its own examples only.
     """
     if not options["deferred_batch_norm"]:
         return
     if not options["has_state"]:
         raise ValueError(
-            "deferred_batch_norm=True, but the loss carries no model state: say has_state=True, and carry the "
-            "running statistics of batch norms in it"
+            "deferred_batch_norm=True, but the loss carries no model state: say "
+            "has_state=True, and carry the running statistics of batch norms in it"
         )
     if not options["schedule"].synchronous:
         raise ValueError(
-            f"deferred_batch_norm=True needs a schedule that ends each batch, such as '1f1b', not "
-            f"'{options['schedule'].name}'"
+            "deferred_batch_norm=True needs a schedule that ends each batch, such as "
+            f"'1f1b', not '{options['schedule'].name}'"
         )
     replicas = options["replicas"]
     if replicas == "auto" or any(count > 1 for count in replicas or ()):
         raise ValueError(
-            f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums of its own examples alone; "
-            "leave out one of the two, or call jvpipe.deferred_batch_norm in the loss"
+            f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums "
+            "of its own examples alone; leave out one of the two, or call "
+            "jvpipe.deferred_batch_norm in the loss"
         )
-
-
-def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """Returns the shapes of a micro-batch.
-
-    Args:
-        batch: a whole batch, as arrays or shapes.
-        microbatches: how many it is split into.
-
-    Raises:
-        ValueError: the batch cannot be split evenly along the first axis of its leaves.
-    """
-
-    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = np.shape(leaf)
-        size = shape[0]
-        if size % microbatches or not size:
-            near = _nearest_divisors(size, microbatches)
-            raise ValueError(
-                f"{microbatches} micro-batches do not divide the {size} examples of "
-                f"{named_leaves(path, 'batch leaf')}: "
-                f"the nearest that do are {near}{_UNEVEN if size else ''}"
-            )
-        return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
-
-    batch = abstract(batch, "batch leaf")
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise ValueError(f"the batch holds no arrays, it is {batch!r}: give a tree of arrays")
-    sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
-    if scalars := [name for name, size in sizes.items() if not size]:
-        raise ValueError(
-            f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis, so let the loss capture "
-            "it, or repeat it for every example; make one array of a list of numbers, np.asarray(numbers)"
-        )
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the leaves of the batch differ in their leading axis: {sizes}; give each an entry per example, and let "
-            "the loss capture arrays that have none"
-        )
-    return jax.tree_util.tree_map_with_path(part, batch)
-
-
-def _nearest_divisors(size: int, target: int) -> str:
-    # If n divides size, size / n does as well, so n needs to go no further than the square root.
-    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    divisors = sorted({*small, *(size // n for n in small)})
-    below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]
-    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"

@@ -1,8 +1,8 @@
 """Checkpoints of a session's states, with arrays that are named by their parameters' paths.
 
-A micro-batch is in flight if its forward has run and its backward has not. A state at rest has none
-in flight and can be restored under any cuts. A state in flight has some; its arrays are restored to
-the places where they lay, so the cuts must be the same.
+A micro-batch is in flight if its forward has run and its backward has not. A state at rest
+has none in flight and can be restored under any cuts. A state in flight has some; its
+arrays are restored to the places where they lay, so the cuts must be the same.
 """
 
 import json
@@ -22,9 +22,8 @@ from jvpipe.runtime.state.checkpoints.checkpoint import Saved, save_checkpoint
 from jvpipe.runtime.state.checkpoints.flight import restore_in_flight
 from jvpipe.runtime.state.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
-from jvpipe.session.arguments import shapes_of
-from jvpipe.session.compiled_plans import shown
 from jvpipe.session.engine import Engine
+from jvpipe.trace.batches import shapes_of, shown
 from jvpipe.trace.loss import KeyKind
 from jvpipe.util.brief import brief
 from jvpipe.util.pattern import anything, compare
@@ -64,7 +63,8 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
         extra: values for the user's own use, such as the epoch, in types that JSON can hold.
     """
     check_json(extra)
-    saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
+    saving = _saving(session, session.compiled)
+    trees, hosts = session.trees, session.settings.hosts
     session.check_whole(session.compiled, state)
 
     def arrays() -> Arrays:
@@ -89,7 +89,8 @@ def check_json(extra: Any) -> None:
     ValueError: extra must be what JSON holds by name, such as {'epoch': 3}: Object of type set is not JSON serializable
     """
     usual = "extra must be what JSON holds by name, such as {'epoch': 3}"
-    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+    names = extra if isinstance(extra, Mapping) else (None,)
+    if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{usual}, not {brief(extra)}")
     try:
         compare("it", json.loads(json.dumps(extra)), {str: anything})
@@ -103,8 +104,8 @@ def restore(session: Engine, path: str | Path) -> State:
     Each process reads the arrays that it will hold.
 
     Args:
-        session: a session of the same model. If `init` was not called yet, the loss is traced with
-            the shapes in the checkpoint.
+        session: a session of the same model. If `init` was not called yet, the loss is
+            traced with the shapes in the checkpoint.
         path: the folder of the checkpoint.
 
     Raises:
@@ -149,11 +150,14 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
 def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     """Raises ValueError unless the saved key is of the kind with which the model was traced."""
     rng = session.trees.rng
-    ours = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
+    ours = None
+    if rng is not None:
+        kind = KeyKind.of(rng)
+        ours = [list(kind.shape), kind.impl]
     if meta["key"] != ours:
         raise ValueError(
-            f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's is {ours}: "
-            "give init such a key"
+            f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's "
+            f"is {ours}: give init such a key"
         )
 
 
@@ -163,8 +167,9 @@ def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> No
     then = None if saved is None else skeleton.load_container(saved)
     if then is not None and shapes_of(then)[1] != shapes_of(here)[1]:
         raise ValueError(
-            f"{path} was saved in flight with batches of {shown(then)}, those of this pipeline are of {shown(here)}: "
-            "restore it in one that has begun with such a batch, or in a new one; or save what pipe.drain returned"
+            f"{path} was saved in flight with batches of {shown(then)}, those of this "
+            f"pipeline are of {shown(here)}: restore it in one that has begun with such a "
+            "batch, or in a new one; or save what pipe.drain returned"
         )
 
 
@@ -193,9 +198,8 @@ def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> 
     session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
     agree_on_rows(compiled)
     model = session.compiled_plans.model_id
-    return State(
-        placed, saved_words(meta), int(meta["step"]), stream_steps, int(meta["updates"]), model
-    )
+    step, updates = int(meta["step"]), int(meta["updates"])
+    return State(placed, saved_words(meta), step, stream_steps, updates, model)
 
 
 def _saving(session: Engine, compiled: CompiledPlan) -> Saving:

@@ -1,8 +1,10 @@
-"""The compiled plans of a model: one for each shape of its batches, all under the same plan."""
+"""The compiled plans of a model: one for each shape of its batches, all under the same plan.
 
-import json
+`KnownModels` remembers the compiled plans of every model that a pipeline has met.
+"""
+
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from threading import RLock
 from typing import Any
@@ -10,52 +12,43 @@ from typing import Any
 import jax
 
 from jvpipe import _jax
-from jvpipe._jax import JaxprEqn
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
+from jvpipe.cost.slowness import work_s
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.values import ValueKind
-from jvpipe.papers.registry import find_planner
+from jvpipe.planners.loop_reasons import loop_reasons
+from jvpipe.planners.planned import Planned
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
-from jvpipe.runtime.engine.host_link import link_between
+from jvpipe.runtime.engine.meshes import check_shard_maps
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
+from jvpipe.runtime.engine.trees import Trees
 from jvpipe.runtime.state.model_change import Parked
-from jvpipe.schedules.planned import pipeline_length
-from jvpipe.session.arguments import micro_batch_shapes, shapes_of
-from jvpipe.session.measuring import Bench, ChosenShape
-from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
-from jvpipe.session.planning import Planned, work_s
-from jvpipe.session.settings import OptimizerCutter, Settings, Trees
+from jvpipe.session.measuring import Bench
+from jvpipe.session.model_planner import ModelPlanner, compile_plan
+from jvpipe.session.planning import ChosenShape
+from jvpipe.session.settings import OptimizerCutter, Settings
+from jvpipe.trace.batches import micro_batch_shapes, shapes_of, shown
 from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.jaxprs import every
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import abstract
-from jvpipe.trace.model import trace_model
+from jvpipe.trace.missing import missing_parameter
+from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.stacks import Stacks
-from jvpipe.util.paths import path_name
 
 Tree = Any
 LeavesOf = Callable[[Stacks], Sequence[Leaf]]
 _log = logging.getLogger("jvpipe")
 
 
-def shown(batch: Tree) -> str:
-    """Returns the leaves of a batch with their types and shapes, for people to read."""
-    leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
-    return ", ".join(
-        f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves
-    )
-
-
 class CompiledPlans:
     """The compiled plans of one model. The loss is traced and compiled once for each batch shape.
 
-    The plan is made for the first shape. Later shapes keep this plan, because it also says on which
-    devices the state lies.
+    The plan is made for the first shape. Later shapes keep this plan, because it also says
+    on which devices the state lies.
 
     Args:
         settings: what the user asked for.
@@ -130,8 +123,8 @@ class CompiledPlans:
 
         Args:
             batch: a whole batch.
-            warms_up: whether the step is one of the synchronous steps that begin an asynchronous
-                run.
+            warms_up: whether the step is one of the synchronous steps that begin an
+                asynchronous run.
         """
         trees, key = self.trees, shapes_of(batch)
         if key not in self._by_shapes:
@@ -140,9 +133,10 @@ class CompiledPlans:
             try:
                 self.trace(trees.params, batch, trees.rng, trees.model_state)
             except Exception as error:
+                first_line = (str(error).splitlines() or [""])[0]
                 raise ValueError(
-                    f"the loss does not take a batch of {shown(batch)}, init's was of {shown(trees.batch)}: "
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    f"the loss does not take a batch of {shown(batch)}, "
+                    f"init's was of {shown(trees.batch)}: {type(error).__name__}: {first_line}"
                 ) from error
         compiled = self._by_shapes[key]
         return (warms_up and compiled.warmup) or compiled
@@ -157,8 +151,8 @@ class CompiledPlans:
     ) -> "CompiledPlans":
         """Returns the compiled plans of a run that begins with these trees.
 
-        If the model has the same layers and tree of parameters as the present one, the present
-        plan is kept; otherwise a plan is made. Each tree holds arrays or shapes.
+        If the model has the same layers and tree of parameters as the present one, the
+        present plan is kept; otherwise a plan is made. Each tree holds arrays or shapes.
 
         Args:
             params: the parameters.
@@ -193,87 +187,92 @@ class CompiledPlans:
             batch: a whole batch.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
-            leaves_of: makes the parameters or puts them on devices, given their split into layers;
-                this happens before layers are timed, so the plan leaves room for them.
+            leaves_of: makes the parameters or puts them on devices, given their split into
+                layers; this happens before layers are timed, so the plan leaves room for them.
             before: the compiled plans of the run before; their plan is kept if layers are equal.
         """
         settings = self.settings
+        present = self.current if self._by_shapes else None
         micro = micro_batch_shapes(batch, settings.microbatches)
         params, model_state = abstract(params), abstract(model_state, "leaf of the model state")
-        base = self.current if self._by_shapes else None
+        model = self._traced_loss(params, micro, rng, model_state, present and present.traced)
+        cutter = OptimizerCutter(settings, model.params, model.stacks)
+        traced = cutter.freeze(model.traced)
+        sharding = settings.sharding
+        check_shard_maps(traced.loss.eqns, sharding.axes if sharding else {})
+        if leaves_of:
+            leaves = enumerate(leaves_of(model.stacks))
+            self._leaves = {("parameter", i): leaf for i, leaf in leaves}
+        base = present
+        if present is None:
+            batch_shapes = abstract(batch, "batch leaf")
+            self._trees = Trees(params, batch_shapes, rng, model_state, model.stacks)
+            if before and (same := before._split_alike(traced, params)):
+                base, traced = before.current, same
+                self.planned, self.shape = before.planned, before.shape
+                self.model_id = before.model_id
+            self._agree(traced, cutter)
+        if base:
+            compiled = self.with_plan(base.plan, base, traced)
+        else:
+            bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
+            planner = ModelPlanner(settings, bench, cutter, self._leaves)
+            finer = not self._follows
+            compiled, self.planned, self.shape = planner.plan_together(traced, finer=finer)
+        # If another model is still training, this model's groups are compiled later: when
+        # this model trains, beside its training.
+        if settings.group and not self._follows:
+            compiled = self.in_groups(compiled)
+        self._by_shapes[shapes_of(batch)] = compiled
+
+    def _traced_loss(
+        self,
+        params: Tree,
+        micro_batch: Tree,
+        rng: jax.Array | None,
+        model_state: Tree,
+        present: Traced | None,
+    ) -> Model:
+        """Traces the loss for the shapes of a micro-batch, and cuts it into layers.
+
+        Args:
+            params: shapes, like the other trees.
+            micro_batch: a micro-batch.
+            rng: the key of the run.
+            model_state: the model state, if the loss has one.
+            present: the trace at another batch shape, whose cuts are used; None: cuts are found.
+        """
+        settings = self.settings
         with phase("tracing and cutting the loss"):
-            model = trace_model(
+            return trace_model(
                 settings.loss_fn,
                 params,
-                micro,
+                micro_batch,
                 rng,
                 model_state,
-                base and base.traced,
+                present,
                 has_aux=settings.has_aux,
                 has_state=settings.has_state,
                 sharding=settings.sharding,
                 reductions=settings.reductions,
                 deferred_over=settings.microbatches if settings.deferred_batch_norm else 1,
             )
-        cutter, sharding = OptimizerCutter(settings, model.params, model.stacks), settings.sharding
-        traced = cutter.freeze(model.traced)
-        check_shard_maps(traced.loss.eqns, sharding.axes if sharding else {})
-        if leaves_of:
-            self._leaves = {
-                ("parameter", i): leaf for i, leaf in enumerate(leaves_of(model.stacks))
-            }
-        if base is None:
-            self._trees = Trees(
-                params, abstract(batch, "batch leaf"), rng, model_state, model.stacks
-            )
-            if before and (same := before._split_alike(traced, params)):
-                base, traced = before.current, same
-                self.planned, self.shape = before.planned, before.shape
-                self.model_id = before.model_id
-        if settings.hosts is not None and not self._by_shapes:
-            loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
-            optimizer = cutter.lines(traced.graph, settings.schedule)
-            parts = [("the loss", "\n".join(loss)), ("the optimizer", "\n".join(optimizer))]
-            settings.hosts.agree("what the processes train", parts)
-        if base:
-            compiled = self.with_plan(base.plan, base, traced)
-        else:
-            bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
-            planner = ModelPlanner(settings, bench, cutter, self._leaves)
-            compiled, self.planned, self.shape = self._planned(planner, traced)
-        # If another model is still training, this model's groups are compiled later: when this
-        # model trains, beside its training.
-        if settings.group and not self._follows:
-            compiled = self.in_groups(compiled)
-        self._by_shapes[shapes_of(batch)] = compiled
 
-    def _planned(self, planner: ModelPlanner, traced: Traced) -> Chosen:
-        """Makes the plan; if there are several processes, the first one measures and decides."""
-        hosts, finer = self.settings.hosts, not self._follows
-        if hosts is None or isinstance(self.settings.stages, Plan):
-            return planner.plan(traced, finer=finer)
-        # All processes take part in measuring the link, before the first one decides.
-        if find_planner(self.settings.planner).asks_seconds:
-            bench = replace(planner.bench, between_hosts=link_between(hosts))
-            planner = replace(planner, bench=bench)
-        decided: list[Chosen] = []
-
-        def decide() -> str:
-            decided.append(planner.plan(traced, finer=finer))
-            return json.dumps(decided[0].compiled.plan.to_json())
-
-        plan = Plan.from_json(json.loads(hosts.decided("plan", decide)))
-        if decided:
-            return decided[0]
-        with_plan = replace(planner, settings=replace(self.settings, stages=plan))
-        return with_plan.plan(traced, finer=finer)
+    def _agree(self, traced: Traced, cutter: OptimizerCutter) -> None:
+        """Makes sure that all processes have traced the same loss and optimizer."""
+        hosts, schedule = self.settings.hosts, self.settings.schedule
+        if hosts is None:
+            return
+        loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
+        optimizer = cutter.lines(traced.graph, schedule)
+        parts = [("the loss", "\n".join(loss)), ("the optimizer", "\n".join(optimizer))]
+        hosts.agree("what the processes train", parts)
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
         """Splits a model's layers like the present model's; None if layers or parameters differ."""
         present = self.current.traced
-        if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(
-            self.trees.params
-        ):
+        containers = jax.tree.structure(self.trees.params)
+        if traced.cuts != present.cuts or jax.tree.structure(params) != containers:
             return None
         split = split_as_planned(traced, present.splits)
         return split if split.graph == present.graph else None
@@ -302,23 +301,32 @@ class CompiledPlans:
             base: a compiled plan of this model; unless given, that of the first batch shape.
             traced: the model at another batch shape than that of `base`.
         """
-        base, plan = base or self.current, plan.under(self.settings.schedule.name)
-        traced, cuts = traced or base.traced, (base.optimizer, base.warmup_optimizer)
-        return compile_plan(self.settings, self._store, traced, plan, *cuts)
+        base = base or self.current
+        return compile_plan(
+            self.settings,
+            self._store,
+            traced or base.traced,
+            plan.under(self.settings.schedule.name),
+            base.optimizer,
+            base.warmup_optimizer,
+        )
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
         """Compiles the successive plans of a stream (a run without flushes); returns the last one.
 
         Args:
-            spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last, as
-                the checkpoint of the stream lists them.
+            spans: (first micro-batch, plan as JSON) of each plan in turn, the present one
+                last, as the checkpoint of the stream lists them.
         """
-        # A compiled plan, unless it is the first, refers to the compiled plan before it and has the
-        # number of the micro-batch at which it replaced that plan.
+        # A compiled plan, unless it is the first, refers to the compiled plan before it and
+        # has the number of the micro-batch at which it replaced that plan.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = self.with_plan(Plan.from_json(plan)).after((earlier, start) if n else None)
-        return self.current.after((earlier, spans[-1][0])) if len(spans) > 1 else earlier
+        if len(spans) < 2:
+            return earlier
+        start, _ = spans[-1]
+        return self.current.after((earlier, start))
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Makes the plan of `compiled` the plan of every batch shape from now on.
@@ -327,10 +335,10 @@ class CompiledPlans:
         """
         # The first shape stays first, because `current` reads the plan of all shapes there.
         (first, _), *others = self._by_shapes.items()
-        self._by_shapes = {
-            first: compiled,
-            **{key: self.with_plan(compiled.plan, other) for key, other in others},
-        }
+        by_shapes: dict[Any, CompiledPlan] = {first: compiled}
+        for key, other in others:
+            by_shapes[key] = self.with_plan(compiled.plan, other)
+        self._by_shapes = by_shapes
 
     def compile_everywhere(self) -> None:
         """Compiles every program of the training for every device of this process.
@@ -351,26 +359,6 @@ class CompiledPlans:
         self._store.compile([(program, device) for program in programs for device in local])
 
 
-def loop_reasons(traced: Traced) -> list[str]:
-    """Returns a line for each layer with a loop: why it is not cut there, and what would help."""
-    lines = []
-    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
-        loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]
-        counts = [eqn.params["length"] for eqn in loops if eqn.primitive.name == "scan"]
-        once = bool(counts) and max(counts) < 2
-        if not loops or once or not layer.reading(ValueKind.PARAMETER):
-            continue
-        times = f"{max(counts)} iterations" if counts else "an unknown number of iterations"
-        lines.append(
-            f"layer {layer.name} has a loop of {times}, which share their parameters: it is not cut between them. "
-            "Written out, as a loop of Python or with unroll=True, each iteration can be a layer"
-        )
-    return lines
-
-
-# The models that a pipeline has met. Each is traced and planned once, so a switch back to an
-# earlier model costs nothing.
-
 Loss = Callable[..., Any]
 
 
@@ -381,8 +369,10 @@ REMEMBERED = 64
 class KnownModels:
     """The compiled plans of the models that a pipeline has met.
 
-    The key of a model is its loss function (the object, not its code) with the shapes of its trees.
-    `parked` has the arrays of other models, on the host, that the present model does not use.
+    Each model is traced and planned once, so a switch back to an earlier model costs
+    nothing. The key of a model is its loss function (the object, not its code) with the
+    shapes of its trees. `parked` has the arrays of other models, on the host, that the
+    present model does not use.
     """
 
     def __init__(self, store: ProgramStore) -> None:
@@ -403,17 +393,17 @@ class KnownModels:
             model_state: arrays or shapes; unless given, those of the present model.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or `Pipeline.init` would
-                refuse the model.
+            ValueError: the loss reads a parameter that `params` lack, or `Pipeline.init`
+                would refuse the model.
         """
         trees = present.trees
         params = abstract(params)
         model_state = trees.model_state if model_state is None else abstract(model_state)
         key = self._key(present, loss_fn, params, model_state)
+        present_loss = present.settings.loss_fn
+        present_key = self._key(present, present_loss, trees.params, trees.model_state)
         with self._lock:
-            self._known[
-                self._key(present, present.settings.loss_fn, trees.params, trees.model_state)
-            ] = present
+            self._known[present_key] = present
             found = self._known.pop(key, None)
             # The order is that of requests: the model that was asked for longest ago is first.
             self._known[key] = found or self._traced(present, loss_fn, params, model_state)
@@ -424,79 +414,22 @@ class KnownModels:
     def _traced(
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
     ) -> CompiledPlans:
-        settings = replace(present.settings, loss_fn=loss_fn)
-        # The layers of a plan are those of one model. Another model uses only the plan's devices.
-        if isinstance(settings.stages, Plan) or settings.shares:
-            plan = settings.stages if isinstance(settings.stages, Plan) else present.current.plan
-            places = tuple(stage.devices[0] for stage in plan.stages)
-            length = pipeline_length(plan, settings.schedule)
-            replicas = tuple(stage.devices for stage in plan.stages) if plan.replicated else ()
-            settings = replace(
-                settings, stages=length, places=places, shares=False, replicas=replicas
-            )
+        """Traces and plans another model at the batch shape of the present one."""
+        settings = present.settings.for_another(loss_fn, present.current.plan)
         compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
         try:
             compiled_plans.trace(params, trees.batch, trees.rng, model_state)
         except KeyError as error:
             micro = micro_batch_shapes(trees.batch, settings.microbatches)
             rest = (model_state, micro, trees.rng) if settings.has_state else (micro, trees.rng)
-            path = _missing(loss_fn, params, *rest) or error.args[0]
+            path = missing_parameter(loss_fn, params, *rest) or error.args[0]
             raise ValueError(
-                f"the new loss reads parameter '{path}', which params lack: give a value for every parameter that it "
-                "reads (the values of kept parameters are ignored)"
+                f"the new loss reads parameter '{path}', which params lack: give a "
+                "value for every parameter that it reads (the values of kept "
+                "parameters are ignored)"
             ) from error
         return compiled_plans
 
     @staticmethod
     def _key(present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> Hashable:
         return id(loss_fn), *map(shapes_of, (params, present.trees.batch, model_state))
-
-
-class _MissingError(KeyError):
-    """A parameter that a loss reads is missing; a loss may handle it as any missing key."""
-
-
-class _Watched(dict[Any, Any]):
-    """A dict of the parameters' tree that raises an error with the path of a missing key."""
-
-    path: tuple[Any, ...] = ()
-
-    def __missing__(self, key: Any) -> Any:
-        raise _MissingError("/".join(map(str, (*self.path, key))))
-
-
-def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """Returns the path of the first parameter that a loss does not find; None if it is unknown."""
-
-    def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
-        if not isinstance(tree, Mapping):
-            return tree
-        watching = _Watched({key: watched(value, (*path, key)) for key, value in tree.items()})
-        watching.path = path
-        return watching
-
-    try:
-        jax.eval_shape(lambda params, *rest: loss_fn(watched(params, ()), *rest), params, *rest)
-    except _MissingError as missing:
-        return missing.args[0]
-    except Exception:
-        return None
-    return None
-
-
-def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
-    """Raises ValueError for a `jax.shard_map` over a mesh that differs from the stages' meshes.
-
-    Args:
-        eqns: the equations of the loss.
-        axes: the axes of the stages' meshes with their sizes; empty if a stage is on one device.
-    """
-    for eqn in every(eqns):
-        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(
-            axes
-        ):
-            stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
-            raise ValueError(
-                f"the loss calls jax.shard_map over a mesh of {own}, and stages are {stages}: give each stage such a "
-                "mesh, devices=[Mesh(...), ...], with sharding= or batch_axis="
-            )

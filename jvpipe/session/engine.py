@@ -1,7 +1,7 @@
 """The engine of a pipeline: begins a run, and reads its states.
 
-Session (session.py) adds the steps of training to it. Evaluations and checkpoints need only this
-part.
+Session (session.py) adds the steps of training to it. Evaluations and checkpoints need only
+this part.
 """
 
 import json
@@ -13,18 +13,19 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Device, Tracer, is_plain
+from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.span import Picture
 from jvpipe.ir.values import Value, ValueKind
+from jvpipe.planners.planned import Planned
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Controller, Feeds
+from jvpipe.runtime.engine.feeds import feeds_of
 from jvpipe.runtime.engine.forks import check_not_forked
 from jvpipe.runtime.engine.freed_memory import keep_freed_memory
 from jvpipe.runtime.engine.hosts import Hosts, together
@@ -36,13 +37,11 @@ from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.tensors import Ledger, Limits
 from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.engine.transport import to_host
+from jvpipe.runtime.engine.trees import Trees, with_sums
 from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
 from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf
-from jvpipe.session.planning import Planned
-from jvpipe.session.settings import Parts, Settings, Trees, option_parts, with_sums
+from jvpipe.session.settings import Settings, option_parts
 from jvpipe.trace.coupling import warn_of_splitting
-from jvpipe.trace.digests import array_digest, leaf_lines, made_lines, shape_lines
-from jvpipe.trace.leaves import abstract, canonical, is_initializer
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -52,8 +51,8 @@ Metrics = dict[str, Any]
 class Engine:
     """The parts of a pipeline that steps, evaluations and checkpoints share.
 
-    They are the compiled plans, the controller (which dispatches rows), the ledger (which counts
-    bytes and weight versions) and the limits.
+    They are the compiled plans, the controller (which dispatches rows), the ledger (which
+    counts bytes and weight versions) and the limits.
 
     Args:
         settings: the pipeline's options, checked.
@@ -109,13 +108,14 @@ class Engine:
     def peaks(self) -> list[Peak | None]:
         """Each device's peak in a step of the present plan; None if only another process knows it.
 
-        Processes exchange their peaks once, when a run begins. After a change of the plan, a
-        process knows only the peaks of its own devices.
+        Processes exchange their peaks once, when a run begins. After a change of the plan,
+        a process knows only the peaks of its own devices.
         """
         plan, peaks = self._begun_with
-        here, known = self.compiled.peaks, plan == self.compiled.plan
+        here = self.compiled.peaks
+        at_begin = peaks if plan == self.compiled.plan else [None] * len(self.settings.devices)
         return [
-            here[i] if _jax.is_own(device) else peaks[i] if known else None
+            here[i] if _jax.is_own(device) else at_begin[i]
             for i, device in enumerate(self.settings.devices)
         ]
 
@@ -126,7 +126,12 @@ class Engine:
         return {device: sum(d == device for _, d in used) for device in self.settings.devices}
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
-        """Switches the timing of every task on or off; the last `kept` steps are remembered."""
+        """Switches the timing of every task on or off.
+
+        Args:
+            on: whether tasks are timed from now on.
+            kept: how many of the last steps are remembered.
+        """
         seconds = self.compiled_plans.layer_s or ()
         self.controller.monitor = Monitor(self.settings.devices, kept, seconds) if on else None
 
@@ -153,8 +158,8 @@ class Engine:
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
         """Copies the newest arrays of a kind to the host, in the order of their leaves.
 
-        If there are several processes, all must call this. The first one gets the arrays, and the
-        others get None.
+        If there are several processes, all must call this. The first one gets the arrays,
+        and the others get None.
         """
         self.check_whole(self.compiled, state)
         hosts, devices = self.settings.hosts, self.settings.devices
@@ -175,11 +180,12 @@ class Engine:
     def own_params(self, state: State) -> dict[str, Any]:
         """Returns the newest parameters that this process holds, by name, as numpy arrays."""
         arrays = self.compiled.placing.values(self.plain_arrays(self.compiled, state))
-        return {
-            parameter.array.name: to_host(array)
-            for i, parameter in enumerate(self.graph.parameters)
-            if (array := arrays.get((ValueKind.PARAMETER, i))) is not None
-        }
+        by_name: dict[str, Any] = {}
+        for i, parameter in enumerate(self.graph.parameters):
+            array = arrays.get((ValueKind.PARAMETER, i))
+            if array is not None:
+                by_name[parameter.array.name] = to_host(array)
+        return by_name
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
         """Returns the arrays of a state without those that belong to micro-batches in flight.
@@ -203,12 +209,14 @@ class Engine:
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
             raise ValueError(
-                f"the state must be the one that init, step or restore returned, not of type {type(state).__name__}"
+                "the state must be the one that init, step or restore returned, not of "
+                f"type {type(state).__name__}"
             )
         if state.model is not self.compiled_plans.model_id:
             raise ValueError(
-                "this state belongs to another pipeline or model: use the one that init or restore of this pipeline "
-                "gave; from one pipeline to another it goes by pipe.save and pipe.restore"
+                "this state belongs to another pipeline or model: use the one that init "
+                "or restore of this pipeline gave; from one pipeline to another it goes "
+                "by pipe.save and pipe.restore"
             )
 
     def check_losses(self, state: State, *, wait: bool = False, last: bool = True) -> None:
@@ -269,8 +277,8 @@ class Engine:
             compiled_plans: the compiled plans of the model.
             compiled: the compiled plan that places the arrays: one of `compiled_plans`, or
                 one that `compiled_plans` adopts afterwards.
-            leaves: by name, what makes an array or puts it on a device. Optimizer state that has no
-                leaf here is made by the optimizer.
+            leaves: by name, what makes an array or puts it on a device. Optimizer state
+                that has no leaf here is made by the optimizer.
             words: the words of the run's key.
             step: how many steps have been done.
             updates: how many updates the parameters have had.
@@ -291,8 +299,8 @@ class Engine:
 
         Args:
             compiled: the compiled plan of the new run.
-            making: the peak of each device, and last the host's, while the arrays of the new run
-                are made.
+            making: the peak of each device, and last the host's, while the arrays of the
+                new run are made.
 
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
@@ -330,9 +338,8 @@ class Engine:
         groups = len(compiled.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
         if self.settings.has_aux:
-            metrics["aux"] = jax.tree.unflatten(
-                compiled.traced.loss.aux_tree, values[1 : 1 + groups]
-            )
+            aux_tree = compiled.traced.loss.aux_tree
+            metrics["aux"] = jax.tree.unflatten(aux_tree, values[1 : 1 + groups])
         if len(values) > 1 + groups:
             metrics["grad_norm"] = values[1 + groups]
         return metrics
@@ -341,6 +348,10 @@ class Engine:
         """Returns the compiled plan for a batch after some number of updates.
 
         An asynchronous run may begin with synchronous steps. These have another compiled plan.
+
+        Args:
+            batch: a whole batch.
+            updates: how many updates the parameters have had.
         """
         warms_up = updates < self.settings.schedule.warmup_updates
         return self.compiled_plans.for_batch(batch, warms_up=warms_up)
@@ -370,8 +381,8 @@ class Engine:
         if rows and (missing := sorted(set(rows.feeds) - set(feeds))):
             leaf = compiled.traced.graph.batch[missing[0][1]]
             raise ValueError(
-                f"batch leaf '{leaf.name}' is a shape, and a stage of this process reads it: give an array; "
-                "pipe.needs() names all that it reads"
+                f"batch leaf '{leaf.name}' is a shape, and a stage of this process reads "
+                "it: give an array; pipe.needs() names all that it reads"
             )
         return feeds
 
@@ -407,111 +418,14 @@ class Engine:
         return replace(state, arrays=arrays)
 
 
-# What processes must agree on, and what micro-batches read.
-
-
-def agree_on_given(
-    hosts: Hosts, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree
-) -> None:
-    """Makes sure that all processes give `init` the same values.
-
-    Every byte of parameters and model state is compared. If a function makes the parameters, the
-    equations of the function are compared. The batches' shapes are compared, and the bytes of each
-    leaf that all processes give as an array. Batches of later steps are not compared, because
-    reading them in full would take longer than some steps.
-
-    Args:
-        hosts: the processes.
-        params: arrays, or a function that makes them.
-        batch: a batch, or its shapes.
-        rng: the key of the run.
-        model_state: arrays.
-
-    Raises:
-        Disagreement: two processes give different values.
-    """
-    if is_initializer(params):
-        assert rng is not None
-        parameters = made_lines(params, rng)
-    else:
-        parameters = leaf_lines(params)
-    shapes = shape_lines(batch, "batch leaf")
-    parts: Parts = [
-        ("the key", "None" if rng is None else f"{rng.dtype} {array_digest(rng)}"),
-        ("the batch", "\n".join(shapes)),
-        ("parameters", "\n".join(parameters)),
-        ("model state", "\n".join(leaf_lines(model_state, "leaf of the model state"))),
-    ]
-    hosts.agree("what init is given", parts)
-    mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
-    all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
-    # A leaf's values are compared only if every process has them. If a process has only the leaf's
-    # shape, it has sent the same line as in `shapes`.
-    by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
-    hosts.agree(
-        "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]
-    )
-
-
-def _unread(leaf: Any) -> Any:
-    """Returns a leaf, or the shape of a lazy leaf: its values are read only if they are needed."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
-
-
 def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
     """Returns the peaks of all devices, and last of the host, from the reports of all processes.
 
     Args:
         hosts: the processes.
-        here: the peaks as this process knows them. Its numbers for other processes' devices are too
-            small, so the largest report of each device counts.
+        here: the peaks as this process knows them. Its numbers for other processes' devices
+            are too small, so the largest report of each device counts.
     """
-    sizes_by_process = [
-        json.loads(word)
-        for word in hosts.exchange("peaks", json.dumps([peak.bytes for peak in here]).encode())
-    ]
+    sizes_here = json.dumps([peak.bytes for peak in here])
+    sizes_by_process = map(json.loads, hosts.exchange("peaks", sizes_here.encode()))
     return [Peak(max(sizes), None, ()) for sizes in zip(*sizes_by_process, strict=True)]
-
-
-def feeds_of(
-    batch: Tree, words: np.ndarray | None, step: int, microbatches: int
-) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
-    """Returns what each micro-batch of a step reads from the host, by (kind, index).
-
-    Leaves that are only shapes are left out. Each micro-batch's seed consists of the key's words,
-    the step and the micro-batch's number, so random values do not depend on the plan.
-
-    Args:
-        batch: a whole batch.
-        words: the words of the run's key, if it has one.
-        step: the number of the step.
-        microbatches: how many the batch is split into.
-    """
-    feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
-    for i, leaf in enumerate(jax.tree.leaves(batch)):
-        if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
-            continue
-        if isinstance(leaf, Tracer):
-            abstract(batch, "batch leaf")  # raises an error that names the traced leaf
-        # The leaf is converted on the host to the type that it has on a device.
-        leaf = _feedable(leaf)
-        size = leaf.shape[0] // microbatches
-        feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
-    if words is not None:
-        feeds["seed", 0] = [
-            np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)
-        ]
-    return feeds
-
-
-def _feedable(leaf: Any) -> Any:
-    """Returns a leaf of the batch as an array with the type that it has on a device.
-
-    Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs that
-    are compiled ahead of time take such small types only from JAX's own arrays.
-    """
-    if isinstance(leaf, LazyArray):
-        return leaf.astype(canonical(leaf.dtype))
-    if not is_plain(leaf.dtype):
-        return jax.numpy.asarray(leaf)
-    return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)

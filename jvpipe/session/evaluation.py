@@ -1,15 +1,15 @@
 """Evaluates a loss, or any function of the parameters; layers run where their parameters lie.
 
-An evaluation runs only the forwards of the plan in use. A prediction runs a function of the user's,
-which is traced and cut into layers like a loss. Each layer of the function runs on the device that
-holds the parameters that the layer reads, but never on an earlier stage than the layer before it.
-For example, a model and a function of it may run on two devices like this:
+An evaluation runs only the forwards of the plan in use. A prediction runs a function of the
+user's, which is traced and cut into layers like a loss. Each layer of the function runs on the
+device that holds the parameters that the layer reads, but never on an earlier stage than the
+layer before it. For example, a model and a function of it may run on two devices like this:
 
     training      device 0: embed, block 0    device 1: block 1, head, loss
     prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
 
-The batch of a prediction is one micro-batch, because the values that the function returns need not
-have an entry for each example. The values of several micro-batches could then not be joined.
+The batch of a prediction is one micro-batch, because the values that the function returns need
+not have an entry for each example. The values of several micro-batches could then not be joined.
 """
 
 from collections import defaultdict
@@ -36,8 +36,8 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, with_leaves
 from jvpipe.schedules import find_schedule
-from jvpipe.session.arguments import micro_batch_shapes, shapes_of
 from jvpipe.session.engine import Engine, Metrics
+from jvpipe.trace.batches import micro_batch_shapes, shapes_of
 from jvpipe.trace.model import trace_model
 
 Tree = Any
@@ -81,12 +81,12 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     """Computes a function of the newest parameters and a batch; nothing changes.
 
     Args:
-        session: the session to which the state belongs. It remembers what was compiled last; the
-            same function object with the same plan and shapes is not compiled again.
+        session: the session to which the state belongs. It remembers what was compiled last;
+            the same function object with the same plan and shapes is not compiled again.
         state: its newest arrays are read.
         batch: a batch of any size.
-        function: a function of (parameters, batch), or of (parameters, model state, batch) if the
-            pipeline has a model state.
+        function: a function of (parameters, batch), or of (parameters, model state, batch)
+            if the pipeline has a model state.
 
     Raises:
         ValueError: the function reads no parameter, or returns no arrays.
@@ -104,8 +104,8 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     arrays, copied = _arrays(session, compiled, trained)
     live = session.ledger.live[: len(compiled.devices)]
     counted = _bytes(compiled.persistent, len(live))
-    # The peak of a forward includes the arrays that the forward reads. `live` or `copied` count
-    # these arrays too, so their bytes are subtracted once.
+    # The peak of a forward includes the arrays that the forward reads. `live` or `copied`
+    # count these arrays too, so their bytes are subtracted once.
     beside = [
         x + more - counted_bytes
         for x, more, counted_bytes in zip(live, copied, counted, strict=True)
@@ -206,7 +206,9 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         *model_state, batch, _ = rest
         values = function(params, *model_state, batch)
         leaves = jax.tree.leaves(values)
-        total = sum((jnp.sum(jnp.real(x).astype(jnp.float32)) for x in leaves), 0.0)
+        total: Any = 0.0
+        for leaf in leaves:
+            total = total + jnp.sum(jnp.real(leaf).astype(jnp.float32))
         return (total, *model_state, values) if settings.has_state else (total, values)
 
     with phase("tracing and cutting the function"):
@@ -238,19 +240,19 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
 def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     """Puts each layer of a function on the stage of its parameters, or on a later stage."""
     trained, stages = training.traced.graph, training.plan.stages
-    stage_of = {
-        trained.parameters[p].array.name: s
-        for s, stage in enumerate(stages)
-        for layer in stage.layers
-        for p in trained.owned(layer)
-    }
+    stage_of: dict[str, int] = {}  # by the name of a parameter
+    for s, stage in enumerate(stages):
+        owned = [p for layer in stage.layers for p in trained.owned(layer)]
+        stage_of |= {trained.parameters[p].array.name: s for p in owned}
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
         # A stage has consecutive layers, so no layer goes back to a stage before the present one.
-        at = max([at, *(stage_of[graph.parameters[p].array.name] for p in graph.owned(layer))])
+        names = [graph.parameters[p].array.name for p in graph.owned(layer)]
+        at = max([at, *(stage_of[name] for name in names)])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
-    return Plan(tuple(Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs))
+    placed = [Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs]
+    return Plan(tuple(placed))
 
 
 def _arrays(
@@ -258,17 +260,16 @@ def _arrays(
 ) -> tuple[list[jax.Array], list[int]]:
     """Returns the arrays that a function reads, each on the device that reads it.
 
-    An array of the training is used if it lies on that device, and copied there otherwise. Arrays
-    that the function closes over are not part of the training, so they are always copied.
+    An array of the training is used if it lies on that device, and copied there otherwise.
+    Arrays that the function closes over are not part of the training, so they are always copied.
 
     Returns:
         The arrays of this process, and the bytes that had to be copied to each device.
     """
     training, constants = session.compiled, compiled.traced.loss.constants
-    there = {
-        (_name(training.traced.graph, buffer), buffer.place): array
-        for buffer, array in zip(training.persistent, trained, strict=True)
-    }
+    there: dict[_Spot, jax.Array | None] = {}
+    for buffer, array in zip(training.persistent, trained, strict=True):
+        there[_name(training.traced.graph, buffer), buffer.place] = array
     carried = _carried(session, compiled, there)
     # A value may lie on several devices. Its copies are equal, so any of them serves as the source.
     anywhere = {name: array for (name, _), array in there.items() if array is not None}
@@ -292,8 +293,8 @@ def _carried(
 ) -> dict[_Spot, jax.Array | None]:
     """Copies arrays from other processes to the devices of this one that read them.
 
-    This is needed only if the function reads parameters in another order than the loss: a layer may
-    then run on a later stage than the one that holds its parameters.
+    This is needed only if the function reads parameters in another order than the loss: a
+    layer may then run on a later stage than the one that holds its parameters.
 
     Args:
         session: the session of the training.
@@ -307,7 +308,9 @@ def _carried(
     holders = defaultdict[_Name, list[int]](list)  # places, by name
     for name, place in there:
         holders[name].append(place)
-    copies, spots, arrays = list[Carried](), list[_Spot](), list[jax.Array | None]()
+    copies = list[Carried]()
+    spots = list[_Spot]()
+    arrays = list[jax.Array | None]()
     for buffer in compiled.persistent:
         name = _name(compiled.traced.graph, buffer)
         places = holders.get(name, ())
@@ -326,4 +329,8 @@ def _name(graph: LayerGraph, buffer: Buffer) -> _Name:
 
 def _bytes(buffers: Sequence[Buffer], devices: int) -> list[int]:
     """Sums the bytes of buffers on each device."""
-    return [sum(buffer.bytes for buffer in buffers if buffer.memory == d) for d in range(devices)]
+    sizes = [0] * devices
+    for buffer in buffers:
+        if buffer.memory != HOST:
+            sizes[buffer.memory] += buffer.bytes
+    return sizes

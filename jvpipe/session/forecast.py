@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
+from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why_not
+from jvpipe.planners.answer_json import plan_of, shapes_json, stages_json
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
@@ -21,15 +22,16 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.planners.model.sums import check_sums
+from jvpipe.planners.planned import Planned
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
+from jvpipe.planners.splitting import CutCandidate, Splitter, uneven
 from jvpipe.programs.store import shared_store
 from jvpipe.report import timeline
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
 from jvpipe.session.arguments import check_chooser
-from jvpipe.session.planning import Planned, ask
-from jvpipe.session.question import Question, check_sums
-from jvpipe.session.splitting import CutCandidate, Splitter, uneven
+from jvpipe.session.question import Question
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
 from jvpipe.util.extras import extra
@@ -40,10 +42,10 @@ from jvpipe.util.sizes import format_bytes
 class Forecast:
     """The answers of planners to a problem, the best answer first.
 
-    `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also decided
-    which devices each stage has (the shape), `shapes` holds the shapes that it could choose from.
-    `state_s` counts the seconds per step in which the optimizer's state is copied from the host and
-    back; the copies are assumed not to overlap with any other work.
+    `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also
+    decided which devices each stage has (the shape), `shapes` holds the shapes that it could
+    choose from. `state_s` counts the seconds per step in which the optimizer's state is
+    copied from the host and back; the copies are assumed not to overlap with any other work.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -83,8 +85,8 @@ class Forecast:
         """The best plan.
 
         Raises:
-            MemoryLimitExceeded: no plan keeps the limit; the error's `smallest_limit_bytes` is a
-                limit that some plan keeps.
+            MemoryLimitExceeded: no plan keeps the limit; the error's `smallest_limit_bytes`
+                is a limit that some plan keeps.
         """
         if not self.fits:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
@@ -101,18 +103,20 @@ class Forecast:
     def held_bytes(self) -> list[int]:
         """Each device's peak bytes under the best plan, if all devices are like the one at hand.
 
-        The programs are compiled for the device at hand, so the bytes equal those of a run's ledger
-        on such devices. Programs take other bytes on other hardware: `plan_for(..., compile=True)`
-        asks the compiler of that hardware, which gives each stage's `compiled_bytes`. Without
-        `compile`, the planner counts temporaries by rules that compilers for GPUs and TPUs were
-        seen to follow. The planner's bytes of a stage may then be some percent too high or too low.
+        The programs are compiled for the device at hand, so the bytes equal those of a
+        run's ledger on such devices. Programs take other bytes on other hardware:
+        `plan_for(..., compile=True)` asks the compiler of that hardware, which gives each
+        stage's `compiled_bytes`. Without `compile`, the planner counts temporaries by rules
+        that compilers for GPUs and TPUs were seen to follow. The planner's bytes of a stage
+        may then be some percent too high or too low.
 
         Raises:
             ValueError: the problem was made from a profile, not from a model.
         """
         if self.question is None:
             raise ValueError(
-                "what a run holds is known of a model, and this is a profile of one: plan the model itself"
+                "what a run holds is known of a model, and this is a profile of one: plan "
+                "the model itself"
             )
         question = replace(self.question, microbatches=self.microbatches, remembered={})
         return [peak.bytes for peak in question.compiled(self.plan, shared_store()).peaks[:HOST]]
@@ -138,8 +142,8 @@ class Forecast:
         kinds = self.best.kinds
         shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
         state = (
-            "the optimizer's state that lies on the host is copied to the devices before its update and back after it, "
-            f"which takes about {self.state_s:.3g} s per step"
+            "the optimizer's state that lies on the host is copied to the devices before "
+            f"its update and back after it, which takes about {self.state_s:.3g} s per step"
         )
         away = [state] if self.state_s else []
         return [*unlike, *shape, *cut_reasons(self.problem, decision), *away]
@@ -160,13 +164,14 @@ class Forecast:
         with extra("figures"):
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
-        title = ", ".join(filter(None, (self.title, self.problem.schedule.name, self.best.planner)))
+        names = (self.title, self.problem.schedule.name, self.best.planner)
+        title = ", ".join(filter(None, names))
         found = self.simulation
-        limits = {
-            name: limit
-            for place, name in enumerate(found.resources[: found.devices])
-            if (limit := self.problem.limit_of(place)) is not None
-        }
+        limits: dict[str, int] = {}
+        for place, name in enumerate(found.resources[: found.devices]):
+            limit = self.problem.limit_of(place)
+            if limit is not None:
+                limits[name] = limit
         timeline_figure(found.picture(), Path(path), limits, title)
 
     def timeline(self, path: str | Path) -> None:
@@ -186,7 +191,7 @@ class Forecast:
         if len(self.answers) > 1:
             console.print(comparison(map(self._row, self.answers)))
         elif self.simulated:
-            stages = _stages(problem, best)
+            stages = stages_json(problem, best)
             names = list(map(problem.name_of, range(len(stages)))) if problem.groups else []
             console.print(stage_table(stages, names))
             compiled = [f"stage {s}: {stage}" for s, stage in enumerate(best.compiled)]
@@ -221,7 +226,7 @@ class Forecast:
                 "stages": [],
                 "planning_s": answer.planning_s,
             }
-        stages = _stages(problem, answer)
+        stages = stages_json(problem, answer)
         for stage in stages:
             del stage["host_bytes"]
         # The compiler's bytes are added to each stage. Answers that were not compiled have none.
@@ -240,7 +245,7 @@ class Forecast:
         }
         if shapes:
             content["devices"], content["microbatches"] = shapes.devices, problem.microbatches
-            content["shapes"] = _shapes_json(answer)
+            content["shapes"] = shapes_json(answer)
         return content
 
     def _idle(self, evaluation: Evaluation) -> float:
@@ -254,11 +259,13 @@ class Forecast:
         if evaluation is None:
             return answer.planner, "no plan fits", "", "", "", "", planning
         over = "" if answer.fits(self.problem) else " (over the limit)"
+        cuts = plan_of(self.problem, answer).cuts
+        step_s = simulated_step_s(self.problem, evaluation.stages)
         return (
             answer.planner,
-            " ".join(map(str, _plan_of(self.problem, answer).cuts)),
+            " ".join(map(str, cuts)),
             f"{1e3 * evaluation.bottleneck_s:.2f}",
-            f"{1e3 * simulated_step_s(self.problem, evaluation.stages):.2f}",
+            f"{1e3 * step_s:.2f}",
             f"{self._idle(evaluation):.1%}",
             format_bytes(evaluation.peak_bytes) + over,
             planning,
@@ -281,66 +288,14 @@ class Forecast:
         if math.isfinite(bound_s):
             bound = f"no plan is under {1e3 * bound_s:.2f}"
         split = f"; {len(best.splits)} layers are cut in two" if best.splits else ""
+        slowest = f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms"
+        idle = f"{self._idle(evaluation):.1%} idle"
         return (
-            f"planner {best.planner}, schedule {problem.schedule.name}, {shape}{problem.microbatches} "
-            f"micro-batches{size}: step {1e3 * step_s:.2f} ms simulated ({bound}), "
-            f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms, {reduced}{updated}"
-            f"{self._idle(evaluation):.1%} idle, planned in {best.planning_s:.2f} s{split}"
+            f"planner {best.planner}, schedule {problem.schedule.name}, "
+            f"{shape}{problem.microbatches} micro-batches{size}: "
+            f"step {1e3 * step_s:.2f} ms simulated ({bound}), "
+            f"{slowest}, {reduced}{updated}{idle}, planned in {best.planning_s:.2f} s{split}"
         )
-
-
-def _plan_of(problem: Problem, answer: Answer) -> Plan:
-    """Returns the plan of an answer that has a decision."""
-    assert answer.decision is not None
-    return answer.plan or answer.decision.plan(problem, answer.planner)
-
-
-def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
-    """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
-
-    There is also `host_bytes`, which `--json` leaves out.
-    """
-    assert answer.evaluation is not None
-    stages = list[dict[str, Any]]()
-    for stage, cost in zip(_plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
-        input_s, weight_s = cost.halves_s
-        state = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
-        stages.append(
-            {
-                "layers": list(stage.layers),
-                "devices": list(stage.devices),
-                "replicas": len(stage.devices),
-                "forward_s": cost.forward_s,
-                "backward_s": cost.backward_s,
-                "recompute_s": cost.recompute_s,
-                "swap_s": cost.swap_s,
-                "comm_s": cost.comm_s,
-                "peak_bytes": cost.peak_bytes,
-                "in_flight": cost.in_flight,
-                "input_s": input_s,
-                "weight_s": weight_s,
-                "reduce_s": cost.reduce_s,
-                "update_s": cost.update_s,
-                "host_bytes": cost.host_bytes,
-                "fates": dict(stage.fates),
-                **state,
-            }
-        )
-    return stages
-
-
-def _shapes_json(answer: Answer) -> list[dict[str, Any]]:
-    """Returns the best plan of each kind of shape that the planner tried, the fastest first."""
-    return [
-        {
-            "shape": kind,
-            "replicas": list(plan.shape.replicas),
-            "layers_per_stage": [j - i for i, j in pairwise(plan.decision.bounds)],
-            "microbatches": plan.problem.microbatches,
-            "step_s": plan.step_s,
-        }
-        for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
-    ]
 
 
 def asked(
@@ -353,8 +308,8 @@ def asked(
     """Asks planners to solve a problem, and returns their answers, the best first.
 
     Args:
-        problem: the problem; if it leaves the order of tasks to the planner (schedule "auto"), the
-            forecast's problem has the order of the best answer.
+        problem: the problem; if it leaves the order of tasks to the planner (schedule
+            "auto"), the forecast's problem has the order of the best answer.
         names: the names of the planners.
         title: the title of a figure.
         question: the question from which the problem was made.
@@ -395,10 +350,10 @@ def timed(
     except Infeasible as infeasible:
         passed_s = time.perf_counter() - start_s
         return problem, Answer(planner, passed_s, infeasible=infeasible, splits=splits)
-    return planned.problem, _told(planner, planned, time.perf_counter() - start_s, splits)
+    return planned.problem, _answer(planner, planned, time.perf_counter() - start_s, splits)
 
 
-def _told(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...]) -> Answer:
+def _answer(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...]) -> Answer:
     return Answer(
         planner,
         planning_s,
@@ -437,5 +392,5 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     begin = CutCandidate(model.traced, planned)
     best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
     planning_s = first.planning_s + time.perf_counter() - start_s
-    finer = _told(first.planner, best.planned, planning_s, best.traced.splits)
+    finer = _answer(first.planner, best.planned, planning_s, best.traced.splits)
     return replace(whole, problem=best.planned.problem, answers=(finer,))

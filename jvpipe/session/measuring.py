@@ -1,10 +1,9 @@
 """Measurements that planners need of a traced model and of devices: seconds, bytes and links."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from jvpipe._jax import Device, first_of, is_own
 from jvpipe.cost.archive import Archive
@@ -15,100 +14,28 @@ from jvpipe.cost.links import Links, links_between
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
-from jvpipe.cost.presets import accelerator_like, accelerator_of
+from jvpipe.cost.presets import accelerator_of
+from jvpipe.cost.slowness import Slowness, given_slowness, measured_slowness
 from jvpipe.cost.state_away import with_state_away
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
-from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, may_split
-from jvpipe.session.planning import ASKING, HeldBytes, Planned, Slowness, ask_shapes, work_s
+from jvpipe.session.planning import ChosenShape, HeldBytes, decide_shape
 from jvpipe.session.settings import Settings
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
-
-T = TypeVar("T")
-
-
-def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
-    """Returns how many times longer a device takes per layer than the first; empty if equally fast.
-
-    Args:
-        speeds: the relative speeds of all devices; empty: all are equally fast.
-        first: the number of the device on which layers are measured.
-        device: the number of the other device.
-        layers: how many layers there are.
-
-    >>> given_slowness([2.0, 1.0], 0, 1, 3), given_slowness([2.0, 1.0], 0, 0, 3)
-    ((2.0, 2.0, 2.0), ())
-    """
-    # Planners take devices as equal only if the slowness is empty, not if it consists of 1.0s.
-    alike = not speeds or speeds[first] == speeds[device]
-    return () if alike else (speeds[first] / speeds[device],) * layers
-
-
-def measured_slowness(
-    devices: Sequence[Device], measured_on: Callable[[Device], Costs], costs: Costs
-) -> list[Slowness]:
-    """Returns how many times longer than the first device each device takes for each layer.
-
-    Args:
-        devices: the devices; one of another process is compared by its products per second.
-        measured_on: times the layers on a device.
-        costs: the costs of the layers on the first device.
-    """
-
-    def longer(device: Device) -> Slowness:
-        if is_own(device):
-            return times_longer(costs, measured_on(device))
-        # Layers cannot be timed on another process's device. Instead, all layers get the ratio of
-        # the products per second of the two kinds of device.
-        pair = (devices[0], device)
-        likes = (accelerator_like(_kind(x), x.platform) for x in pair)
-        first, other = (like.products_per_s("float32") for like in likes)
-        return (first / other,) * len(costs.layers)
-
-    return slowness_by_kind(devices, _kind, longer)
-
-
-def _kind(device: Device) -> str:
-    return getattr(device, "device_kind", "")
-
-
-def slowness_by_kind(
-    devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], Slowness]
-) -> list[Slowness]:
-    """Returns the slowness of each device, found once per kind; empty for the first one's kind.
-
-    Args:
-        devices: the devices; the others are compared with the first one.
-        kind_of: returns the kind of a device.
-        longer: returns how many times longer a device takes for each layer than the first one.
-    """
-    by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
-    for device in devices:
-        # Timing all layers takes seconds, and devices of one kind are equally fast.
-        if (kind := kind_of(device)) not in by_kind:
-            by_kind[kind] = longer(device)
-    return [by_kind[kind_of(device)] for device in devices]
-
-
-def times_longer(costs: Costs, other: Costs) -> Slowness:
-    """Returns how many times longer each layer takes by `other` than by `costs`."""
-    pairs = zip(work_s(costs.layers), work_s(other.layers), strict=True)
-    return tuple(b / a if a else 1.0 for a, b in pairs)
 
 
 def costs_with_state(
@@ -138,8 +65,8 @@ class Bench:
         runs: the measurements of programs in this process; new ones are added.
         room_bytes: the memory that a timed program may take; a program that needs more is not run.
         archive: the measurements of earlier processes, kept on disk with the new ones.
-        between_hosts: the link from the devices of one process to those of another, if there are
-            several processes.
+        between_hosts: the link from the devices of one process to those of another, if
+            there are several processes.
     """
 
     store: ProgramStore
@@ -190,6 +117,10 @@ class Measurement:
         return list(dict.fromkeys(self.places))
 
     @property
+    def _used_devices(self) -> list[Device]:
+        return [self.devices[d] for d in self.used]
+
+    @property
     def first(self) -> Device:
         """The device on which layers are measured."""
         return self.devices[self.used[0]]
@@ -202,8 +133,8 @@ class Measurement:
     def costs_of(self, traced: Traced) -> Costs:
         """Returns the costs of the model, traced at a micro-batch or at a slice of one.
 
-        A slice is what one of several replicas works on. The optimizer's state counts where the
-        user wants it to lie.
+        A slice is what one of several replicas works on. The optimizer's state counts where
+        the user wants it to lie.
         """
         settings, store, optimizer = self.settings, self.bench.store, self.optimizer
         schedule, microbatches = settings.schedule, settings.microbatches
@@ -231,13 +162,13 @@ class Measurement:
         return {
             "room_bytes": self.bench.room_bytes,
             "archive": self.bench.archive,
-            "devices_per_core": devices_per_core([self.devices[d] for d in self.used]),
+            "devices_per_core": devices_per_core(self._used_devices),
         }
 
     @cached_property
     def links(self) -> Links | None:
         """The first device's links to another one and to its host; None if they are not needed."""
-        others = [self.devices[d] for d in self.used[1:] if is_own(self.devices[d])]
+        others = [device for device in self._used_devices[1:] if is_own(device)]
         if not self.asks_seconds or not (others or self.settings.chooses_fates):
             return None
         return links_between(self.first, others[0] if others else None, self.bench.archive)
@@ -251,7 +182,7 @@ class Measurement:
             return [given_slowness(speeds, first, d, layers) for d in self.used]
         store = self.bench.store
         costs_of = partial(measured_costs, self.traced, store=store, fates=False, **self._timed)
-        return measured_slowness([self.devices[d] for d in self.used], costs_of, self.costs)
+        return measured_slowness(self._used_devices, costs_of, self.costs)
 
     def problem(self) -> Problem:
         """Returns the problem that a planner is asked.
@@ -295,7 +226,7 @@ class Measurement:
 
         Only the search for an order of tasks needs the share; without a search it is 0.
         """
-        devices, layers = [self.devices[d] for d in self.used], self.costs.layers
+        devices, layers = self._used_devices, self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
         # The longest forward is measured: the time of a short one is mostly that of its dispatch.
@@ -370,8 +301,8 @@ class Measurement:
 def per_machine(processes: Sequence[int]) -> int:
     """Counts the devices per machine, where each process is a machine; 1 if machines are not alike.
 
-    Machines are alike if the devices of each process are consecutive, and each process has equally
-    many. Only the last process may have fewer.
+    Machines are alike if the devices of each process are consecutive, and each process has
+    equally many. Only the last process may have fewer.
 
     Args:
         processes: the process of each device.
@@ -382,15 +313,16 @@ def per_machine(processes: Sequence[int]) -> int:
     distinct = list(dict.fromkeys(processes))
     count = processes.count(distinct[0])
     # If machines are alike, the p-th block of `count` devices belongs to the p-th process.
-    together = [distinct.index(p) for p in processes] == [i // count for i in range(len(processes))]
-    return count if together else 1
+    blocks = [i // count for i in range(len(processes))]
+    are_alike = [distinct.index(process) for process in processes] == blocks
+    return count if are_alike else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     """Chooses the sizes of slices to measure.
 
-    One size is that of the smallest slice that a replica can get. The other is half a micro-batch,
-    if this is more than twice as large.
+    One size is that of the smallest slice that a replica can get. The other is half a
+    micro-batch, if this is more than twice as large.
 
     Args:
         examples: how many a micro-batch has.
@@ -402,23 +334,10 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     """
     smallest = max(least, examples // devices)
     half = examples // 2
-    return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
+    return (half, smallest) if half > 2 * smallest else (smallest,)
 
 
 # The planner decides the shape (which devices each stage has), after layers were timed on slices.
-
-
-@dataclass(frozen=True)
-class ChosenShape:
-    """The number of places of a pipeline, and the reasons for it as lines of text.
-
-    A place is one device, or several devices that are replicas of each other. `planned` is the plan
-    if some place has several devices.
-    """
-
-    places: int
-    why: tuple[str, ...]
-    planned: Planned | None = None
 
 
 def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:
@@ -438,32 +357,9 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
     stages = settings.stages if isinstance(settings.stages, int) else None
     # The size of a micro-batch is given, because the model was traced for it.
     pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
-    shapes = asked = measurement.shapes(local, pins)
-    for _ in range(ASKING.attempts):
-        try:
-            planned = ask_shapes(settings.planner, asked)
-        except Infeasible:
-            break
-        problem = planned.problem
-        step = f"step {1e3 * planned.step_s:.2f} ms simulated"
-        summary = f"on {shapes.devices} devices {shape_words(problem)}: {step}"
-        why = (summary, *shape_reasons(shapes, problem, planned.decision, planned.shapes))
-        if not problem.replicated:
-            return ChosenShape(problem.devices, why)
-        try:
-            device_bytes = held_bytes_of(planned.plan)
-        except ValueError as unlike:  # a layer leaves other residuals on slices than on the whole
-            return _one_each(measurement, str(unlike))
-        limits = [problem.limit_of(place) or math.inf for place in problem.places]
-        over = max(size - limit for size, limit in zip(device_bytes, limits, strict=True))
-        if over <= 0:
-            return ChosenShape(problem.devices, why, planned)
-        # The planner's limit is lowered by the excess of this plan over the true limit.
-        tighter = (asked.model.memory_limit_bytes or 0) - int(over)
-        asked = asked.under(max(1, tighter))
-    limit = shapes.model.memory_limit_bytes
-    why_not = f"no plan with replicas was found that keeps the limit of {limit} bytes"
-    return _one_each(measurement, why_not)
+    shapes = measurement.shapes(local, pins)
+    shape = decide_shape(settings.planner, shapes, held_bytes_of)
+    return _one_each(measurement, shape) if isinstance(shape, str) else shape
 
 
 def _one_each(measurement: Measurement, why: str) -> ChosenShape:

@@ -1,10 +1,11 @@
 """The first plan of a model: made by a planner or given by the user, and compiled.
 
-A planner's plan is accepted only after it was compiled and its exact bytes were counted, see
-planning.py. Two variants are tried as well: some layers cut in two (splitting.py), and the
-optimizer's state on the host (`ModelPlanner.plan`).
+A planner's plan is accepted only after it was compiled and its exact bytes were counted,
+see planning.py. Two variants are tried as well: some layers cut in two
+(planners/splitting.py), and the optimizer's state on the host (`ModelPlanner.plan`).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,127 +15,43 @@ from jvpipe._jax import first_of, is_own
 from jvpipe.cost.archive import surroundings
 from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
-from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.plan import Fate, Plan
+from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.planned import Planned
+from jvpipe.planners.splitting import SPLITTING, CutCandidate, Splitter
+from jvpipe.planners.state_on_host import ALL_AWAY, away_s, brought_back, room_left, state_bytes
 from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.devices import dealt
-from jvpipe.session.measuring import Bench, ChosenShape, Measurement, find_shape
-from jvpipe.session.planning import ASKING, Planned, decide
+from jvpipe.session.measuring import Bench, Measurement, find_shape
+from jvpipe.session.planning import ASKING, ChosenShape, decide
 from jvpipe.session.settings import OptimizerCutter, Settings, option_parts
-from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
-
-ALL_AWAY = {"*": Fate.SWAP.value}
-
-
-def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
-    """Counts the bytes of optimizer state of each parameter that has any, by the parameter's path.
-
-    Args:
-        graph: the model's layers.
-        optimizer: the optimizer, cut for these layers.
-    """
-    sizes: dict[str, int] = {}
-    for leaf in optimizer.state:
-        if leaf.parameter is not None and leaf.owner is not None:
-            name = graph.parameters[leaf.parameter].array.name
-            sizes[name] = sizes.get(name, 0) + leaf.array.bytes
-    return sizes
-
-
-def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
-    """Returns the seconds of a step in which optimizer state is copied from the host and back.
-
-    Devices copy at the same time, so the device with the most state on the host counts. Copies in
-    the two directions are assumed to overlap fully, so only one direction counts.
-
-    Args:
-        plan: says which state lies on the host.
-        sizes: the bytes of each parameter's state.
-        problem: the problem to which the plan is an answer; it has the link to the host.
-    """
-    held_bytes: dict[int, int] = {}
-    for stage in plan.stages:
-        away = sum(sizes.get(name, 0) for name, fate in stage.state_fates.items() if fate == "swap")
-        for device in stage.devices:
-            held_bytes[device] = held_bytes.get(device, 0) + away
-    # An asynchronous schedule updates after each micro-batch, and each update copies the state.
-    updates = 1 if problem.schedule.synchronous else problem.microbatches
-    return updates * max(map(problem.host.seconds, held_bytes.values()))
-
-
-def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) -> Plan:
-    """Brings state back from the host to the devices that have room, the largest state first.
-
-    Args:
-        plan: a plan with optimizer state on the host.
-        sizes: the bytes of each parameter's state.
-        room: the bytes that each device has left.
-
-    >>> from jvpipe.ir.plan import Stage
-    >>> away = dict.fromkeys("abc", Fate.SWAP)
-    >>> plan = brought_back(Plan((Stage((0,), (0,), state_fates=away),)), {"a": 4, "b": 9, "c": 6}, {0: 11})
-    >>> sorted(plan.stages[0].state_fates)
-    ['a', 'c']
-    """
-    left, stages = dict(room), []
-    for stage in plan.stages:
-        fates = dict(stage.state_fates)
-        # Equal sizes are sorted by name, so that every process brings back the same state.
-        for name in sorted(fates, key=lambda name: (-sizes.get(name, 0), name)):
-            size = sizes.get(name, 0)
-            if all(size <= left[device] for device in stage.devices):
-                del fates[name]
-                left |= {device: left[device] - size for device in stage.devices}
-        stages.append(replace(stage, state_fates=fates))
-    return replace(plan, stages=tuple(stages))
-
-
-def room_left(
-    plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int] | Sequence[int]
-) -> dict[int, int]:
-    """Counts the bytes that each device of a plan has left under its limit.
-
-    Args:
-        plan: says which devices each stage has.
-        held_bytes: for each stage, the bytes that its fullest device holds.
-        limits: the limit of each device, by its number in the plan.
-    """
-    room: dict[int, int] = {}
-    for stage, size in zip(plan.stages, held_bytes, strict=True):
-        for device in stage.devices:
-            # If a device has several stages, the one with the most bytes counts.
-            room[device] = min(room.get(device, limits[device]), limits[device] - size)
-    return room
 
 
 def pays_for_room(planned: Planned) -> bool:
     """Tells whether the plan's step is noticeably longer than if all values could be kept.
 
-    Only then is it worth asking for a plan with the optimizer's state on the host: this state would
-    make room for the values that are now recomputed or swapped.
+    Only then is it worth asking for a plan with the optimizer's state on the host: this
+    state would make room for the values that are now recomputed or swapped.
     """
     if not any(planned.decision.choices):
         return False
     # A plan with the same cuts that keeps every value shows how many seconds the limit costs.
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
     return planned.step_s > (1 + ASKING.noticed) * kept.step_s
-
-
-# The first plan of a model is made by a planner or given by the user, and then compiled.
 
 
 class Chosen(NamedTuple):
@@ -197,6 +114,34 @@ class ModelPlanner:
             return kept
         return away if _step_s(away) < _step_s(kept) else kept
 
+    def plan_together(self, traced: Traced, *, finer: bool) -> Chosen:
+        """Plans as `plan` does; of several processes, the first one measures and decides.
+
+        Args:
+            traced: the model, with whole layers; the same in all processes.
+            finer: also try plans with some layers cut in two.
+        """
+        settings = self.settings
+        hosts = settings.hosts
+        if hosts is None or isinstance(settings.stages, Plan):
+            return self.plan(traced, finer=finer)
+        planner = self
+        # All processes take part in measuring the link, before the first one decides.
+        if find_planner(settings.planner).asks_seconds:
+            bench = replace(self.bench, between_hosts=link_between(hosts))
+            planner = replace(self, bench=bench)
+        decided: list[Chosen] = []
+
+        def planned() -> str:
+            decided.append(planner.plan(traced, finer=finer))
+            return json.dumps(decided[0].compiled.plan.to_json())
+
+        plan = Plan.from_json(json.loads(hosts.decided("plan", planned)))
+        if decided:
+            return decided[0]
+        with_plan = replace(planner, settings=replace(settings, stages=plan))
+        return with_plan.plan(traced, finer=finer)
+
     def _may_leave(self, traced: Traced) -> dict[str, int]:
         """Counts the bytes of each parameter's state; empty if the planner must not move it."""
         settings = self.settings
@@ -240,19 +185,18 @@ class ModelPlanner:
         traced = splitter.finest(traced, stages) if chooses else traced
         # The number of layers is checked only now, because `finest` may have cut some in two.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        # Fates that the user gives name values of whole layers. With such fates, layers are not
-        # halved to keep a limit.
+        # Fates that the user gives name values of whole layers. With such fates, layers are
+        # not halved to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
         # Schedule "auto" needs no finer layers: its order of tasks makes up for uneven stages.
         finer = chooses and finer and settings.schedule != AUTO
         question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
         if best is None:
-            best, rounds = (
-                splitter.within_limit(traced, stages, self._candidate)
-                if limited
-                else (self._candidate(traced), SPLITTING.rounds)
-            )
+            if limited:
+                best, rounds = splitter.within_limit(traced, stages, self._candidate)
+            else:
+                best, rounds = self._candidate(traced), SPLITTING.rounds
             if finer:
                 best = splitter.better(best, self._candidate, rounds)
             if question:
@@ -273,10 +217,8 @@ class ModelPlanner:
         if n >= len({device.process_index for device in order}):
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
-        places = (
-            settings.devices.index(order[schedule.device_of(s, n)])
-            for s in range(schedule.stages_on(n))
-        )
+        of_stages = [order[schedule.device_of(s, n)] for s in range(schedule.stages_on(n))]
+        places = map(settings.devices.index, of_stages)
         alone = replace(settings, stages=n, places=tuple(places), shares=False)
         return replace(self, settings=alone)._planned(traced, finer=finer)._replace(shape=shape)
 
@@ -287,10 +229,13 @@ class ModelPlanner:
     def _question(self, traced: Traced) -> tuple[str, ...]:
         """Returns, as texts, everything except seconds that decides which layers are cut in two.
 
-        The texts are the key under which the archive keeps the chosen cuts. Measured seconds vary
-        from process to process, so with them the same model would get another key each time.
+        The texts are the key under which the archive keeps the chosen cuts. Measured
+        seconds vary from process to process, so with them the same model would get another
+        key each time.
         """
-        settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
+        settings = self.settings
+        # A dict keeps the order in which the kinds of layers come.
+        kinds = dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         of_layers = [numbers[body.structure] for body in traced.bodies]
         model = (traced.graph, list(kinds), of_layers)
@@ -344,16 +289,17 @@ class ModelPlanner:
         """Compiles a planner's plan, or returns it if it was compiled before."""
         plan = replace(self._with_user_fates(traced, plan), splits=traced.splits)
         if groups := self.settings.replicas:
-            places = (
-                self.settings.schedule.device_of(s, len(groups)) for s in range(len(plan.stages))
-            )
+            device_of = self.settings.schedule.device_of
+            places = [device_of(s, len(groups)) for s in range(len(plan.stages))]
             plan = plan.on([groups[place] for place in places])
-        compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
-        if compiled is None:
-            compiled = self._compiled(traced, plan)
-            if self.settings.hosts is not None:
-                compiled = replace(compiled, stand_in=next(filter(is_own, self.settings.devices)))
-            self._checked.append(compiled)
+        for compiled in self._checked:
+            if compiled.traced is traced and compiled.plan == plan:
+                return compiled
+        compiled = self._compiled(traced, plan)
+        if self.settings.hosts is not None:
+            stand_in = next(filter(is_own, self.settings.devices))
+            compiled = replace(compiled, stand_in=stand_in)
+        self._checked.append(compiled)
         return compiled
 
     def _compiled(self, traced: Traced, plan: Plan) -> CompiledPlan:
@@ -367,10 +313,11 @@ class ModelPlanner:
         device = first_of(self.settings.devices[0])
 
         def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
+            store = self.bench.store
             updates = self.cut(whole), layer, self.cut(halves)
-            return same_bits(self.bench.store, device, whole, layer, halves) and same_update(
-                self.bench.store, device, *updates
-            )
+            if not same_bits(store, device, whole, layer, halves):
+                return False
+            return same_update(store, device, *updates)
 
         return Splitter(accelerator_of(device), keeps_bits)
 
@@ -405,16 +352,17 @@ def compile_plan(
         traced: the model.
         plan: says which layers run where.
         optimizer: the optimizer, cut for these layers.
-        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous run;
-            None if there are no such steps.
+        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous
+            run; None if there are no such steps.
 
     Raises:
         ValueError: the plan does not fit the layers or the devices.
     """
     if plan.splits and plan.splits != traced.splits:
         raise ValueError(
-            f"the plan splits layers before equations {list(plan.splits)}, this pipeline's are split before "
-            f"{list(traced.splits)}: a plan with other layers needs a new pipeline, Pipeline(stages=plan)"
+            f"the plan splits layers before equations {list(plan.splits)}, this pipeline's "
+            f"are split before {list(traced.splits)}: a plan with other layers needs a new "
+            "pipeline, Pipeline(stages=plan)"
         )
     plan = replace(plan, splits=traced.splits)
     plan.check(len(traced.graph.layers), len(settings.devices))
@@ -450,6 +398,7 @@ def _check_carried(compiled: CompiledPlan) -> None:
         for stages in ({task.stage for task in tasks} for tasks in compiled.lists):
             if reads != writes and reads in stages and len(stages) > 1:
                 raise ValueError(
-                    f"layer {first} of stage {reads} reads the model state that layer {last} of stage {writes} writes: "
-                    f"where a device runs several stages both need one stage. Move a cut, or use '1f1b' or 'zb-h1'"
+                    f"layer {first} of stage {reads} reads the model state that layer "
+                    f"{last} of stage {writes} writes: where a device runs several stages "
+                    "both need one stage. Move a cut, or use '1f1b' or 'zb-h1'"
                 )

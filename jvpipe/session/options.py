@@ -1,14 +1,13 @@
 """The options of a pipeline, each defined once with its type, default, unit, check and help.
 
-The calls `Pipeline` and `plan_for`, both commands, their files and docs/options.md are made from
-these definitions. A new option is a new field of `PipelineOptions`.
+The calls `Pipeline` and `plan_for`, both commands, their files and docs/options.md are made
+from these definitions. A new option is a new field of `PipelineOptions`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from enum import Flag, auto
-from functools import cache, partial
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
@@ -18,6 +17,7 @@ from jvpipe.cost.targets import Target, find_target
 from jvpipe.ir.reductions import AuxReduction, StateReduction, checked_reduction
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.user_fates import MODES
+from jvpipe.runtime.engine.meshes import checked_sharding
 from jvpipe.session.arguments import (
     checked_fates,
     checked_name,
@@ -30,128 +30,25 @@ from jvpipe.session.arguments import (
     read_whole_numbers,
     whole_number,
 )
-from jvpipe.session.devices import checked_sharding
 from jvpipe.util.brief import brief
 from jvpipe.util.given import checked_flag, checked_frozen
+from jvpipe.util.option import (
+    CALLS,
+    COMMANDS,
+    EVERY,
+    PIPELINE,
+    PLAN_FOR,
+    PLANS,
+    RUNS,
+    Taker,
+    option,
+    options_of,
+)
 from jvpipe.util.sizes import parse_bytes, parse_limits
 
-Check = Callable[[str, Any], Any]
-"""Takes an option's name as the user wrote it, and the given value. Returns the value that the
-program uses, or raises ValueError."""
 MOST_PLACES = 10**5
 """The largest number of stages, devices or micro-batches. A simulation has a task for each pair of
 stage and micro-batch, so with larger numbers it would run for hours."""
-
-
-class Taker(Flag):
-    """The calls and commands that take options; the commands also read them from files."""
-
-    PIPELINE = auto()
-    PLAN_FOR = auto()
-    TRAIN = auto()
-    PLAN = auto()
-
-
-PIPELINE, PLAN_FOR, TRAIN, PLAN = Taker
-CALLS, COMMANDS = PIPELINE | PLAN_FOR, TRAIN | PLAN
-RUNS, PLANS = PIPELINE | TRAIN, PLAN_FOR | PLAN
-EVERY = CALLS | COMMANDS
-Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
-"""What an option is about, in the order of the help and of the page of options."""
-Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
-"""What a resumed run does with the value of an option in the run's folder (the old value), and with
-another value that the user gives now.
-
-    "open"         keeps the old value, unless another is given
-    "fixed"        keeps the old value, and refuses another
-    "plans"        keeps the old value; another value leads to another plan
-    "start"        forgets the old value, since it held for one start of the run
-    "processes"    as "start"; all processes of a start have the same value
-    "own"          as "start"; each process may have a value of its own
-"""
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option and its properties. Name, type and default come from the field that defines it."""
-
-    check: Check
-    help: str
-    group: Group
-    unit: str
-    takers: Taker
-    resumed: Resumed
-    was: tuple[str, ...]
-    name: str = ""
-    type: Any = None
-    default: Any = None
-
-    @property
-    def flag(self) -> str:
-        """The option's name on a command line."""
-        return f"--{self.name.strip('_').replace('_', '-')}"
-
-    @property
-    def kinds(self) -> tuple[Any, ...]:
-        """The types that a value in a file may have."""
-        alone = get_origin(self.type) is tuple
-        parts = (self.type,) if alone else get_args(self.type) or (self.type,)
-        return tuple(get_origin(part) or part for part in parts)
-
-    def checked(self, said: str, value: Any) -> Any:
-        """Returns the value that the program uses for a given one.
-
-        If the default is None, the value None means that nothing was given, and is not checked.
-
-        Args:
-            said: the option's name as the user wrote it, for the message.
-            value: as the user gave it.
-
-        Raises:
-            ValueError: the value is not allowed; the message has the value and what is allowed.
-        """
-        return value if value is None and self.default is None else self.check(said, value)
-
-
-def option(
-    default: Any,
-    check: Check,
-    help: str,
-    group: Group,
-    unit: str = "",
-    takers: Taker = COMMANDS,
-    resumed: Resumed = "open",
-    was: tuple[str, ...] = (),
-) -> Any:
-    """Defines the field of a dataclass as an option.
-
-    Args:
-        default: the value if none is given. None: a planner decides it, or there is no value.
-        check: checks a given value and returns what the program uses.
-        help: one or more sentences for `--help` and the page of options.
-        group: what the option is about.
-        unit: what a number counts, or what a text is.
-        takers: the calls and commands that have the option, among the takers of the dataclass.
-        resumed: what a resumed run does with the value.
-        was: the names of the option in the last release.
-    """
-    defined = Option(check, help, group, unit, takers, resumed, was)
-    return field(default=default, metadata={"option": defined})
-
-
-@cache
-def options_of(holder: type[Any]) -> Mapping[str, Option]:
-    """Returns, by name, the options of a dataclass that any call or command in its `taker` has."""
-    every_option = {
-        one.name: replace(one.metadata["option"], name=one.name, type=one.type, default=one.default)
-        for one in fields(holder)
-    }
-    return {name: one for name, one in every_option.items() if one.takers & holder.taker}
-
-
-def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
-    """Returns the names of the options whose `resumed` is one of `kinds`."""
-    return tuple(name for name, one in options_of(holder).items() if one.resumed in kinds)
 
 
 def checked_target(name: str, value: Any) -> Target | bool:
@@ -172,8 +69,8 @@ _COUNT = partial(whole_number, most=MOST_PLACES)
 class PipelineOptions:
     """The options of a pipeline, for calls, commands and files.
 
-    The type of a field is what a file may contain. A Python call may be given further types that
-    the option's check accepts, such as a `Cluster` for `hardware`.
+    The type of a field is what a file may contain. A Python call may be given further types
+    that the option's check accepts, such as a `Cluster` for `hardware`.
     """
 
     taker: ClassVar[Taker] = EVERY
@@ -182,8 +79,9 @@ class PipelineOptions:
     stages: int | None = option(
         None,
         partial(checked_stages, largest=MOST_PLACES),
-        "How many stages the model is cut into; each runs on one device, or on as many as --replicas says. If left "
-        "out, 2; with --replicas auto, and in the plan command with --devices, the planner decides.",
+        "How many stages the model is cut into; each runs on one device, or on as many as "
+        "--replicas says. If left out, 2; with --replicas auto, and in the plan command "
+        "with --devices, the planner decides.",
         "pipeline",
         "stages",
         EVERY,
@@ -192,7 +90,8 @@ class PipelineOptions:
     replicas: str | None = option(
         None,
         checked_replicas,
-        "How many devices each stage has, such as 2,1. With auto, the planner decides this and the number of stages.",
+        "How many devices each stage has, such as 2,1. With auto, the planner decides "
+        "this and the number of stages.",
         "pipeline",
         "devices",
         EVERY,
@@ -201,8 +100,9 @@ class PipelineOptions:
     devices: int | None = option(
         None,
         _COUNT,
-        "How many devices all stages have together; a stage may get several. If left out, as many as --replicas takes, "
-        "else all of --hardware, else all of this machine (one per core if they are CPUs).",
+        "How many devices all stages have together; a stage may get several. If left out, "
+        "as many as --replicas takes, else all of --hardware, else all of this machine "
+        "(one per core if they are CPUs).",
         "pipeline",
         "devices",
         COMMANDS | PLAN_FOR,
@@ -211,8 +111,8 @@ class PipelineOptions:
     microbatches: int | None = option(
         None,
         _COUNT,
-        "How many parts a batch is split into. If left out, 4; in the plan command with --devices or --replicas, the "
-        "planner decides.",
+        "How many parts a batch is split into. If left out, 4; in the plan command with "
+        "--devices or --replicas, the planner decides.",
         "pipeline",
         "micro-batches",
         EVERY,
@@ -249,7 +149,8 @@ class PipelineOptions:
         lambda said, value: (
             value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
         ),
-        "A cluster, by name or as a TOML file. If left out, a100-40gb for a model; infinitely fast links for a graph.",
+        "A cluster, by name or as a TOML file. If left out, a100-40gb for a model; "
+        "infinitely fast links for a graph.",
         "pipeline",
         "",
         PLANS,
@@ -257,7 +158,8 @@ class PipelineOptions:
     stacked: str | None = option(
         None,
         checked_stacked,
-        "How the optimizer sees layers that the model scans over: with per_layer one by one, else as stacked arrays.",
+        "How the optimizer sees layers that the model scans over: with per_layer one by "
+        "one, else as stacked arrays.",
         "pipeline",
         "",
         EVERY,
@@ -321,7 +223,8 @@ class PipelineOptions:
     aux_reduce: Mapping[str, str] | None = option(
         None,
         partial(checked_reduction, kind=AuxReduction),
-        "How leaves of aux are reduced over micro-batches and replicas, by patterns of their paths.",
+        "How leaves of aux are reduced over micro-batches and replicas, by patterns of "
+        "their paths.",
         "model",
         "",
         PIPELINE,
@@ -337,8 +240,9 @@ class PipelineOptions:
     compile: bool = option(
         False,
         checked_target,
-        "Asks the compiler of the hardware, which may be absent, how many bytes the programs take; planning goes on "
-        "until a plan keeps the limit by the compiler's count.",
+        "Asks the compiler of the hardware, which may be absent, how many bytes the "
+        "programs take; planning goes on until a plan keeps the limit by the "
+        "compiler's count.",
         "memory",
         "",
         PLANS,
@@ -346,8 +250,8 @@ class PipelineOptions:
     memory_limit: str | None = option(
         None,
         lambda said, value: parse_limits(value),
-        "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If left out, the memory that "
-        "each device reports, if it reports any.",
+        "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If "
+        "left out, the memory that each device reports, if it reports any.",
         "memory",
         "bytes",
         EVERY,
@@ -376,8 +280,8 @@ class PipelineOptions:
         partial(
             checked_fates, of="tensors, such as {'*/attention/*': 'swap'} or \"*/attention/*=swap\""
         ),
-        "What happens to tensors between a forward and its backward: keep, swap or recompute, by patterns of their "
-        "names.",
+        "What happens to tensors between a forward and its backward: keep, swap or "
+        "recompute, by patterns of their names.",
         "memory",
         "",
         PIPELINE,
@@ -385,8 +289,9 @@ class PipelineOptions:
     state_fates: str | None = option(
         None,
         partial(checked_fates, of="parameters, such as {'*': 'swap'} or \"*=swap\""),
-        "Where the optimizer's state lies between updates, by patterns of the paths of parameters, such as *=swap; "
-        "several are separated by commas. If left out, the planner decides under a memory limit.",
+        "Where the optimizer's state lies between updates, by patterns of the paths of "
+        "parameters, such as *=swap; several are separated by commas. If left out, the "
+        "planner decides under a memory limit.",
         "memory",
         "PATTERN=FATE",
         EVERY,
@@ -395,8 +300,9 @@ class PipelineOptions:
     group: bool | None = option(
         None,
         checked_flag,
-        "Runs consecutive layers of a stage as one program; on CPUs, results are bitwise identical. If left out, only "
-        "on CPUs, once the steps of a run have taken as long as its programs took to compile.",
+        "Runs consecutive layers of a stage as one program; on CPUs, results are bitwise "
+        "identical. If left out, only on CPUs, once the steps of a run have taken as long "
+        "as its programs took to compile.",
         "run",
         "",
         RUNS,
@@ -412,7 +318,8 @@ class PipelineOptions:
     remeasure: bool = option(
         False,
         checked_flag,
-        "Measures layers again; else the measurements of an earlier run of the same model on this machine are used.",
+        "Measures layers again; else the measurements of an earlier run of the same model "
+        "on this machine are used.",
         "run",
         "",
         RUNS,

@@ -13,6 +13,7 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.said import Said
+from jvpipe.cost.slowness import Slowness, given_slowness, slowness_by_kind, times_longer
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
@@ -24,21 +25,16 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import Limits, micro_batch_shapes
-from jvpipe.session.measuring import (
-    costs_with_state,
-    given_slowness,
-    slowness_by_kind,
-    times_longer,
-)
-from jvpipe.session.planning import Slowness, work_s
+from jvpipe.session.arguments import Limits
+from jvpipe.session.measuring import costs_with_state
 from jvpipe.session.settings import OptimizerCutter, Training
+from jvpipe.trace.batches import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initializer
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
-from jvpipe.util.sizes import MOST_BYTES, MOST_S, limits_of_each
+from jvpipe.util.sizes import limits_of_each
 
 Tree = Any
 T = TypeVar("T")
@@ -55,8 +51,9 @@ class Question(Training):
         model_state: arrays or shapes, if the loss has a model state.
         said: what the compiler of the hardware has reported about programs so far.
         remembered: the traces, optimizer cutters and costs so far, shared by copies of the
-            question. Copies may differ only in `stages`, `schedule`, `microbatches`, `state_fates`
-            and `said`: the key of an entry names each of these fields on which the entry depends.
+            question. Copies may differ only in `stages`, `schedule`, `microbatches`,
+            `state_fates` and `said`: the key of an entry names each of these fields on
+            which the entry depends.
     """
 
     params: Tree
@@ -81,8 +78,8 @@ class Question(Training):
 
         Args:
             examples: how many examples to trace with; unless given, those of a micro-batch.
-            present: the model as traced with another number of examples. Its cuts into layers are
-                used; None: the cuts are found again.
+            present: the model as traced with another number of examples. Its cuts into
+                layers are used; None: the cuts are found again.
         """
         # `present` is a trace of this question. So it is kept, and no other object gets its id.
         key = "trace", self.microbatches, examples, id(present)
@@ -91,8 +88,7 @@ class Question(Training):
     def _trace(self, examples: int | None, present: Traced | None) -> Model:
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
-            resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
-            micro_batch = jax.tree.map(resized, micro_batch)
+            micro_batch = jax.tree.map(partial(_resized, examples=examples), micro_batch)
         # Any key will do, because shapes do not depend on it.
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initializer(self.params) else self.params
@@ -241,8 +237,8 @@ class Question(Training):
         for b in smaller(largest, devices):
             if 1 in costs:
                 break
-            # A replica may have so few examples only if the loss then has the same layers and
-            # operations as with a whole micro-batch.
+            # A replica may have so few examples only if the loss then has the same layers
+            # and operations as with a whole micro-batch.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
@@ -258,6 +254,11 @@ class Question(Training):
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
         names = [device.name for device in cluster.accelerators[:devices]]
         return shapes.told_apart(slowness, limits, names)
+
+
+def _resized(leaf: jax.ShapeDtypeStruct, examples: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a leaf of a batch with another number of examples."""
+    return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
 
 
 def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]:
@@ -299,8 +300,8 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
     """Returns, for each device, how many times longer it takes for each layer than a profile says.
 
-    The profile is taken to be of the cluster's first device. The entry of an equally fast device is
-    empty.
+    The profile is taken to be of the cluster's first device. The entry of an equally fast
+    device is empty.
 
     Args:
         cluster: the hardware, whose products per second are compared; None: all devices are equal.
@@ -329,8 +330,8 @@ def given_pins(
     Args:
         question: has the model and a whole batch.
         cluster: has the devices.
-        devices: how many devices there are; unless given, as many as `replicas` take, or else all
-            of the cluster.
+        devices: how many devices there are; unless given, as many as `replicas` take, or
+            else all of the cluster.
         stages: how many stages. Here and in the following, None lets the planner decide.
         replicas: how many devices each stage has; "auto" also lets the planner decide.
         cuts: how many layers each stage has.
@@ -346,18 +347,20 @@ def given_pins(
     there = devices or (sum(counts) if counts else cluster.devices)
     if there > cluster.devices:
         raise ValueError(
-            f"{there} devices: {cluster.name} has {cluster.devices}, use fewer devices or a cluster of more machines"
+            f"{there} devices: {cluster.name} has {cluster.devices}, use fewer devices or "
+            "a cluster of more machines"
         )
     if stages is not None and stages > there:
         raise ValueError(
-            f"{stages} stages on {there} devices: each stage needs one, use at most {there} stages or at least "
-            f"{stages} devices"
+            f"{stages} stages on {there} devices: each stage needs one, use at most "
+            f"{there} stages or at least {stages} devices"
         )
     schedule = question.schedule
     if cuts is not None and schedule.chunks > 1:
         raise ValueError(
-            f"cuts {':'.join(map(str, cuts))} with {schedule.name}, which runs {schedule.chunks} stages per device: "
-            "leave cuts out, or use a schedule of one stage per device"
+            f"cuts {':'.join(map(str, cuts))} with {schedule.name}, which runs "
+            f"{schedule.chunks} stages per device: leave cuts out, or use a schedule of "
+            "one stage per device"
         )
     size = None
     if microbatches is not None:
@@ -371,8 +374,8 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
     names = shape_planners()
     if others := [name for name in planners if name not in names]:
         raise ValueError(
-            f"planner '{others[0]}' gives each stage one device: replicas are planned by {', '.join(names)}; "
-            "name one of these, or leave out devices and replicas"
+            f"planner '{others[0]}' gives each stage one device: replicas are planned by "
+            f"{', '.join(names)}; name one of these, or leave out devices and replicas"
         )
     if len(planners) > 1:
         raise ValueError(
@@ -381,17 +384,17 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
     check_replicable(schedule)
     if not schedule.synchronous:
         raise ValueError(
-            f"replicas are planned for synchronous schedules, not for '{schedule.name}': use '1f1b', 'zb-h1' or "
-            "another of these, or leave out devices and replicas"
+            f"replicas are planned for synchronous schedules, not for '{schedule.name}': "
+            "use '1f1b', 'zb-h1' or another of these, or leave out devices and replicas"
         )
 
 
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the numbers of examples at which layers are traced, besides a whole micro-batch.
 
-    The first is how many examples each device gets if all devices are replicas of one stage, but at
-    least 2. The others are the fewest that a device can get: 1, or 2 if the loss is another program
-    for a single example.
+    The first is how many examples each device gets if all devices are replicas of one
+    stage, but at least 2. The others are the fewest that a device can get: 1, or 2 if the
+    loss is another program for a single example.
 
     Args:
         examples: how many a micro-batch has.
@@ -410,34 +413,4 @@ def check_devices(stages: int, cluster: Cluster) -> None:
         raise ValueError(
             f"{stages} stages need as many devices, {cluster.name} has {cluster.devices}: "
             "use fewer stages or a cluster of more machines"
-        )
-
-
-def check_sums(problem: Problem) -> None:
-    """Raises ValueError if seconds or bytes are so large that the planners' sums lose accuracy."""
-    layers, m, in_flight = problem.costs.layers, problem.microbatches, max(problem.in_flight)
-    crossing = [edge.bytes for edge in problem.costs.edges]
-    kept = [layer.options[0].kept_bytes for layer in layers]
-    sums = {
-        "the layers compute": m * sum(work_s(layers)),
-        "links between stages are busy": 2 * m * sum(map(problem.peer.seconds, crossing)),
-        "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
-    }
-    for what, seconds in sums.items():
-        # `not <=` also refuses NaN, for which every comparison is false.
-        if not seconds <= MOST_S:
-            raise ValueError(
-                f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
-                "correct the times of the layers, or what the links carry and how fast"
-            )
-    versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
-    once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
-    weights = versions * sum(layer.parameter_bytes for layer in layers)
-    inputs = sum(layer.input_bytes for layer in layers)
-    # No device of any plan holds more than a device that has all layers and keeps every value.
-    held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
-    if held_bytes > MOST_BYTES:
-        raise ValueError(
-            f"the model takes {held_bytes} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
-            "planned: correct the sizes, or use smaller micro-batches"
         )

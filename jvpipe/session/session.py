@@ -1,197 +1,111 @@
-"""The session of a pipeline: it runs steps, and changes the plan or the model between two steps."""
+"""The session of a pipeline: it runs steps, and changes the plan or the model between two steps.
+
+`Grouping` lets steps run several layers as one program, as soon as such programs are compiled.
+"""
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
+from jvpipe._jax import first_of
 from jvpipe.ir.buffers import Peak
-from jvpipe.ir.plan import Plan
 from jvpipe.ir.use import Use, synchronous_uses
+from jvpipe.runtime.engine.beside_training import Thread, beside_training, program_ends
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
-from jvpipe.runtime.engine.controller import Controller, Moment
+from jvpipe.runtime.engine.controller import Moment
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import together
 from jvpipe.runtime.engine.losses import Losses
 from jvpipe.runtime.engine.row_agreement import agree_on_rows
-from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.engine.trees import with_sums
 from jvpipe.runtime.engine.versions import VersionLedger
-from jvpipe.runtime.state.migrate import (
-    Migration,
-    PlanChange,
-    moved_between_steps,
-    prepare_migration,
-    state_after_failed_move,
-)
+from jvpipe.runtime.state.migrate import Migration, PlanChange
 from jvpipe.runtime.state.model_change import ModelChange, plan_model_switch
-from jvpipe.session.adapt import Adapter, Grouping
+from jvpipe.session.adapt import Adapter, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.engine import Engine
-from jvpipe.session.settings import Settings, with_sums
+from jvpipe.session.settings import Settings
 
 Tree = Any
 Metrics = dict[str, Any]
-
-
 _log = logging.getLogger("jvpipe")
 
 
-class Migrations:
-    """The queue of migrations (changes of the plan that move layers), the next one first.
+# A group is several consecutive layers of a stage that run as one program. A run begins with layers
+# apart, each with its own programs. After a migration, layers are apart again. Groups are compiled
+# beside the training, which takes over their programs once they are ready. In a short run, groups
+# save less time than their compilation takes, and how long a run will last is not known. So, unless
+# the user asks for groups, they are compiled once the steps under a plan have taken as long as the
+# plan's programs took to compile (c seconds). Groups that the user does not ask for are compiled
+# only on CPUs, where results with groups were measured and found bitwise identical:
+#
+#     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
+#     |<------- c -------->|<---------- c ------------>|
+#
+# A run that ends early thus compiles no groups.
 
-    Args:
-        compiled_plans: the compiled plans of the model; each migration changes their plan.
-        controller: runs the copies of a migration.
-        limits: the limits of memory in bytes; they also hold while the layers of a migration move.
-        warmup_updates: how many of the first updates of an asynchronous run are made in synchronous
-            steps.
-    """
 
-    def __init__(
-        self,
-        compiled_plans: CompiledPlans,
-        controller: Controller,
-        limits: Limits,
-        warmup_updates: int,
-    ) -> None:
-        self._compiled_plans, self._controller, self._limits = compiled_plans, controller, limits
-        self._warmup_updates = warmup_updates
-        self.queue: deque[Migration] = deque()
-        self.history: list[PlanChange] = []
+class Grouping:
+    """The compiler of groups: works beside the training, which then takes over its programs."""
 
-    def request(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
-        """Prepares a migration and queues it; all processes of the run must request the same.
+    def __init__(self) -> None:
+        self._thread = Thread("jvpipe-groups")
+        self._apart: CompiledPlan | None = None
+        self._stepping_s = 0.0  # seconds of the steps under `_apart`
+        self._grouped: Future[CompiledPlan] | None = None  # None until it is begun
 
-        Raises the errors of `Pipeline.migrate`.
+    def note_step(self, taken_s: float) -> None:
+        """Adds the seconds for which the training thread was within a step."""
+        self._stepping_s += taken_s
 
-        Args:
-            state: the newest state.
-            plan: the plan to migrate to.
-            at: (step, micro-batch) from which the plan is used; None: the next step.
-            why: the reason, which `history` keeps.
-        """
-        if (hosts := self._compiled_plans.settings.hosts) is not None:
-            asked = {"plan": plan.to_json(), "moment": at, "reason": why, "step": state.step}
-            hosts.agree("migrations", [(name, str(value)) for name, value in asked.items()])
-        microbatches = self._controller.microbatches
-        step, microbatch = at or (state.step, 0)
-        if step < state.step or not 0 <= microbatch < microbatches:
-            raise ValueError(
-                f"at={at} is not a moment to come: the next step is {state.step}, its micro-batches are 0 to "
-                f"{microbatches - 1}"
-            )
-        if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
-            _log.warning("a migration is under way: the next one waits for step %d", earliest)
-            step, microbatch = earliest, 0
-        old = self.queue[-1].new if self.queue else self._compiled_plans.current
-        stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
-        # The migration is expected to find no micro-batch in flight, so the stream's earlier plans
-        # are dropped. If it finds one after all, `run_due` prepares the migration again.
-        if old.previous and not stream_steps:
-            old = old.after(None)
-        if microbatch and (old.plan.replicated or plan.replicated):
-            raise ValueError(
-                f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
-            )
-        # The migration starts from `old`, which differs from the present plan if others are queued.
-        new = self._compiled_plans.with_plan(plan, old)
-        self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
+    def pass_step(self, compiled_plans: CompiledPlans) -> None:
+        """Begins to compile groups if the plan has none, or takes over groups that are compiled.
 
-    def plan_between(self, step: int) -> Plan:
-        """Returns the plan of a step whose batch has other shapes than the first batch of the run.
-
-        Migrations that are due inside such a step are made before it.
-        """
-        due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
-        return due[-1] if due else self._compiled_plans.current.plan
-
-    def run_due(
-        self, state: State, drain: Callable[[State], State], compiled: CompiledPlan | None = None
-    ) -> State:
-        """Makes the migrations that are due between two steps; returns the state after them.
+        This must be called between two steps, with no migration in the queue.
 
         Args:
-            state: the newest state.
-            drain: finishes the micro-batches in flight.
-            compiled: the compiled plan of the next step; None stands for the present one. A
-                migration due inside that step stays queued, and the step makes it, if the plan is
-                the present one and the synchronous first steps are over. Otherwise the migration is
-                made now.
-
-        Raises:
-            StageError: a copy failed; the error's `state` is whole under the old plan.
+            compiled_plans: the compiled plans of the model.
         """
-        while self.queue and (change := self.queue[0].change).step <= state.step:
-            migration, old = self.queue[0], self._compiled_plans.current
-            runs = compiled in (None, old) and state.updates >= self._warmup_updates
-            m = change.microbatch if runs and change.step == state.step else 0
-            if not migration.foresaw(old, old.representative(state.stream_steps), m):
-                new = migration.new.after(None)
-                migration = self._prepared(
-                    old, new, (state.step, m), change.why, state.stream_steps
-                )
-                self.queue[0] = migration
-            if migration.change.how == "inside":
-                break
-            self.queue.popleft()
-            # A move between two steps needs the arrays at rest: no micro-batch may be in flight.
-            state = drain(state)
-            state.check(migration.bound.lowered.persistent)
-            self._controller.settle()
-            try:
-                arrays = moved_between_steps(migration, state, self._controller)
-            except HostLost:
-                raise
-            except StageError as error:
-                error.state = state_after_failed_move(migration, state, error.table)
-                error.add_note(
-                    "Nothing has moved and nothing is lost: go on with the `state` of this error, or save it."
-                )
-                raise
-            state = replace(state, arrays=arrays)
-            self.commit(migration)
-        return state
+        current, asked = compiled_plans.current, compiled_plans.settings.group
+        if current.grouped or asked is False:
+            return
+        if asked is None and first_of(compiled_plans.settings.devices[0]).platform != "cpu":
+            return
+        if self._apart is not current:
+            self._apart, self._grouped, self._stepping_s = current, None, 0.0
+        if self._grouped is None:
+            if asked or self._stepping_s > current.compile_s:
+                if not self._thread:
+                    self._thread.switch(on=True)
+                self._grouped = self._thread.ask(in_groups_or_apart, compiled_plans, current)
+        elif not self._thread.waiting and (grouped := self._grouped.result()) is not current:
+            compiled_plans.adopt(grouped)
 
-    def _prepared(
-        self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
-    ) -> Migration:
-        migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
-        agree_on_rows(migration.new, "the rows of a migration", migration.rows)
-        if self._controller.monitor:
-            migration.bound.compile_marks()
-        return migration
+    def wait(self) -> None:
+        """Waits until the groups are compiled; the next step runs them."""
+        self._thread.wait()
 
-    def pop_due_inside(self, step: int) -> Migration | None:
-        """Removes and returns the migration that is due inside a step, if there is one."""
-        return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None
 
-    def commit(self, migration: Migration) -> None:
-        """Makes the new plan the present one, and adds the migration to `history`."""
-        self._compiled_plans.adopt(migration.new)
-        self.history.append(migration.change)
-        _log.info("%s", migration.change)
-
-    def begin_run(self) -> None:
-        """Forgets the queued and the past migrations, which belong to the run before."""
-        self._discard("run")
-        self.history = []
-
-    def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Takes another model's compiled plans; forgets migrations queued for the model before."""
-        self._discard("model")
-        self._compiled_plans = compiled_plans
-
-    def _discard(self, whose: str) -> None:
-        if self.queue:
-            _log.warning("queued migrations are dropped: they were of the %s before", whose)
-            self.queue.clear()
+def in_groups_or_apart(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:
+    """Returns a plan in groups, or `apart` itself if groups do not fit or cannot be compiled."""
+    with beside_training():
+        try:
+            grouped = compiled_plans.in_groups(apart)
+            if apart.evaluates:  # the next evaluation would compile its groups while all wait
+                grouped.evaluation  # noqa: B018 - reading it compiles them
+            return grouped
+        except Exception as error:
+            if not program_ends():
+                _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
+            return apart
 
 
 class _StepRun(NamedTuple):
@@ -251,14 +165,19 @@ class Session(Engine):
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
-        Errors of earlier steps are raised first, while the given state is still whole. Then earlier
-        losses are checked to be finite. In a stream (a run without flushes) the step waits for the
-        losses of all earlier steps except the last one. Otherwise it checks only losses that are
-        computed by now. A step that calls code on the host, which can fail, waits for the step
-        before it.
+        Errors of earlier steps are raised first, while the given state is still whole. Then
+        earlier losses are checked to be finite. In a stream (a run without flushes) the
+        step waits for the losses of all earlier steps except the last one. Otherwise it
+        checks only losses that are computed by now. A step that calls code on the host,
+        which can fail, waits for the step before it.
 
-        Micro-batches can stay in flight only if they have the shapes of the run's first batch. They
-        are finished before a batch of other shapes runs, which is finished within its own step.
+        Micro-batches can stay in flight only if they have the shapes of the run's first
+        batch. They are finished before a batch of other shapes runs, which is finished
+        within its own step.
+
+        Args:
+            state: the newest state, which is consumed.
+            batch: a whole batch.
         """
         start_s = time.perf_counter()
         self.check_state(state)
@@ -269,19 +188,14 @@ class Session(Engine):
             self.grouping.pass_step(self.compiled_plans)
         fitting = self.compiled_plans.for_batch(batch)
         if fitting is not self.compiled:
-            plan = self.migrations.plan_between(state.step)
-            alike = plan == fitting.plan
-            to_run = fitting if alike else self.compiled_plans.with_plan(plan, fitting)
-            check = partial(self.limits.check, to_run.peaks, self.settings.devices)
-            together(self.settings.hosts, "limits", check)
-            state = self.drain(state)
+            state = self._drain_for(fitting, state)
             # Draining may have adopted a compiled plan that forgets the stream's earlier plans.
             fitting = self.compiled_plans.for_batch(batch)
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        # Programs that call code on the host leave marks. `settle`, below, waits for the marks of
-        # earlier steps and not for those of this step.
+        # Programs that call code on the host leave marks. `settle`, below, waits for the
+        # marks of earlier steps and not for those of this step.
         earlier_marks = len(self.controller.marks)
         feeds = self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
@@ -307,6 +221,23 @@ class Session(Engine):
         self.grouping.note_step(time.perf_counter() - start_s)
         return after, metrics
 
+    def _drain_for(self, fitting: CompiledPlan, state: State) -> State:
+        """Finishes the micro-batches in flight, before a batch of other shapes runs.
+
+        Args:
+            fitting: the compiled plan for that batch.
+            state: the newest state.
+
+        Raises:
+            MemoryLimitExceeded: the step on that batch would exceed the limit; nothing has changed.
+        """
+        plan = self.migrations.plan_between(state.step)
+        is_alike = plan == fitting.plan
+        to_run = fitting if is_alike else self.compiled_plans.with_plan(plan, fitting)
+        check = partial(self.limits.check, to_run.peaks, self.settings.devices)
+        together(self.settings.hosts, "limits", check)
+        return self.drain(state)
+
     def _record(self, uses: Sequence[Use], state: State) -> None:
         """Records which weights the tasks of a step read, so that the run can be replayed."""
         first = state.step * self.settings.microbatches
@@ -319,8 +250,8 @@ class Session(Engine):
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
-            # A synchronous run needs no record. In an asynchronous run, the synchronous steps at
-            # its start are recorded too, because the replay goes through the whole run.
+            # A synchronous run needs no record. In an asynchronous run, the synchronous steps
+            # at its start are recorded too, because the replay goes through the whole run.
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
             bound = migration.bound if migration else compiled.step
             return _StepRun(compiled, bound, uses, 1, 0, migration)
@@ -333,14 +264,14 @@ class Session(Engine):
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
         """Returns the metrics of a step by name, and queues its losses for a later check."""
         values = self.readable(values)
-        # In a stream each micro-batch may have read different weights, so each one's loss is
-        # checked. The losses of the micro-batches are then the last values.
+        # In a stream each micro-batch may have read different weights, so each one's loss
+        # is checked. The losses of the micro-batches are then the last values.
         apart = run.stream_steps > 0
         losses = values[-self.settings.microbatches :] if apart else []
-        metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
-        self.loss_watch.add(
-            Losses(step, run.compiled.plan, losses or [metrics["loss"]], apart=apart)
-        )
+        others = values[: len(values) - len(losses)]
+        metrics = self.metrics_of(run.compiled, others)
+        watched = losses or [metrics["loss"]]
+        self.loss_watch.add(Losses(step, run.compiled.plan, watched, apart=apart))
         return metrics
 
     def compiled_in_the_past(self, batch: Tree, microbatch: int, updates: int) -> CompiledPlan:
@@ -371,7 +302,8 @@ class Session(Engine):
             return state
         step, bound = compiled.drain(state.stream_steps)
         state.check(bound.lowered.persistent)
-        arrays, _ = self.controller.run(bound, state.arrays, {}, Moment(state.step, flows=True))
+        moment = Moment(state.step, flows=True)
+        arrays, _ = self.controller.run(bound, state.arrays, {}, moment)
         self._record(step.uses, state)
         self.ledger.versions.drained()
         return replace(state, arrays=arrays, stream_steps=0)
@@ -386,13 +318,13 @@ def switch_model(
         session: the session that trains the present model.
         state: the newest state, which is consumed.
         loss_fn: the new loss, with the same arguments and kinds of results as the present one.
-        params: the new model's parameters. Shapes suffice for parameters that the present model
-            has, and for those of earlier models, which are parked on the host.
+        params: the new model's parameters. Shapes suffice for parameters that the present
+            model has, and for those of earlier models, which are parked on the host.
         model_state: the new model's state; None: that of the present model.
 
     Raises:
-        ValueError: the loss reads a parameter that `params` lack, or a parameter has another shape
-            than before; nothing has changed.
+        ValueError: the loss reads a parameter that `params` lack, or a parameter has
+            another shape than before; nothing has changed.
         MemoryLimitExceeded: the new model does not keep the limit; nothing has changed.
         StageError: a copy failed; the error's `state` is the present model's, drained and whole.
     """
@@ -408,8 +340,8 @@ def switch_model(
     }
     switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")
-    # Messages about losses read the ledger of versions, so losses are checked before this ledger is
-    # replaced.
+    # Messages about losses read the ledger of versions, so losses are checked before this
+    # ledger is replaced.
     session.check_losses(state, wait=bool(state.stream_steps))
     state = session.drain(state)
     state.check(len(session.compiled.persistent))

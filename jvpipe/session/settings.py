@@ -1,17 +1,14 @@
-"""The settings of a pipeline, the cutting of its optimizer, and the splitting of its pytrees."""
+"""The settings of a pipeline, and the cutting of its optimizer into one piece per layer."""
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-import jax
-import numpy as np
-
 from jvpipe._jax import Device
-from jvpipe.ir.layers import Array, LayerGraph
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
@@ -22,15 +19,13 @@ from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
-from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.schedules import Schedule
+from jvpipe.schedules.planned import pipeline_length
 from jvpipe.trace.digests import closed_lines, without_addresses
 from jvpipe.trace.graph import Traced, freeze
-from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import abstract, canonical
+from jvpipe.trace.leaves import abstract
 from jvpipe.trace.modules import warn_of_statistics
 from jvpipe.trace.stacks import Stacks
-from jvpipe.util.paths import path_name
 
 Tree = Any
 
@@ -46,8 +41,8 @@ class Training:
         schedule: the order in which micro-batches run.
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state.
-        stacked: "per_layer" if the optimizer sees a parameter for each layer of a scan; None if it
-            sees the stacked arrays.
+        stacked: "per_layer" if the optimizer sees a parameter for each layer of a scan;
+            None if it sees the stacked arrays.
         frozen: patterns of parameters that nothing updates.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters.
         sharding: how parameters lie over the devices of a place, if places are meshes.
@@ -78,12 +73,12 @@ class Settings(Training):
         limits: the bytes that each device may hold; empty if there is no limit.
         host_limit_bytes: the limit for swapped and parked values on the host.
         fates: the fates of tensors, by patterns of their names.
-        checkpoint: which micro-batches are computed again from their stage's input: torchgpipe's
-            modes. None: `fates` or the planner decides.
+        checkpoint: which micro-batches are computed again from their stage's input:
+            torchgpipe's modes. None: `fates` or the planner decides.
         devices: the devices, each once. Other fields refer to them by index.
         places: the device of each stage, as an index; empty if a plan was given.
-        splits_unasked: `microbatches` was left out, so batches are split although the user did not
-            ask for it.
+        splits_unasked: `microbatches` was left out, so batches are split although the user
+            did not ask for it.
         replicas: all devices of each stage, as indices; empty unless some stage has several.
         shares: the planner decides how many devices each stage has.
         reductions: the user's reductions for leaves of aux and of the model state.
@@ -125,14 +120,34 @@ class Settings(Training):
         """
         return self.chooses_fates or find_planner(self.planner).fate_rule is FateRule.RECOMPUTES
 
+    def for_another(self, loss_fn: Callable[..., Any], plan: Plan) -> "Settings":
+        """Returns the settings for another model, on the devices of the present one.
+
+        Args:
+            loss_fn: the loss of the other model.
+            plan: the present plan. Its layers are those of one model, so the other model
+                uses only the plan's devices.
+        """
+        settings = replace(self, loss_fn=loss_fn)
+        if not isinstance(self.stages, Plan) and not self.shares:
+            return settings
+        plan = self.stages if isinstance(self.stages, Plan) else plan
+        return replace(
+            settings,
+            stages=pipeline_length(plan, self.schedule),
+            places=tuple(stage.devices[0] for stage in plan.stages),
+            shares=False,
+            replicas=tuple(stage.devices for stage in plan.stages) if plan.replicated else (),
+        )
+
     def __str__(self) -> str:
         loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
         how = f"{self.microbatches} micro-batches, {self.schedule.name}, planner {self.planner}"
         return f"{loss}, {how}, {len(self.devices)} devices"
 
 
-# All processes of a run must have equal settings. They are compared in parts, so that a message can
-# name the part that differs.
+# All processes of a run must have equal settings. They are compared in parts, so that a
+# message can name the part that differs.
 
 Parts = list[tuple[str, str]]
 """The name of each part with its text; parts are equal if and only if their texts are. A message
@@ -160,10 +175,8 @@ def option_parts(settings: Settings) -> Parts:
         "host_memory_limit": values.pop("host_limit_bytes"),
         "devices": [device.device_kind for device in settings.devices],
     }
-    return [
-        *library_versions(),
-        *((name, without_addresses(str(value))) for name, value in values.items()),
-    ]
+    parts = [(name, without_addresses(str(value))) for name, value in values.items()]
+    return [*library_versions(), *parts]
 
 
 # The optimizer is cut into pieces, one for each layer, because layers are updated on their devices.
@@ -216,17 +229,18 @@ class OptimizerCutter:
             schedule: says how many micro-batches an update has.
 
         Raises:
-            ValueError: the optimizer needs a value of all layers at once, and the schedule updates
-                layers at different times.
+            ValueError: the optimizer needs a value of all layers at once, and the schedule
+                updates layers at different times.
         """
         cut = self.pieces(graph, schedule)
         if not schedule.synchronous and (cut.cross_layer or self.settings.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"
             raise ValueError(
-                f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are "
-                "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
-                "time, such as optax.adaptive_grad_clip or optax.clip"
-                f"{'. ' + PER_LAYER if self._seen else ''}"
+                f"{name} needs a value of all layers at once, which {schedule.name} does "
+                "not have: its layers are updated at different times. Use a synchronous "
+                "schedule (1f1b), or what looks at one parameter at a time, such as "
+                "optax.adaptive_grad_clip or "
+                f"optax.clip{'. ' + PER_LAYER if self._seen else ''}"
             )
         return cut
 
@@ -272,24 +286,24 @@ class OptimizerCutter:
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
-            # The optimizer may have failed because a parameter has integers. If so, `freeze` raises
-            # an error that names the parameter, which the optimizer's error would not.
+            # The optimizer may have failed because a parameter has integers. If so, `freeze`
+            # raises an error that names the parameter, which the optimizer's error would not.
             freeze(traced, frozen)
             raise
         left = freeze(traced, found)
         graph = left.graph
-        warn_of_statistics(
-            [graph.parameters[p].array.name for p in graph.trained(range(len(graph.parameters)))]
-        )
+        trained = graph.trained(range(len(graph.parameters)))
+        warn_of_statistics([graph.parameters[p].array.name for p in trained])
         return left
 
     def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
         """Returns the traced optimizer as lines; equal lines mean equal states and updates."""
         traced = self._trace(*self._sums(graph, schedule))
         parts = {"update": traced.update, "init": traced.init}
-        return [
-            f"{name}: {line}" for name, closed in parts.items() for line in closed_lines(closed)
-        ]
+        lines: list[str] = []
+        for name, closed in parts.items():
+            lines += [f"{name}: {line}" for line in closed_lines(closed)]
+        return lines
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
         """Returns how many gradients are added up for each parameter, and what divides the sums.
@@ -313,114 +327,3 @@ class OptimizerCutter:
                 frozen=self.frozen,
             )
         return self._traced[key]
-
-
-# The caller's pytrees are split into the leaves that layers own, and joined again.
-
-
-@dataclass(frozen=True)
-class Trees:
-    """The caller's trees with which a model was traced, as shapes.
-
-    A split tree has, in place of each stacked array, one leaf for each layer.
-
-    Args:
-        params: the parameters.
-        batch: a whole batch.
-        rng: the key of the run, if it has one.
-        model_state: the model state, if the loss has one (`has_state`).
-        stacks: says how stacked parameters are split into layers.
-    """
-
-    params: Tree
-    batch: Tree
-    rng: jax.Array | None
-    model_state: Tree
-    stacks: Stacks
-
-    def join_params(self, leaves: Sequence[Any]) -> Tree:
-        """Joins the leaves of parameters to a tree like the caller's."""
-        return self.stacks.join(jax.tree.unflatten(jax.tree.structure(self._split_params), leaves))
-
-    def split_params(self, params: Tree) -> list[Any]:
-        """Splits a tree of parameters; a ValueError names the first leaf with a wrong shape."""
-        return leaves_like(params, self._split_params, self.stacks, "params")
-
-    def join_model_state(self, leaves: Sequence[Any]) -> Tree:
-        """Joins the leaves of the model state, without those that `with_sums` added at the end."""
-        tree = jax.tree.structure(self.model_state)
-        return jax.tree.unflatten(tree, leaves[: tree.num_leaves])
-
-    def join_optimizer_state(self, optimizer: OptimizerCut, leaves: Sequence[Any]) -> Tree:
-        """Joins the leaves of the optimizer's state to the tree of `optimizer.init(params)`."""
-        return self.stacks.join(jax.tree.unflatten(optimizer.state_tree, leaves))
-
-    def split_optimizer_state(self, optimizer: OptimizerCut, tree: Tree) -> list[Any]:
-        """Splits an optimizer state; a ValueError names the first leaf with a wrong shape."""
-        shapes = jax.tree.unflatten(
-            optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state]
-        )
-        return leaves_like(tree, shapes, self.stacks, "the optimizer's state")
-
-    @property
-    def _split_params(self) -> Tree:
-        return self.stacks.split(self.params)
-
-
-def with_sums(leaves: Sequence[Any], state: Sequence[Array]) -> list[Any]:
-    """Adds, after the user's leaves of a model state, zeros for the sums of deferred batch norms.
-
-    Args:
-        leaves: the user's leaves.
-        state: the shapes of all leaves; the last ones are those of the sums.
-    """
-    return [*leaves, *(np.zeros(array.shape, array.dtype) for array in state[len(leaves) :])]
-
-
-def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
-    """Returns the leaves of a user's tree on the host, with stacked arrays split into layers.
-
-    Args:
-        tree: a tree of arrays.
-        split: the expected shapes, with stacks split.
-        stacks: says how stacked arrays are split.
-        what: names the tree in the message.
-
-    Raises:
-        ValueError: the tree has other containers, paths, shapes or types than expected.
-
-    >>> stacks = Stacks(jax.tree.structure({"w": 0}), (2,))
-    >>> split = stacks.split({"w": jax.ShapeDtypeStruct((2, 3), np.float32)})
-    >>> [leaf.shape for leaf in leaves_like({"w": np.zeros((2, 3))}, split, stacks, "params")]
-    [(3,), (3,)]
-    >>> leaves_like({"w": np.zeros(3)}, split, stacks, "params")
-    Traceback (most recent call last):
-    ...
-    ValueError: params: 'w' is float32[3], it must be float32[2, 3]
-    """
-    # Trees are compared with stacks joined, so that messages are about the caller's arrays.
-    expected = stacks.join(
-        split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
-    )
-    there, here = map(_types, (abstract(tree), expected))
-    for path, needed in here.items():
-        if (found_leaf := there.get(path, "missing")) != needed:
-            raise ValueError(f"{what}: '{path}' is {found_leaf}, it must be {needed}")
-    if jax.tree.structure(tree) != jax.tree.structure(expected):
-        more = next(
-            (f"there is no '{path}'" for path in there if path not in here),
-            "the containers differ",
-        )
-        raise ValueError(
-            f"{what}: {more} in the tree of this pipeline: give one with the same leaves"
-        )
-    leaves = zip(
-        jax.tree.leaves(stacks.split_like(split, tree)), jax.tree.leaves(split), strict=True
-    )
-    return [leaf if is_key(shape) else np.asarray(leaf, shape.dtype) for leaf, shape in leaves]
-
-
-def _types(tree: Tree) -> dict[str, str]:
-    """Returns the shape and type of each leaf, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): f"{canonical(x.dtype)}{list(x.shape)}" for path, x in leaves}

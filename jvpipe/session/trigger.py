@@ -1,304 +1,28 @@
-"""Decides from measured seconds whether another plan would pay, and with which cuts.
-
-Legend: T seconds of the slowest stage, L layers, S stages, M micro-batches.
-
-A slow device must not be mistaken for slow layers. The measured seconds y of layer l on device d
-are taken to be the product
-
-    y[l] = w[l] r[l] f[d]
-
-    w[l]    the seconds of the layer on which the plan was based
-    f[d]    how many times longer the device takes than it did then: the median of y / w over its
-            layers, each weighted by its w
-    r[l]    the remaining factor, which belongs to the layer; set to 1 unless it is far from 1
-
-Cuts for a slow device give it fewer layers. The layers return once the device's f is 1 again.
-
-Noise in the measurements must not move layers, so the gain of other cuts must exceed a threshold in
-several steps in a row, each judged by itself. The home plan is the one that was planned or that the
-user gave. If the best cuts gain too little over the home plan, the home plan's cuts are chosen. For
-a return to the home plan, a smaller gain is enough. `Rule` has the thresholds.
-"""
+"""The judge of a run's steps: proposes another plan if measured seconds show that a move pays."""
 
 import json
+import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
-from jvpipe.cost.hardware import Link
+from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.model.chain_dp import least_path
-from jvpipe.runtime.engine.monitor import TICK_S
+from jvpipe.lowering.step import lower_move
+from jvpipe.planners.planned import Planned
+from jvpipe.planners.replanning import Replan, Rule, Seen, Trigger, all_of
+from jvpipe.planners.user_fates import recut
+from jvpipe.runtime.engine.beside_training import beside_training, program_ends
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.monitor import Measured
+from jvpipe.runtime.engine.tensors import Limits
+from jvpipe.runtime.state.migrate import Migration, copied_bytes, prepare_migration
+from jvpipe.session.planning import planned_again
+from jvpipe.session.settings import Settings
 from jvpipe.util.brief import brief
-from jvpipe.util.sizes import ROUNDING
 
-
-def cuts_at_speeds(
-    layer_s: Sequence[float], slowness: Sequence[float], fixed_s: Sequence[float] = ()
-) -> list[int]:
-    """Finds the layers per stage with the least T and, among those cuts, the least sum of seconds.
-
-    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds the
-    least T; the second finds the least sum of all stages if none may take longer than T.
-
-    Args:
-        layer_s: the seconds of each layer on a device that is not slow.
-        slowness: how many times longer each stage's device takes.
-        fixed_s: the seconds of each stage that do not depend on its layers.
-
-    >>> cuts_at_speeds([1.0] * 6, [1.0, 1.0]), cuts_at_speeds([1.0] * 6, [1.0, 2.0])
-    ([3, 3], [4, 2])
-    """
-    total = np.concatenate([[0.0], np.cumsum(layer_s)])
-    bound = np.arange(len(layer_s) + 1)
-    # run_s[i, j]: seconds of layers i to j - 1; a stage has at least one layer
-    run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
-    fixed_s = fixed_s or [0.0] * len(slowness)
-    stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
-    # A single pass for the least sum could make the slowest stage slower, and T decides a step.
-    slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
-    within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
-    _, bounds = least_path(within, np.add)
-    assert bounds is not None, "there are as many layers as stages need"
-    return np.diff(bounds).tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How much evidence is enough for another plan.
-
-    Args:
-        gain: the share of a step's seconds that other cuts must save.
-        gain_home: the share that returning to the home plan must save.
-        steps: how many steps in a row must show such a gain.
-        horizon_steps: steps within which a migration must save the seconds that it takes.
-        layer: a layer itself counts as slow if its factor r is above this number, and as fast if r
-            is below the number's inverse.
-        learn_steps: how many steps are used to learn the seconds of layers, if the plan was made
-            without seconds.
-        skip_steps: how many first steps are not used, because programs and caches are cold.
-    """
-
-    gain: float = 0.08
-    gain_home: float = 0.02
-    steps: int = 2
-    horizon_steps: int = 200
-    layer: float = 1.25
-    learn_steps: int = 3
-    skip_steps: int = 1
-
-
-class Seen(NamedTuple):
-    """A step's seconds per micro-batch: of each layer, and of each stage's waits for copies."""
-
-    layer_s: Sequence[float]
-    exposed_s: Sequence[float]
-
-
-def all_of(parts: Sequence[Seen]) -> Seen:
-    """Joins the seconds of a step; each process has measured its own layers and stages.
-
-    >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
-    Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
-    """
-    return Seen(*(list(map(sum, zip(*kind, strict=True))) for kind in zip(*parts, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Replan:
-    """The cuts of a better plan, and the seconds per step that they save by the measurements.
-
-    `slowness` has, for each stage, how many times longer than planned its device takes for each
-    layer of the model.
-    """
-
-    cuts: tuple[int, ...]
-    why: str
-    gain_s: float
-    slowness: tuple[tuple[float, ...], ...] = ()
-
-    def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
-        """Tells whether moving takes fewer seconds than the new cuts save within the horizon.
-
-        Args:
-            moved_bytes: how many bytes would move.
-            link: the link over which they would move.
-            rule: has the horizon.
-        """
-        return link.seconds(moved_bytes) < self.gain_s * rule.horizon_steps
-
-
-class Trigger:
-    """An observer of a run's steps that finds better cuts.
-
-    Attributes:
-        rule: how much evidence is enough.
-        home: the planned or given plan. The first plan that is observed becomes the home plan, and
-            so does any later plan that does not have the cuts `asked`.
-        asked: the cuts that the next plan should have. `observe` sets `asked` to the cuts that it
-            returns. A caller that moves to other cuts instead must set `asked` to those.
-        refused: cuts that are impossible or do not pay; `observe` does not return them until the
-            plan changes.
-
-    >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
-    >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
-    >>> steps = [Seen([1.0] * 6, [0.0, 0.0]), slow, slow]
-    >>> [replan.cuts if (replan := trigger.observe(plan, seen)) else None for seen in steps]
-    [None, None, (4, 2)]
-    """
-
-    def __init__(
-        self,
-        expected_s: Sequence[float] | None,
-        microbatches: int,
-        *,
-        synchronous: bool,
-        rule: Rule = Rule(),
-    ) -> None:
-        """Begins without a home plan: the first plan that is observed becomes the home plan.
-
-        Args:
-            expected_s: the seconds of each layer on which the plan was based; None if it was made
-                without seconds.
-            microbatches: how many micro-batches a step has.
-            synchronous: whether the pipeline is flushed at the end of a step.
-            rule: how much evidence is enough.
-        """
-        self.rule = rule
-        self._expected = None if expected_s is None else np.maximum(expected_s, TICK_S)
-        self._microbatches, self._synchronous = microbatches, synchronous
-        self._skip = rule.skip_steps
-        self._learned: list[Sequence[float]] = []
-        self._window: deque[Seen] = deque(maxlen=rule.steps)
-        self._plan: Plan | None = None
-        self.home = Plan(())
-        self.asked: tuple[int, ...] | None = None
-        self.refused: set[tuple[int, ...]] = set()
-
-    def observe(self, plan: Plan, seen: Seen) -> Replan | None:
-        """Takes in the seconds of a step; returns other cuts if the evidence for them is enough.
-
-        Args:
-            plan: the plan under which the step ran.
-            seen: the seconds of the step.
-        """
-        if min(seen.layer_s) <= 0:  # not all layers ran in this step
-            return None
-        self._follow(plan)
-        if self._skip:
-            self._skip -= 1
-            return None
-        if self._expected is None:
-            self._learned.append(seen.layer_s)
-            if len(self._learned) == self.rule.learn_steps:
-                self._expected = np.maximum(np.median(self._learned, axis=0), TICK_S)
-            return None
-        if self._better(plan, seen) is None:
-            self._window.clear()
-            return None
-        self._window.append(seen)
-        if len(self._window) < self.rule.steps:
-            return None
-        # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
-        means = (np.mean(kind, axis=0).tolist() for kind in zip(*self._window, strict=True))
-        replan = self._better(plan, Seen(*means))
-        self._window.clear()
-        self.asked = replan.cuts if replan else None
-        return replan
-
-    def _follow(self, plan: Plan) -> None:
-        """Makes a plan the home plan, unless it is the result of this trigger's request."""
-        if plan == self._plan:
-            return
-        if plan.cuts != self.asked:
-            self.home = plan
-        self._plan, self.asked = plan, None
-        self._window.clear()
-        self.refused.clear()
-
-    def _better(self, plan: Plan, seen: Seen) -> Replan | None:
-        """Returns the best cuts for the seconds of a step, if they gain enough."""
-        expected, rule = self._expected, self.rule
-        assert expected is not None
-        slowness = self.slowness(plan, seen)
-        ratio = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
-        far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
-        ratio = np.where(far, ratio, 1.0)
-        seconds = expected * ratio
-
-        def step_s(cuts: Sequence[int]) -> float:
-            starts = np.cumsum([0, *cuts[:-1]])
-            parts_s = np.add.reduceat(seconds, starts) * slowness + np.array(seen.exposed_s)
-            return self._step_s(float(parts_s.max()), float(parts_s.sum()))
-
-        now_s = step_s(plan.cuts)
-        at_home = plan.cuts == self.home.cuts
-        if now_s - self._least_step_s(float(seconds.sum()), slowness) <= now_s * (
-            rule.gain if at_home else rule.gain_home
-        ):
-            return None  # even a step as short as the lower bound would gain too little
-        cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
-        goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
-        if goes_home:
-            cuts = self.home.cuts
-        gain_s = now_s - step_s(cuts)
-        enough = gain_s > now_s * (rule.gain_home if goes_home else rule.gain)
-        if not enough or cuts == plan.cuts or cuts in self.refused:
-            return None
-        times = tuple(tuple((f * ratio).tolist()) for f in slowness)
-        return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
-
-    def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
-        """Returns a lower bound on the seconds of a step under any cuts.
-
-        If work could be divided anywhere, not only between layers, all devices could be busy for
-        the same time, total / (sum of 1 / f). The slowest stage takes at least that long. The
-        stages together take at least as long as the fastest device would take for all the work,
-        total times the least f.
-        """
-        shared_s = total_s / sum(1 / f for f in slowness)
-        return self._step_s(shared_s, total_s * min(slowness))
-
-    def _step_s(self, slowest_s: float, all_s: float) -> float:
-        """Counts a step's seconds: with a flush (M - 1) T plus all stages once, otherwise M T."""
-        if self._synchronous:
-            return (self._microbatches - 1) * slowest_s + all_s
-        return self._microbatches * slowest_s
-
-    def slowness(self, plan: Plan, seen: Seen) -> list[float]:
-        """Returns how many times longer than planned the device of each stage takes."""
-        assert self._expected is not None
-        ratio = np.array(seen.layer_s) / self._expected
-        device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
-        slow = {
-            d: _median(ratio[device == d], self._expected[device == d])
-            for d in set(device.tolist())
-        }
-        return [slow[stage.devices[0]] for stage in plan.stages]
-
-    def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
-        """Gives the reason: the stage whose seconds are furthest from the planned seconds."""
-        assert self._expected is not None
-        starts = np.cumsum([0, *plan.cuts[:-1]])
-        took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
-        ratio = took_s / np.add.reduceat(self._expected, starts)
-        # All stages may be slower than planned. If there are three or more, the stage furthest from
-        # the median is named.
-        relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
-        stage = int(np.abs(np.log(relative)).argmax())
-        if goes_home and np.all(ratio < self.rule.layer):
-            return "every stage takes what was planned again"
-        return f"stage {stage} takes {ratio[stage]:.1f} times what was planned"
-
-
-def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Returns the value with half of the weight below it and half above."""
-    order = np.argsort(values)
-    reached = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+_log = logging.getLogger("jvpipe")
 
 
 def checked_rule(rule: Any) -> Rule:
@@ -351,5 +75,226 @@ class Told:
     def from_json(text: str) -> "Told":
         """Reads the news from a text of `to_json`."""
         seconds, words, how, refusal = json.loads(text)
-        proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
-        return Told({step: Seen(*seen) for step, seen in seconds}, proposal, how, refusal)
+        proposal = None
+        if words is not None:
+            old, new, why = words
+            proposal = Proposal(Plan.from_json(old), Plan.from_json(new), why)
+        by_step = {step: Seen(*step_s) for step, step_s in seconds}
+        return Told(by_step, proposal, how, refusal)
+
+
+@runtime_checkable
+class ModelPlans(Protocol):
+    """The plans of a model, as far as a judge reads them; `CompiledPlans` has all of them."""
+
+    @property
+    def settings(self) -> Settings:
+        """What the user asked for."""
+        ...
+
+    @property
+    def layer_s(self) -> list[float] | None:
+        """The seconds of each layer on which the plan was based; None if it needed none."""
+        ...
+
+    @property
+    def planned(self) -> Planned | None:
+        """The planner's first plan; None if the user gave the plan."""
+        ...
+
+    def with_plan(self, plan: Plan, base: CompiledPlan | None = None) -> CompiledPlan:
+        """Compiles the model under another plan."""
+        ...
+
+
+class Judge:
+    """What a process knows about the steps of a model; the first process proposes other plans.
+
+    Args:
+        rule: how much evidence is enough for another plan.
+        compiled_plans: the compiled plans of the model.
+        limits: the limits of memory in bytes; they also hold while the layers of a migration move.
+    """
+
+    def __init__(self, rule: Rule, compiled_plans: ModelPlans, limits: Limits) -> None:
+        self.rule, self.link = rule, INFINITE
+        self._compiled_plans, self._limits = compiled_plans, limits
+        self.plans: dict[int, Plan] = {}  # by step: the plan it ran under, until it is judged
+        self.untold: deque[tuple[int, Seen]] = deque()  # steps not yet reported to the others
+        self.proposal: Proposal | None = None  # not yet reported to the others
+        self.preparing: Proposal | None = None  # all processes prepare this one
+        self.ready: Migration | str | None = None  # the migration of `preparing`, or an error
+        self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
+        self._trigger: Trigger | None = None
+        self._replaced: Plan | None = None  # a proposal replaces this plan; its steps do not count
+        self._answer: Planned | None = None  # the last plan that the planner gave
+        self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
+
+    def news(self) -> Told:
+        """Returns what the other processes do not know yet, and counts it as reported."""
+        seconds = dict(self.untold.popleft() for _ in range(len(self.untold)))
+        proposal, self.proposal = self.proposal, None
+        ready = self.ready
+        how = ready.change.how if isinstance(ready, Migration) else ""
+        return Told(seconds, proposal, how, ready if isinstance(ready, str) else "")
+
+    def decide(self, news: Sequence[Told], compiled: CompiledPlan) -> None:
+        """Asks the trigger about every step whose seconds all processes have reported by now.
+
+        Args:
+            news: what each process reports in this round.
+            compiled: the plan in use.
+        """
+        try:
+            with beside_training():
+                for one in news:
+                    for step, part in one.seconds.items():
+                        self._parts.setdefault(step, []).append(part)
+                complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
+                for step in sorted(complete):
+                    self._judge(self.plans[step], all_of(self._parts[step]), compiled)
+                    # This step and those before it are not looked at again.
+                    self._parts = {s: parts for s, parts in self._parts.items() if s > step}
+                    self.plans = {s: plan for s, plan in self.plans.items() if s > step}
+        except Exception:
+            if not program_ends():
+                _log.exception("what steps took could not be judged")
+
+    def prepare(
+        self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
+    ) -> None:
+        """Prepares a migration within the limits; sets `ready` to the result or the error's text.
+
+        Args:
+            proposal: has the plan to move to.
+            compiled: the plan in use.
+            step: the earliest step before which the migration can be made.
+            stream_steps: how many steps the stream, if there is one, will have had by then.
+        """
+        try:
+            with beside_training():
+                new = self._compiled_plans.with_plan(proposal.new, compiled)
+                moment = (step, 0)
+                migration = prepare_migration(
+                    compiled, new, moment, proposal.why, self._limits, stream_steps
+                )
+                migration.bound.compile_marks()
+                self.ready = migration
+        except Exception as error:
+            self.ready = str(error) or type(error).__name__
+
+    def refuse(self, plan: Plan) -> None:
+        """Tells the trigger not to ask again for a plan to which no migration is possible."""
+        if self._trigger is not None:
+            self._trigger.refused |= {plan.cuts, self._asked}
+        self._replaced = None
+
+    def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
+        """Proposes another plan if a step shows that a faster one would repay the move to it.
+
+        Args:
+            plan: the plan under which the step ran.
+            seconds: what the step took.
+            compiled: the plan in use.
+        """
+        if self._trigger is None:
+            synchronous, layer_s = compiled.schedule.synchronous, self._compiled_plans.layer_s
+            self._trigger = Trigger(
+                layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
+            )
+        if plan == self._replaced:  # a proposal to leave this plan is in preparation
+            return
+        self._replaced, trigger = None, self._trigger
+        replan = trigger.observe(plan, seconds)
+        if replan is None or plan != compiled.plan:
+            return
+        new = self._plan_for(replan, trigger.home, compiled)
+        if new is None:
+            trigger.refused.add(replan.cuts)
+            return
+        moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
+        if replan.repays(moved_bytes, self.link, self.rule):
+            trigger.asked = new.cuts
+            self._asked = replan.cuts
+            self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
+            return
+        too_dear = "%s, but cuts %s do not repay the %d bytes that would move"
+        _log.info(too_dear, replan.why, new.cuts, moved_bytes)
+        trigger.refused.add(replan.cuts)
+
+    def _plan_for(self, replan: Replan, home: Plan, compiled: CompiledPlan) -> Plan | None:
+        """Finds the plan to move to.
+
+        Args:
+            replan: the cuts that the trigger asks for.
+            home: the plan with which the run began, made by the planner or given by the user.
+            compiled: the plan in use.
+
+        Returns:
+            `home`, if its cuts are asked for. Otherwise the planner's plan for devices as
+            slow as they are now; None if that plan saves less than `Rule.gain` over the
+            plan in use. If the planner gives no plan, or the user chose `home` or its
+            fates: `home` with the cuts that are asked for.
+        """
+        compiled_plans, graph = self._compiled_plans, compiled.traced.graph
+        planned, settings = compiled_plans.planned, compiled_plans.settings
+        if replan.cuts == home.cuts:
+            return home
+
+        def placed(plan: Plan) -> Plan:
+            """Puts the optimizer's state of each layer where `home` has it."""
+            like_home = zip(plan.stages, recut(graph, home, plan.cuts).stages, strict=True)
+            stages = tuple(replace(s, state_fates=x.state_fates) for s, x in like_home)
+            return replace(plan, stages=stages, splits=home.splits)
+
+        def held_bytes(plan: Plan) -> list[int]:  # of the fullest device of each stage
+            peaks = compiled_plans.with_plan(placed(plan), compiled).peaks
+            return [max(peaks[d].bytes for d in stage.devices) for stage in plan.stages]
+
+        answer = None
+        by_user = settings.fates or settings.checkpoint is not None
+        if planned is not None and not by_user and _alike(planned.plan, home):
+            held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are unknown here
+            answer = planned_again(planned, replan.slowness, held_bytes_of)
+        if answer is None:
+            return recut(graph, home, replan.cuts)
+        for present in (self._answer, planned):
+            if present and _alike(present.plan, compiled.plan):
+                now = replace(answer, decision=present.decision)
+                if answer.step_s > (1 - self.rule.gain) * now.step_s:
+                    return None
+                break
+        self._answer = answer
+        return placed(answer.plan)
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Tells whether two plans have equal layers, devices and fates of residuals in each stage."""
+
+    def stages(plan: Plan) -> list[Any]:
+        return [(stage.layers, stage.devices, dict(stage.fates)) for stage in plan.stages]
+
+    return stages(one) == stages(other)
+
+
+def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
+    """Returns a measured step's seconds per micro-batch, by layer and by stage.
+
+    In an asynchronous schedule, the n devices of a stage take turns: each runs every n-th
+    micro-batch, so the stage finishes n micro-batches in the time that a device takes for
+    one. The seconds of the stage's layers are therefore divided by n.
+
+    Args:
+        measured: what the monitor has measured.
+        compiled: the plan under which the step ran.
+    """
+    stages, microbatches = compiled.plan.stages, compiled.microbatches
+    places = [str(compiled.devices[stage.devices[0]]) for stage in stages]
+    exposed_s = []
+    for place in places:
+        whole_s = measured.exposed.get(place, 0.0)
+        exposed_s.append(whole_s / microbatches / places.count(place))
+    layer_s = measured.layer_s(len(compiled.traced.graph.layers))
+    if not compiled.schedule.synchronous:
+        layer_s = [layer_s[i] / len(stage.devices) for stage in stages for i in stage.layers]
+    return Seen(layer_s, exposed_s)

@@ -11,8 +11,8 @@ class _Brief(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        # The first line limits the elements shown of a container. The second limits the letters of
-        # a value that is not a container.
+        # The first line limits the elements shown of a container. The second limits the
+        # letters of a value that is not a container.
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
         self.maxstring = self.maxother = 80
 
@@ -21,8 +21,9 @@ class _Brief(reprlib.Repr):
         shape = getattr(x, "shape", None)
         dtype = getattr(x, "dtype", None)
         is_array = dtype is not None and isinstance(shape, tuple)
+        # An array without axes is written as its number.
         if not is_array or not shape:
-            return super().repr1(x, level)  # an array without axes is written as its number
+            return super().repr1(x, level)
         axes = ", ".join(map(str, shape))
         return f"{dtype}[{axes}]"
 
@@ -36,7 +37,8 @@ def brief(value: Any) -> str:
     >>> brief("x" * 1000) == brief("x" * 1001), len(brief([["x" * 80] * 16] * 16))
     (True, 200)
     """
-    text = " ".join(_Brief().repr(value).splitlines())
+    lines = _Brief().repr(value).splitlines()
+    text = " ".join(lines)
     if len(text) <= _MOST_LETTERS:
         return text
     return f"{text[: _MOST_LETTERS - 3]}..."

@@ -12,10 +12,11 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     0      cpu:0  3.00 MiB
     1      cpu:1  12 B
     """
-    texts = [[str(cell) for cell in row] for row in rows]
-    # A row may be shorter than others. `zip_longest` then fills its last columns with empty cells,
-    # and the `map` below stops where the row ends.
-    widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
+    texts = [list(map(str, row)) for row in rows]
+    # A row may be shorter than others. `zip_longest` then fills its last columns with empty
+    # cells, and the `map` below stops where the row ends.
+    cells_below = zip_longest(*texts, fillvalue="")
+    widths = [max(map(len, cells)) for cells in cells_below]
     lines = []
     for row in texts:
         cells = map(str.ljust, row, widths)

@@ -37,10 +37,12 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     ('base/*',)
     """
     # A single text is refused, because it would pass as a sequence of one-letter patterns.
-    patterns = None if isinstance(frozen, str) else several(() if frozen is None else frozen)
+    values = () if frozen is None else frozen
+    patterns = None if isinstance(values, str) else several(values)
     if patterns is None or not all(isinstance(x, str) and x for x in patterns):
         raise ValueError(
-            f"{name} must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
+            f"{name} must be patterns of the paths of parameters, such as ['base/*'], "
+            f"not {brief(frozen)}"
         )
     return tuple(patterns)
 
@@ -68,11 +70,12 @@ def checked_path(name: str, path: Any) -> Path:
     Traceback (most recent call last):
     ValueError: path must be a text or a pathlib.Path, not 3
     """
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    is_path = isinstance(path, str | os.PathLike)
+    text = os.fspath(path) if is_path else None
     if not isinstance(text, str) or "\0" in text:
         raise ValueError(f"{name} must be a text or a pathlib.Path, not {brief(path)}")
-    sizes = [len(part.encode(errors="replace")) for part in Path(text).parts]
-    if max(sizes, default=0) > _LONGEST_NAME:
+    names = [part.encode(errors="replace") for part in Path(text).parts]
+    if max(map(len, names), default=0) > _LONGEST_NAME:
         raise ValueError(f"{name} has a name of more than {_LONGEST_NAME} bytes: {brief(text)}")
     return Path(text)
 
@@ -100,7 +103,8 @@ def is_stream(values: Any) -> bool:
 
     An array without axes cannot: it has the method `__iter__`, but the method fails.
     """
-    return isinstance(values, Iterable) and getattr(values, "shape", None) != ()
+    shape = getattr(values, "shape", None)
+    return isinstance(values, Iterable) and shape != ()
 
 
 def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
@@ -119,7 +123,8 @@ def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
     Traceback (most recent call last):
     ValueError: devices must be whole numbers, such as (0, 1), not [0, 0.5]
     """
-    numbers = None if isinstance(values, str | bytes) else several(values)
+    is_text = isinstance(values, str | bytes)
+    numbers = None if is_text else several(values)
     if numbers is None or not all(map(is_whole, numbers)):
         raise ValueError(f"{what} must be whole numbers, such as (0, 1), not {brief(values)}")
     return tuple(map(int, numbers))

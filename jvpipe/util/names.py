@@ -19,9 +19,11 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     >>> did_you_mean("tensor", "*", [])
     "unknown tensor '*': There are none"
     """
-    close = difflib.get_close_matches(name, names, n=1)
-    guess = f"did you mean '{close[0]}'? " if close else ""
-    return f"unknown {kind} {brief(name)}: {guess}There are {', '.join(names) or 'none'}"
+    guess = ""
+    if close := difflib.get_close_matches(name, names, n=1):
+        guess = f"did you mean '{close[0]}'? "
+    listed = ", ".join(names) or "none"
+    return f"unknown {kind} {brief(name)}: {guess}There are {listed}"
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:
@@ -31,8 +33,8 @@ def nearest(name: str, names: Sequence[str]) -> list[str]:
     >>> nearest("*/atention/*", names)[0]
     'blocks/0/attention/dot_0'
     """
-    # The matcher analyzes its second sequence `b` only once, and its first one at each comparison.
-    # So `b` is the name that all others are compared with.
+    # The matcher analyzes its second sequence `b` only once, and its first one at each
+    # comparison. So `b` is the name that all others are compared with.
     matcher = difflib.SequenceMatcher(b=name)
 
     def unlikeness(other: str) -> float:

@@ -23,8 +23,9 @@ def path_name(path: Sequence[Any]) -> str:
 def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
     """Writes the key paths of a tree as texts, all of them different.
 
-    A key may contain the separator, so two paths may have the same text. Then the keys of all paths
-    are escaped as in JSON pointers: ~1 stands for a separator inside a key, and ~0 for a tilde.
+    A key may contain the separator, so two paths may have the same text. Then the keys of
+    all paths are escaped as in JSON pointers: ~1 stands for a separator inside a key, and
+    ~0 for a tilde.
 
     Args:
         paths: the key paths of all leaves of a tree.
@@ -38,14 +39,17 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
     if len(set(names)) == len(names):
         return names
     # Tildes come first, because the tilde of an escaped separator must not be escaped again.
-    return tuple(
-        separator.join(key.replace("~", "~0").replace(separator, "~1") for key in _keys(path))
-        for path in paths
-    )
+    escaped: list[str] = []
+    for path in paths:
+        keys = [key.replace("~", "~0") for key in _keys(path)]
+        keys = [key.replace(separator, "~1") for key in keys]
+        escaped.append(separator.join(keys))
+    return tuple(escaped)
 
 
 def _keys(path: Sequence[Any]) -> list[str]:
     """Lists the keys of a path as texts, without the last key `value` of a Flax variable."""
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+    last = jax.tree_util.GetAttrKey("value")
+    if path and path[-1] == last:
         path = path[:-1]
     return [jax.tree_util.keystr((key,), simple=True) for key in path]

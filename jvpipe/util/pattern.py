@@ -45,9 +45,11 @@ def compare(where: str, data: Any, pattern: Pattern) -> None:
             for i, element in enumerate(data):
                 compare(f"{where}[{i}]", element, pattern[0])
         case tuple():
-            fits = isinstance(data, list) and len(data) == len(pattern)
-            _need(fits, where, f"a list of {len(pattern)}", data)
-            for i, (element, element_pattern) in enumerate(zip(data, pattern, strict=True)):
+            size = len(pattern)
+            fits = isinstance(data, list) and len(data) == size
+            _need(fits, where, f"a list of {size}", data)
+            pairs = zip(data, pattern, strict=True)
+            for i, (element, element_pattern) in enumerate(pairs):
                 compare(f"{where}[{i}]", element, element_pattern)
         case type():
             _need(type(data) is pattern, where, _TYPES[pattern], data)
@@ -65,10 +67,13 @@ def _compare_names(where: str, data: Any, pattern: dict[Any, Pattern]) -> None:
         for name, value in data.items():
             compare(f"{where}[{name!r}]", value, pattern[str])
         return
-    patterns = {name.removesuffix("?"): value for name, value in pattern.items()}
-    if missing := [name for name in pattern if not name.endswith("?") and name not in data]:
+    needed = [name for name in pattern if not name.endswith("?")]
+    missing = [name for name in needed if name not in data]
+    if missing:
         raise ValueError(f"{where} lacks {missing[0]}")
-    if unknown := [name for name in data if name not in patterns]:
+    patterns = {name.removesuffix("?"): value for name, value in pattern.items()}
+    unknown = [name for name in data if name not in patterns]
+    if unknown:
         raise ValueError(f"{where} has an entry that is not known, {brief(unknown[0])}")
     for name, value in data.items():
         compare(f"{where}.{name}", value, patterns[name])
@@ -79,7 +84,8 @@ def whole_in(least: int = 0, largest: int = LARGEST) -> Pattern:
 
     def check(where: str, data: Any) -> None:
         fits = type(data) is int and least <= data <= largest
-        _need(fits, where, f"a whole number from {least} to {largest}", data)
+        expected = f"a whole number from {least} to {largest}"
+        _need(fits, where, expected, data)
 
     return check
 
@@ -90,12 +96,19 @@ def number(where: str, data: Any) -> None:
 
 
 def anything(where: str, data: Any, depth: int = 0) -> None:
-    """Matches all that JSON can hold, unless lists or mappings are nested too deeply."""
+    """Matches all that JSON can hold, unless lists or mappings are nested too deeply.
+
+    Args:
+        where: the path of the data in the file, for the message.
+        data: the data.
+        depth: how many lists and mappings are around the data.
+    """
     # The limit also keeps this recursion far from the depth at which Python's calls fail.
     if depth > _DEEPEST:
         raise ValueError(f"{where} holds lists or mappings more than {_DEEPEST} deep")
     if isinstance(data, list | dict):
-        for element in data.values() if isinstance(data, dict) else data:
+        elements = data.values() if isinstance(data, dict) else data
+        for element in elements:
             anything(where, element, depth + 1)
 
 
@@ -115,16 +128,24 @@ def one_of_texts(values: Any) -> Pattern:
 
     def check(where: str, data: Any) -> None:
         fits = isinstance(data, str) and data in texts
-        _need(fits, where, f"one of {', '.join(texts)}", data)
+        listed = ", ".join(texts)
+        _need(fits, where, f"one of {listed}", data)
 
     return check
 
 
 def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Pattern:
-    """Returns a pattern that acts as `then` for data that pass a test, and else as `other`."""
+    """Returns a pattern that chooses between two patterns by a test of the data.
+
+    Args:
+        test: tells by which pattern data are checked.
+        then: the pattern for data that pass the test.
+        other: the pattern for all other data.
+    """
 
     def check(where: str, data: Any) -> None:
-        compare(where, data, then if test(data) else other)
+        pattern = then if test(data) else other
+        compare(where, data, pattern)
 
     return check
 

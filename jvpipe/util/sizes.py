@@ -8,6 +8,8 @@ from jvpipe.util.brief import brief
 _BINARY = {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
 _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
 GIB = 1024**3
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+"""A number, and perhaps a unit behind it."""
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 MOST_BYTES = 2**52
 """More bytes than any device has. Floats represent every whole number up to this one exactly."""
@@ -31,16 +33,18 @@ def parse_bytes(size: int | str | None) -> int | None:
     # In Python, True and False are the integers 1 and 0. As a size, they are mistakes.
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES:
         return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
+    match = _SIZE.fullmatch(str(size))
     unit_bytes = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit_bytes is None or float(match[1]) <= 0:
         raise ValueError(
-            f"memory limit {brief(size)} is not a size: write bytes, or a text such as '16GiB' or '500MiB'"
+            f"memory limit {brief(size)} is not a size: write bytes, or a text such as '16GiB' "
+            "or '500MiB'"
         )
     size_bytes = float(match[1]) * unit_bytes
     if size_bytes > MOST_BYTES:
         raise ValueError(
-            f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: leave it out"
+            f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: "
+            "leave it out"
         )
     return int(size_bytes)
 
@@ -66,7 +70,7 @@ def parse_limits(
         sizes = sizes.split(",")
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         return parse_bytes(sizes)
-    limits = [parse_bytes(size) for size in sizes]
+    limits = list(map(parse_bytes, sizes))
     if not limits or None in limits:
         raise ValueError(
             f"memory limits {brief(sizes)}: give one size for all devices, or one for each"
@@ -94,8 +98,8 @@ def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[
     if len(limits) != devices:
         sizes = ", ".join(map(format_bytes, limits))
         raise ValueError(
-            f"{len(limits)} memory limits ({sizes}) for {devices} devices: give one for each device, in their order, "
-            "or a single one for all"
+            f"{len(limits)} memory limits ({sizes}) for {devices} devices: "
+            "give one for each device, in their order, or a single one for all"
         )
     return limits
 
@@ -109,6 +113,7 @@ def format_bytes(size: int) -> str:
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+            digits = 0 if unit == "B" else 2
+            return f"{value:.{digits}f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"

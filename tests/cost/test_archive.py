@@ -13,7 +13,7 @@ from jvpipe import Plan
 from jvpipe.cost import links, measure
 from jvpipe.cost.archive import FOLDER, Archive
 from jvpipe.cost.costs import Costs
-from jvpipe.session.splitting import CutCandidate, Splitter
+from jvpipe.planners.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_layers, split_points
 from tests.end_to_end.test_exactness import batch_of

@@ -6,7 +6,8 @@ from typing import get_args
 
 from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.plan import PlanOptions
-from jvpipe.session.options import PIPELINE, PLAN_FOR, Group, Option, PipelineOptions, options_of
+from jvpipe.session.options import PIPELINE, PLAN_FOR, PipelineOptions, options_of
+from jvpipe.util.option import Group, Option
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HOLDERS = {"train": TrainOptions, "plan": PlanOptions}

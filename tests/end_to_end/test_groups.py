@@ -16,7 +16,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.kinds import KINDS, Runs
 from jvpipe.programs.store import ProgramStore
-from jvpipe.session.adapt import Grouping
+from jvpipe.session.session import Grouping
 from tests import sharded
 from tests.bits import MICRO, batches_of, digest
 from tests.end_to_end import test_replicas as replicated

@@ -10,9 +10,9 @@ from experiments.dapple.run import beside_gpipe, shapes_of, short
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.hardware import Accelerator, Cluster
 from jvpipe.cost.local_costs import LocalCosts
+from jvpipe.papers.asking import ask_shapes
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.shapes import Shape
-from jvpipe.session.planning import ask_shapes
 
 
 def test_a_plan_is_written_as_in_a_cell_of_the_paper() -> None:

@@ -19,6 +19,7 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.links import Links
 from jvpipe.ir.fates import Fate
+from jvpipe.planners.replanning import Seen
 from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine import dispatch
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -26,7 +27,6 @@ from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.runtime.state import migrate
 from jvpipe.schedules import PipeDream
 from jvpipe.session import adapt, compiled_plans, measuring
-from jvpipe.session.trigger import Seen
 from tests import sharded
 from tests.bits import MICRO, batches_of, digest
 from tests.runtime import test_model_change as models

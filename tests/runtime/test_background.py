@@ -14,7 +14,7 @@ import pytest
 
 from jvpipe.programs.store import in_parallel
 from jvpipe.runtime.engine.beside_training import TURN_S, Thread, beside_training
-from jvpipe.session import adapt
+from jvpipe.session import session
 from tests.forks import forked
 
 
@@ -79,7 +79,7 @@ class _Slow:
 def ending(_: Sequence[str]) -> None:
     thread = Thread("jvpipe-test")
     thread.switch(on=True)
-    thread.ask(adapt.in_groups_or_apart, cast(Any, _Slow()), cast(Any, None))
+    thread.ask(session.in_groups_or_apart, cast(Any, _Slow()), cast(Any, None))
     time.sleep(0.3)
     print("ends", flush=True)
 

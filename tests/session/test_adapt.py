@@ -11,10 +11,10 @@ import pytest
 import jvpipe
 from jvpipe.cost import measure
 from jvpipe.ir.buffers import HOST
+from jvpipe.planners.replanning import Seen
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.session import adapt
-from jvpipe.session.trigger import Seen
 from tests.end_to_end.test_exactness import batch_of
 from tests.grid import grid
 from tests.runtime.test_migrate import MICRO, assert_same, pipeline, started
@@ -107,7 +107,7 @@ def test_what_was_made_ready_is_used_as_it_is(
     def prepared(*args: Any) -> Any:
         raise AssertionError("lowered again while the pipeline waits")
 
-    monkeypatch.setattr("jvpipe.session.session.prepare_migration", prepared)
+    monkeypatch.setattr("jvpipe.session.adapt.prepare_migration", prepared)
     m = CASES["mlp"]()
     pipe, state = started(m, HOME, schedule)
     pipe.adapt()

@@ -2,13 +2,13 @@
 
 import pytest
 
+from jvpipe.papers.asking import ask_shapes
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.joint.shape_bound import least_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate_decision
-from jvpipe.session.planning import ask_shapes
 from tests.planners.joint.shapes import best_s, chain, flat, layer, shapes_of
 
 LAYERS = [layer(s, p, 10) for s, p in ((1.0, 5), (2.0, 60), (1.0, 0), (0.5, 300))]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.session.arguments import micro_batch_shapes, shapes_of
-from jvpipe.session.engine import feeds_of
+from jvpipe.runtime.engine.feeds import feeds_of
+from jvpipe.trace.batches import micro_batch_shapes, shapes_of
 from tests.session.test_arguments import PARAMS, D, loss_fn, losses, narrow, pipeline, wide
 
 

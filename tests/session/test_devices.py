@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jvpipe
 from jvpipe._jax import devices_in
-from jvpipe.session.devices import inner_axes
+from jvpipe.runtime.engine.meshes import inner_axes
 from tests.sharded import ROWS, loss_fn, meshes, parameters, shapes
 
 UP = PartitionSpec(None, "model")

@@ -5,8 +5,9 @@ import pytest
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.sums import check_sums
 from jvpipe.schedules import find_schedule
-from jvpipe.session.question import check_sums, on_cluster
+from jvpipe.session.question import on_cluster
 
 
 def problem(seconds: float, kept_bytes: int = 0) -> Problem:

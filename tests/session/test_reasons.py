@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jvpipe.session.compiled_plans import loop_reasons
+from jvpipe.planners.loop_reasons import loop_reasons
 from jvpipe.trace.model import trace_model
 from jvpipe.trace.modules import warn_of_statistics
 

@@ -15,7 +15,7 @@ from jvpipe.cli.plan import main
 from jvpipe.cost import targets
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes, compiler_of
 from jvpipe.ir.plan import Fate
-from jvpipe.session.forecasts import Signer
+from jvpipe.session.signing import Signer
 from jvpipe.util.extras import MissingExtraError
 from tests.grid import grid
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvpipe.session.trigger import cuts_at_speeds
+from jvpipe.planners.replanning import cuts_at_speeds
 
 SECONDS = st.floats(0.1, 10.0)
 

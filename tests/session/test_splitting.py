@@ -18,14 +18,14 @@ from jvpipe.cost.presets import CORE
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.planned import Planned
+from jvpipe.planners.splitting import SPLITTING, CutCandidate, Splitter, _cuts, even_places
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
-from jvpipe.session.arguments import micro_batch_shapes
-from jvpipe.session.planning import Planned
-from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter, _cuts, even_places
+from jvpipe.trace.batches import micro_batch_shapes
 from jvpipe.trace.graph import Sorted, Traced, build_graph
 from jvpipe.trace.layer_split import CutPlace, split_at, split_layers, split_points
 from jvpipe.trace.loss import trace_loss

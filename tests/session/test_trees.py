@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jvpipe.programs.optimizer import cut_optimizer
-from jvpipe.session.settings import Trees
+from jvpipe.runtime.engine.trees import Trees
 from jvpipe.trace.stacks import Stacks
 
 PARAMS = {"layers": np.arange(6, dtype=np.float32).reshape(2, 3), "last": np.ones(2, np.float32)}

@@ -10,7 +10,7 @@ import pytest
 
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
-from jvpipe.session.trigger import Replan, Rule, Seen, Trigger
+from jvpipe.planners.replanning import Replan, Rule, Seen, Trigger
 
 MICRO = 4
 

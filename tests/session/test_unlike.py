@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import pytest
 
+from jvpipe.cost import slowness
 from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.session import devices as session_devices
-from jvpipe.session import measuring
+from jvpipe.cost.slowness import measured_slowness
+from jvpipe.runtime.engine import memory_limits
+from jvpipe.runtime.engine.memory_limits import device_limits, host_limit
 from jvpipe.session.arguments import check_speeds, checked_speeds
-from jvpipe.session.devices import device_limits, host_limit
-from jvpipe.session.measuring import measured_slowness
 from jvpipe.util.sizes import GIB
 
 Patch = pytest.MonkeyPatch
@@ -19,7 +19,7 @@ Patch = pytest.MonkeyPatch
 def devices(patch: Patch, *limits: int | None) -> list[Any]:
     """Devices that report so much memory."""
     found = jax.devices()[: len(limits)]
-    patch.setattr(session_devices, "_reported", lambda device: limits[found.index(device)])
+    patch.setattr(memory_limits, "_reported", lambda device: limits[found.index(device)])
     return found
 
 
@@ -53,7 +53,9 @@ class Gpu:
 
 def test_what_a_gpu_reports_is_not_filled_and_its_host_pool_has_an_end(monkeypatch: Patch) -> None:
     gpus: list[Any] = [Gpu(0), Gpu(0), Gpu(1)]
-    monkeypatch.setattr("jvpipe.session.devices.is_own", lambda device: device.process_index == 0)
+    monkeypatch.setattr(
+        "jvpipe.runtime.engine.memory_limits.is_own", lambda device: device.process_index == 0
+    )
     assert device_limits(None, gpus[:2], 2, None) == (920, 920)
     assert device_limits(1000, gpus[:2], 2, None) == (1000, 1000)
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
@@ -92,8 +94,8 @@ def test_layers_are_measured_once_on_each_kind_of_own_device(monkeypatch: Patch)
         list[str](),
         dict(zip(jax.devices()[:5], ["H100", "small", "small", "H100", "V100"], strict=True)),
     )
-    monkeypatch.setattr(measuring, "_kind", cards.__getitem__)
-    monkeypatch.setattr(measuring, "is_own", lambda device: cards[device] != "V100")
+    monkeypatch.setattr(slowness, "_kind", cards.__getitem__)
+    monkeypatch.setattr(slowness, "is_own", lambda device: cards[device] != "V100")
 
     def costs(forward_s: float) -> Costs:
         return Costs(

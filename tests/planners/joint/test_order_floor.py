@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.device_orders import orders
 from jvpipe.planners.joint.order_floor import order_floors
@@ -18,7 +19,6 @@ from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
-from jvpipe.session.planning import ask
 from tests.grid import grid
 from tests.planners.joint.exact_orders import some_order_keeps
 from tests.planners.joint.orders import problem_of

@@ -6,13 +6,13 @@ from statistics import median
 import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.papers.asking import ask_shapes
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.rough_plan import of_each_kind
 from jvpipe.planners.joint.shape_search import rough_plans
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.shapes import Path, Shape
-from jvpipe.session.planning import ask_shapes
 from tests.grid import grid
 from tests.planners.joint.shapes import (
     GPU,

@@ -1,16 +1,17 @@
 """Cuts layers in two, if one stage is slower than the others or no plan keeps the memory limit.
 
-vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts inside
-layers, but only if that pays, because each layer costs a dispatch per micro-batch. All places
-inside layers and between them are considered together. Cuts are accepted if their slowest stage is
-nearly as fast as possible. Among accepted cuts, those with the fewest cut layers are preferred; if
-several have equally few, those that send the fewest bytes. Measured seconds may decide which layers
-are cut, but they do not change what a run computes: a layer is cut only if its halves give
-bitwise identical results (`programs.bit_equality`).
+vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts
+inside layers, but only if that pays, because each layer costs a dispatch per micro-batch.
+All places inside layers and between them are considered together. Cuts are accepted if their
+slowest stage is nearly as fast as possible. Among accepted cuts, those with the fewest cut
+layers are preferred; if several have equally few, those that send the fewest bytes. Measured
+seconds may decide which layers are cut, but they do not change what a run computes: a layer
+is cut only if its halves give bitwise identical results (`programs.bit_equality`).
 
-A stage of finer layers may hold fewer bytes. But measured seconds, which vary, must not decide
-whether a limit can be kept. So only two models are tried to keep a limit: the one with whole
-layers, and the one with all layers halved. `SPLITTING` has the thresholds, which may be changed.
+A stage of finer layers may hold fewer bytes. But measured seconds, which vary, must not
+decide whether a limit can be kept. So only two models are tried to keep a limit: the one
+with whole layers, and the one with all layers halved. `SPLITTING` has the thresholds, which
+may be changed.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -23,10 +24,11 @@ from jvpipe._jax import Atom, JaxprEqn
 from jvpipe.cost import roofline
 from jvpipe.cost.costs import bounds_inside
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.slowness import work_s
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.planned import Planned
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.session.planning import Planned, work_s
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import (
     CutPlace,
@@ -44,16 +46,16 @@ class SplitEffort:
 
     Attributes:
         slow_times: layers are cut if the slowest stage takes more than this many times the mean.
-        near_times: cuts whose slowest stage takes up to this many times the least possible are
-            accepted, because they may cut fewer layers.
+        near_times: cuts whose slowest stage takes up to this many times the least possible
+            are accepted, because they may cut fewer layers.
         apart: a share of a stage's mean seconds; if a place inside a layer is closer than
             this to the place before it, one of the two is left out.
-        worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and backward,
-            is not cut, because a dispatch takes some 0.05 ms.
+        worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and
+            backward, is not cut, because a dispatch takes some 0.05 ms.
         gain: the share of a step's seconds that finer layers must save.
         rounds: how many rounds of cutting there are at most; a later one may cut halves again.
-        layers_per_stage: with more layers than this per stage, layers are not halved to keep a
-            limit, because a stage of such small layers would hold hardly fewer bytes.
+        layers_per_stage: with more layers than this per stage, layers are not halved to keep
+            a limit, because a stage of such small layers would hold hardly fewer bytes.
         places: how many places of a layer are tried.
     """
 
@@ -124,8 +126,8 @@ class Splitter:
             The plan, and how many more times layers may be cut: 1 for whole layers, 0 for halves.
 
         Raises:
-            MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit that a
-                plan keeps, with whole or halved layers.
+            MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit
+                that a plan keeps, with whole or halved layers.
         """
         try:
             return plan(traced), 1
@@ -170,16 +172,16 @@ class Splitter:
     def evener(self, traced: Traced, planned: Planned) -> Traced | None:
         """Cuts layers so that stages become as even as possible.
 
-        A place is refused if results would not be bitwise identical. It is then left out for all
-        layers of the same kind, and the cuts are chosen again.
+        A place is refused if results would not be bitwise identical. It is then left out
+        for all layers of the same kind, and the cuts are chosen again.
 
         Args:
             traced: the model.
             planned: its plan so far.
 
         Returns:
-            The model with finer layers; None if no cut inside a layer helps, or all tries are
-            refused.
+            The model with finer layers; None if no cut inside a layer helps, or all tries
+            are refused.
         """
         seconds = work_s(planned.problem.costs.layers)
         together = {
@@ -212,9 +214,10 @@ class Splitter:
     ) -> tuple[int, int] | None:
         """Returns a place at which results would not be bitwise identical, if there is one."""
         cut = traced
-        # The last place is cut first, so that the numbers of earlier layers stay the same. If a
-        # layer is cut at two places, the earlier place then lies in the first half. It is counted
-        # from the end of that half, so the equations of the second half (`after`) are subtracted.
+        # The last place is cut first, so that the numbers of earlier layers stay the same.
+        # If a layer is cut at two places, the earlier place then lies in the first half. It
+        # is counted from the end of that half, so the equations of the second half
+        # (`after`) are subtracted.
         after: dict[int, int] = {}
         for layer, before_end in reversed(where):
             finer = split_layers(cut, {layer: before_end - after.get(layer, 0)})
@@ -231,13 +234,21 @@ class Splitter:
         for layer, kind in enumerate(kinds):
             if kind not in where:
                 where[kind] = self._place(traced, layer)
-        cuts = {i: place for i, kind in enumerate(kinds) if (place := where[kind]) is not None}
+        cuts: dict[int, int] = {}
+        for layer, kind in enumerate(kinds):
+            place = where[kind]
+            if place is not None:
+                cuts[layer] = place
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
+        """Finds the best place to cut a layer in two; None if there is no place."""
         points = split_points(traced, layer, self._equation_s)
-        halves = ((p, split_layers(traced, {layer: p})) for p in points[: SPLITTING.places])
-        return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
+        for point in points[: SPLITTING.places]:
+            halves = split_layers(traced, {layer: point})
+            if self.keeps_bits(traced, layer, halves):
+                return point
+        return None
 
     def _equation_s(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[float]:
         return roofline.equation_seconds(eqns, outputs, self.device)
@@ -282,11 +293,11 @@ def even_places(
     """Returns the places inside layers at which stages are as even as possible.
 
     Two dynamic programs run over all places, like those for whole layers
-    (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage. The
-    second allows stages that take slightly longer (`SPLITTING.near_times`), and finds the cuts with
-    the fewest cut layers and, among those, the fewest sent bytes. A stage that recomputes, or has a
-    slow device, takes more seconds than the sum of its layers. The ratio of its seconds to this sum
-    is assumed to stay as it is.
+    (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage.
+    The second allows stages that take slightly longer (`SPLITTING.near_times`), and finds
+    the cuts with the fewest cut layers and, among those, the fewest sent bytes. A stage
+    that recomputes, or has a slow device, takes more seconds than the sum of its layers.
+    The ratio of its seconds to this sum is assumed to stay as it is.
 
     Args:
         planned: the plan so far.
@@ -295,15 +306,11 @@ def even_places(
     Returns:
         For each place the layer, and how many equations the place is before the layer's end.
     """
-    problem, bounds = planned.problem, planned.decision.bounds
+    problem = planned.problem
     layer_s = work_s(problem.costs.layers)
-    stages = planned.evaluation.stages
-    # The seconds that each stage takes now, as a multiple of the seconds of its layers.
-    times = [
-        stage.compute_s / (sum(layer_s[i:j]) or 1.0)
-        for stage, (i, j) in zip(stages, pairwise(bounds), strict=True)
-    ]
-    cuts = _apart(_cuts(planned, layer_s, inside), SPLITTING.apart * sum(layer_s) / len(stages))
+    times = _times(planned, layer_s)
+    mean_s = sum(layer_s) / len(times)
+    cuts = _apart(_cuts(planned, layer_s, inside), SPLITTING.apart * mean_s)
     at_s = np.array([cut.at_s for cut in cuts])
     link_s = np.array([2 * problem.peer.seconds(cut.sent_bytes) for cut in cuts])
     link_s[0] = 0.0  # nothing comes in before the first layer
@@ -317,22 +324,37 @@ def even_places(
             starts = slice(None) if stage else slice(1)
             ends = slice(None) if stage < len(times) - 1 else slice(-1, None)
             work_s = time * (at_s[None, ends] - at_s[starts, None])
-            yield np.where(work_s > 0, work_s + link_s[starts, None], np.inf)
+            with_link_s = work_s + link_s[starts, None]
+            yield np.where(work_s > 0, with_link_s, np.inf)
 
     least_s = least_max(matrices())
     if not np.isfinite(least_s):
         return []
     sent = np.array([float(cut.sent_bytes) for cut in cuts])
     # A cut layer costs 1, and all sent bytes together cost less than 1.
-    price = np.array([cut.layer is not None for cut in cuts]) + sent / (1 + sent.sum())
-    near = (
-        np.where(matrix <= SPLITTING.near_times * least_s, price[: len(matrix), None], np.inf)
-        for matrix in matrices()
-    )
-    _, path = least_sum(near)
+    cuts_a_layer = np.array([cut.layer is not None for cut in cuts])
+    price = cuts_a_layer + sent / (1 + sent.sum())
+    most_s = SPLITTING.near_times * least_s
+
+    def prices() -> Iterator[Matrix]:
+        """Yields each stage's price by the same places; infinite if the stage takes too long."""
+        for matrix in matrices():
+            yield np.where(matrix <= most_s, price[: len(matrix), None], np.inf)
+
+    _, path = least_sum(prices())
     assert path is not None
     chosen = [cuts[at] for at in path]
     return [(cut.layer, cut.before_end) for cut in chosen if cut.layer is not None]
+
+
+def _times(planned: Planned, layer_s: Sequence[float]) -> list[float]:
+    """Returns the seconds of each stage, as a multiple of the seconds of its layers."""
+    times: list[float] = []
+    bounds = pairwise(planned.decision.bounds)
+    for stage, (i, j) in zip(planned.evaluation.stages, bounds, strict=True):
+        of_layers_s = sum(layer_s[i:j]) or 1.0
+        times.append(stage.compute_s / of_layers_s)
+    return times
 
 
 def _cuts(
@@ -341,7 +363,8 @@ def _cuts(
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
     # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go beyond it.
-    crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
+    crossing = [0] * (len(layer_s) + 1)
+    over = [0] * len(layer_s)
     for edge in costs.edges:
         last = max(edge.readers, default=edge.producer)
         for k in range(edge.producer + 1, last + 1):
@@ -353,7 +376,8 @@ def _cuts(
         for place in inside.get(layer, ()):
             at_s = before_s + place.share * seconds
             # Besides the tensors between the halves, those that pass the whole layer are sent.
-            cuts.append(_Cut(at_s, over[layer] + place.sent_bytes, layer, place.before_end))
+            sent_bytes = over[layer] + place.sent_bytes
+            cuts.append(_Cut(at_s, sent_bytes, layer, place.before_end))
         before_s += seconds
         if layer + 1 not in joined:
             cuts.append(_Cut(before_s, crossing[layer + 1]))
@@ -367,9 +391,10 @@ def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
     """
     kept = [cuts[0]]
     for cut in cuts[1:]:
-        near = cut.at_s - kept[-1].at_s < least_s
+        before = kept[-1]
+        near = cut.at_s - before.at_s < least_s
         if cut.layer is None or not near:
             kept.append(cut)
-        elif kept[-1].layer is not None and cut.sent_bytes < kept[-1].sent_bytes:
+        elif before.layer is not None and cut.sent_bytes < before.sent_bytes:
             kept[-1] = cut
     return kept

@@ -1,0 +1,93 @@
+"""How many times longer one device takes than another for each layer."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from jvpipe._jax import Device, is_own
+from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.cost.presets import accelerator_like
+
+T = TypeVar("T")
+Slowness = tuple[float, ...]
+"""For each layer, how many times longer than the first device another device takes; empty if both
+are equally fast."""
+
+
+def work_s(layers: Iterable[LayerCost]) -> list[float]:
+    """Returns the seconds of each layer's forward and backward."""
+    return [layer.forward_s + layer.backward_s for layer in layers]
+
+
+def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
+    """Returns how many times longer a device takes per layer than the first; empty if equally fast.
+
+    Args:
+        speeds: the relative speeds of all devices; empty: all are equally fast.
+        first: the number of the device on which layers are measured.
+        device: the number of the other device.
+        layers: how many layers there are.
+
+    >>> given_slowness([2.0, 1.0], 0, 1, 3), given_slowness([2.0, 1.0], 0, 0, 3)
+    ((2.0, 2.0, 2.0), ())
+    """
+    # Planners take devices as equal only if the slowness is empty, not if it consists of 1.0s.
+    if not speeds or speeds[first] == speeds[device]:
+        return ()
+    times = speeds[first] / speeds[device]
+    return (times,) * layers
+
+
+def measured_slowness(
+    devices: Sequence[Device], measured_on: Callable[[Device], Costs], costs: Costs
+) -> list[Slowness]:
+    """Returns how many times longer than the first device each device takes for each layer.
+
+    Args:
+        devices: the devices; one of another process is compared by its products per second.
+        measured_on: times the layers on a device.
+        costs: the costs of the layers on the first device.
+    """
+
+    def longer(device: Device) -> Slowness:
+        if is_own(device):
+            return times_longer(costs, measured_on(device))
+        # Layers cannot be timed on another process's device. Instead, all layers get the
+        # ratio of the products per second of the two kinds of device.
+        first, other = map(_products_per_s, (devices[0], device))
+        return (first / other,) * len(costs.layers)
+
+    return slowness_by_kind(devices, _kind, longer)
+
+
+def _kind(device: Device) -> str:
+    return getattr(device, "device_kind", "")
+
+
+def _products_per_s(device: Device) -> float:
+    like = accelerator_like(_kind(device), device.platform)
+    return like.products_per_s("float32")
+
+
+def slowness_by_kind(
+    devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], Slowness]
+) -> list[Slowness]:
+    """Returns the slowness of each device, found once per kind; empty for the first one's kind.
+
+    Args:
+        devices: the devices; the others are compared with the first one.
+        kind_of: returns the kind of a device.
+        longer: returns how many times longer a device takes for each layer than the first one.
+    """
+    by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
+    for device in devices:
+        # Timing all layers takes seconds, and devices of one kind are equally fast.
+        kind = kind_of(device)
+        if kind not in by_kind:
+            by_kind[kind] = longer(device)
+    return [by_kind[kind_of(device)] for device in devices]
+
+
+def times_longer(costs: Costs, other: Costs) -> Slowness:
+    """Returns how many times longer each layer takes by `other` than by `costs`."""
+    pairs = zip(work_s(costs.layers), work_s(other.layers), strict=True)
+    return tuple(b / a if a else 1.0 for a, b in pairs)

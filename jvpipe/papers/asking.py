@@ -1,0 +1,172 @@
+"""Asks a planner, which is given by its name, for a plan."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jvpipe.papers.registry import find_planner
+from jvpipe.planners.joint.device_orders import least_of, worth_searching
+from jvpipe.planners.joint.effort import SHAPE
+from jvpipe.planners.joint.order_search import find_order
+from jvpipe.planners.joint.rough_plan import RoughPlan, of_each_kind
+from jvpipe.planners.joint.rule_search import under_rule
+from jvpipe.planners.joint.shape_search import least_bytes_plans, rough_plans, simulated_plans
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.local_segments import LocalSegments
+from jvpipe.planners.model.planner import Planner
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.planned import Planned
+from jvpipe.schedules.auto import AUTO, GivenLists
+
+
+def ask(
+    planner: str, problem: Problem, places: Sequence[int] | None = None, *, fixed: bool = False
+) -> Planned:
+    """Asks a planner for a plan, including the order of tasks if the problem leaves it open.
+
+    jvpipe's own planner also chooses in which order stages take devices that differ from
+    each other in speed or memory ("unlike" devices).
+
+    Args:
+        planner: the name of the planner.
+        problem: the problem to solve; the problem in the answer has the order that was chosen.
+        places: the device of each stage; if the order of tasks is open, the device of each
+            place. Unless given, 0, 1, 2 and so on. Not used for unlike devices: the problem
+            has their numbers.
+        fixed: keep unlike devices in the order that they have.
+
+    Raises:
+        Infeasible: the planner finds no plan that keeps the limit.
+    """
+    unlike = problem.groups and not problem.replicated
+    # The papers' planners take unlike devices in the order in which they are given.
+    chooses = unlike and not find_planner(planner).as_paper and not fixed
+    asked = worth_searching(problem) if chooses else [problem]
+    return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
+
+
+def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planned:
+    """Asks a planner with the devices in the order of the problem."""
+    if problem.schedule != AUTO:
+        return answered(planner, problem, find_planner(planner).decide(problem), places)
+    ordered = find_order(problem)
+    plan = ordered.plan(problem, planner)
+    # If devices are unlike, the problem's groups have their numbers.
+    if places and not problem.groups:
+        devices = [d for stage in plan.stages for d in stage.devices]
+        plan = plan.on([(places[d],) for d in devices])
+    return Planned(plan, ordered.answered(problem), ordered.decision, ordered)
+
+
+def answered(
+    planner: str,
+    problem: Problem,
+    decision: Decision,
+    places: Sequence[int] | None = None,
+) -> Planned:
+    """Makes a plan of a planner's decision.
+
+    Args:
+        planner: the name of the planner.
+        problem: the problem that it has solved.
+        decision: its decision.
+        places: the device of each stage; unless given, as the problem has them.
+    """
+    # Task lists that a search has found are kept in the plan, since no schedule can make them.
+    lists = problem.schedule.lists
+    where = None if problem.groups or places is None else [(place,) for place in places]
+    plan = decision.plan(problem, planner, where)
+    plan = replace(plan, tasks=lists.lines) if isinstance(lists, GivenLists) else plan
+    return Planned(plan, problem, decision)
+
+
+def ask_shapes(planner: str, shapes: Shapes) -> Planned:
+    """Asks a planner that also decides each stage's devices and the examples of a micro-batch.
+
+    Args:
+        planner: the name of the planner.
+        shapes: the shapes to choose from.
+
+    Raises:
+        Infeasible: no plan keeps the limits; the error has a limit that some plan keeps.
+        ValueError: the user gives a part of the shape that this planner decides itself, or
+            the planner cannot use so many devices.
+    """
+    chosen = find_planner(planner)
+    if chosen.shape_rule:
+        plans = _of_paper(chosen, shapes)
+        if not plans:
+            raise _nothing_fits(chosen, shapes)
+        best = answered(planner, plans[0].problem, plans[0].decision)
+    else:
+        plans = rough_plans(shapes)
+        worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
+        for plan in plans or least_bytes_plans(shapes):
+            # Several shapes may differ only in which devices a stage has: the first one is kept.
+            worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
+        some = _worth_plans(list(worth.values()))
+        best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
+    return replace(best, shapes=of_each_kind(plans))
+
+
+def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
+    """Returns the rough plans, given the best first, whose shapes are worth an exact plan.
+
+    A rough plan keeps or recomputes all values of a stage. If the first one recomputes,
+    much slower shapes are returned too, because the fates of single values may save much
+    time. Otherwise an exact plan can only have better cuts, which save little, so much
+    slower shapes are left out. At most `SHAPE.planned` plans are returned.
+    """
+    first = plans[0]
+    most_s = SHAPE.worth_a_plan * first.step_s
+    again = any(choice < 0 for choice in first.decision.choices)
+    return [x for x in plans[: SHAPE.planned] if again or x.step_s <= most_s]
+
+
+def _of_shape(planner: str, plan: RoughPlan) -> Planned:
+    """Returns the best exact plan that is found with the shape of a rough plan."""
+    problem = plan.problem
+    if problem.schedule == AUTO:
+        return _ask(planner, problem, None)
+    # The search begins with the rough plan if that plan keeps the limit and has the
+    # problem's number of stages. What the search finds is then at least as fast.
+    fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
+    has_all_stages = len(plan.decision.bounds) == problem.stages + 1
+    begin = [plan.decision] if fits and has_all_stages else []
+    return answered(planner, problem, under_rule(problem, begin))
+
+
+def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
+    """Returns a paper's plans, one for each usable size of micro-batches, the fastest first."""
+    if shapes.pins.count is not None:
+        raise ValueError(
+            f"planner '{planner.name}' decides stages, replicas and cuts itself: leave "
+            "them out, or use planner 'jvpipe'"
+        )
+    assert planner.shape_rule is not None
+    segments = LocalSegments(shapes)
+    paths = (planner.shape_rule(segments, size) for size in shapes.sizes)
+    return simulated_plans(shapes, filter(None, paths))
+
+
+def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
+    """Makes the error of a paper's planner that finds no plan; it names a limit that suffices."""
+    limit = shapes.model.memory_limit_bytes
+    assert limit is not None, "without a limit every planner has a plan"
+
+    def finds(limit_bytes: int) -> bool:
+        return bool(_of_paper(planner, shapes.under(limit_bytes)))
+
+    enough = max(limit + 1, least_bytes_plans(shapes)[0].evaluation.limit_bytes)
+    # The loop ends, because every planner has a plan once the limit is large enough.
+    while not finds(enough):
+        enough += enough // 8 + 1
+    return Infeasible(
+        f"{planner.name} has no plan that fits into {limit} bytes per device: with "
+        f"{enough} bytes, {enough - limit} more, it has one. Use more devices, or "
+        "planner 'jvpipe'",
+        stage=0,
+        excess_bytes=enough - limit,
+        smallest_limit_bytes=enough,
+    )

@@ -1,0 +1,69 @@
+"""A planner's answer as data for JSON: its stages, and the shapes that the planner tried."""
+
+from itertools import pairwise
+from typing import Any
+
+from jvpipe.ir.plan import Plan
+from jvpipe.planners.answer import Answer
+from jvpipe.planners.model.problem import Problem
+
+
+def plan_of(problem: Problem, answer: Answer) -> Plan:
+    """Returns the plan of an answer that has a decision."""
+    assert answer.decision is not None
+    return answer.plan or answer.decision.plan(problem, answer.planner)
+
+
+def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
+    """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
+
+    There is also `host_bytes`, which `--json` leaves out.
+
+    Args:
+        problem: the problem to which the answer belongs.
+        answer: has a plan.
+    """
+    assert answer.evaluation is not None
+    stages = list[dict[str, Any]]()
+    for stage, cost in zip(plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
+        input_s, weight_s = cost.halves_s
+        state = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
+        stages.append(
+            {
+                "layers": list(stage.layers),
+                "devices": list(stage.devices),
+                "replicas": len(stage.devices),
+                "forward_s": cost.forward_s,
+                "backward_s": cost.backward_s,
+                "recompute_s": cost.recompute_s,
+                "swap_s": cost.swap_s,
+                "comm_s": cost.comm_s,
+                "peak_bytes": cost.peak_bytes,
+                "in_flight": cost.in_flight,
+                "input_s": input_s,
+                "weight_s": weight_s,
+                "reduce_s": cost.reduce_s,
+                "update_s": cost.update_s,
+                "host_bytes": cost.host_bytes,
+                "fates": dict(stage.fates),
+                **state,
+            }
+        )
+    return stages
+
+
+def shapes_json(answer: Answer) -> list[dict[str, Any]]:
+    """Returns the best plan of each kind of shape that the planner tried, the fastest first."""
+    shapes = list[dict[str, Any]]()
+    for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s):
+        bounds = plan.decision.bounds
+        shapes.append(
+            {
+                "shape": kind,
+                "replicas": list(plan.shape.replicas),
+                "layers_per_stage": [end - first for first, end in pairwise(bounds)],
+                "microbatches": plan.problem.microbatches,
+                "step_s": plan.step_s,
+            }
+        )
+    return shapes

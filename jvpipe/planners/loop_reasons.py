@@ -1,0 +1,22 @@
+"""Says why layers with a loop are not cut there."""
+
+from jvpipe.ir.values import ValueKind
+from jvpipe.trace.graph import Traced
+
+
+def loop_reasons(traced: Traced) -> list[str]:
+    """Returns a line for each layer with a loop: why it is not cut there, and what would help."""
+    lines = []
+    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
+        loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]
+        counts = [eqn.params["length"] for eqn in loops if eqn.primitive.name == "scan"]
+        once = bool(counts) and max(counts) < 2
+        if not loops or once or not layer.reading(ValueKind.PARAMETER):
+            continue
+        times = f"{max(counts)} iterations" if counts else "an unknown number of iterations"
+        lines.append(
+            f"layer {layer.name} has a loop of {times}, which share their parameters: it "
+            "is not cut between them. Written out, as a loop of Python or with "
+            "unroll=True, each iteration can be a layer"
+        )
+    return lines

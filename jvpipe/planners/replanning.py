@@ -1,0 +1,319 @@
+"""Decides from measured seconds whether another plan would pay, and with which cuts.
+
+Legend: T seconds of the slowest stage, L layers, S stages, M micro-batches.
+
+A slow device must not be mistaken for slow layers. The measured seconds y of layer l on
+device d are taken to be the product
+
+    y[l] = w[l] r[l] f[d]
+
+    w[l]    the seconds of the layer on which the plan was based
+    f[d]    how many times longer the device takes than it did then: the median of y / w over its
+            layers, each weighted by its w
+    r[l]    the remaining factor, which belongs to the layer; set to 1 unless it is far from 1
+
+Cuts for a slow device give it fewer layers. The layers return once the device's f is 1 again.
+
+Noise in the measurements must not move layers, so the gain of other cuts must exceed a
+threshold in several steps in a row, each judged by itself. The home plan is the one that
+was planned or that the user gave. If the best cuts gain too little over the home plan, the
+home plan's cuts are chosen. For a return to the home plan, a smaller gain is enough. `Rule`
+has the thresholds.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jvpipe.cost.hardware import Link
+from jvpipe.ir.plan import Plan
+from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.runtime.engine.monitor import TICK_S
+from jvpipe.util.sizes import ROUNDING
+
+
+def cuts_at_speeds(
+    layer_s: Sequence[float], slowness: Sequence[float], fixed_s: Sequence[float] = ()
+) -> list[int]:
+    """Finds the layers per stage with the least T and, among those cuts, the least sum of seconds.
+
+    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds
+    the least T; the second finds the least sum of all stages if none may take longer than T.
+
+    Args:
+        layer_s: the seconds of each layer on a device that is not slow.
+        slowness: how many times longer each stage's device takes.
+        fixed_s: the seconds of each stage that do not depend on its layers.
+
+    >>> cuts_at_speeds([1.0] * 6, [1.0, 1.0]), cuts_at_speeds([1.0] * 6, [1.0, 2.0])
+    ([3, 3], [4, 2])
+    """
+    total = np.concatenate([[0.0], np.cumsum(layer_s)])
+    bound = np.arange(len(layer_s) + 1)
+    # run_s[i, j]: seconds of layers i to j - 1; a stage has at least one layer
+    between_s = total - total[:, None]
+    run_s = np.where(bound > bound[:, None], between_s, np.inf)
+    fixed_s = fixed_s or [0.0] * len(slowness)
+    of_stages = zip(slowness, fixed_s, strict=True)
+    stages = [slow * run_s + more_s for slow, more_s in of_stages]
+    # A single pass for the least sum could make the slowest stage slower, and T decides a step.
+    slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
+    within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
+    _, bounds = least_path(within, np.add)
+    assert bounds is not None, "there are as many layers as stages need"
+    return np.diff(bounds).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How much evidence is enough for another plan.
+
+    Args:
+        gain: the share of a step's seconds that other cuts must save.
+        gain_home: the share that returning to the home plan must save.
+        steps: how many steps in a row must show such a gain.
+        horizon_steps: steps within which a migration must save the seconds that it takes.
+        layer: a layer itself counts as slow if its factor r is above this number, and as
+            fast if r is below the number's inverse.
+        learn_steps: how many steps are used to learn the seconds of layers, if the plan was
+            made without seconds.
+        skip_steps: how many first steps are not used, because programs and caches are cold.
+    """
+
+    gain: float = 0.08
+    gain_home: float = 0.02
+    steps: int = 2
+    horizon_steps: int = 200
+    layer: float = 1.25
+    learn_steps: int = 3
+    skip_steps: int = 1
+
+
+class Seen(NamedTuple):
+    """A step's seconds per micro-batch: of each layer, and of each stage's waits for copies."""
+
+    layer_s: Sequence[float]
+    exposed_s: Sequence[float]
+
+
+def all_of(parts: Sequence[Seen]) -> Seen:
+    """Joins the seconds of a step; each process has measured its own layers and stages.
+
+    >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
+    Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
+    """
+    layer_s, exposed_s = zip(*parts, strict=True)
+    return Seen(_sums(layer_s), _sums(exposed_s))
+
+
+def _sums(parts: Sequence[Sequence[float]]) -> list[float]:
+    """Adds up the numbers at the same position of all parts."""
+    return list(map(sum, zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """The cuts of a better plan, and the seconds per step that they save by the measurements.
+
+    `slowness` has, for each stage, how many times longer than planned its device takes for
+    each layer of the model.
+    """
+
+    cuts: tuple[int, ...]
+    why: str
+    gain_s: float
+    slowness: tuple[tuple[float, ...], ...] = ()
+
+    def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
+        """Tells whether moving takes fewer seconds than the new cuts save within the horizon.
+
+        Args:
+            moved_bytes: how many bytes would move.
+            link: the link over which they would move.
+            rule: has the horizon.
+        """
+        return link.seconds(moved_bytes) < self.gain_s * rule.horizon_steps
+
+
+class Trigger:
+    """An observer of a run's steps that finds better cuts.
+
+    Attributes:
+        rule: how much evidence is enough.
+        home: the planned or given plan. The first plan that is observed becomes the home
+            plan, and so does any later plan that does not have the cuts `asked`.
+        asked: the cuts that the next plan should have. `observe` sets `asked` to the cuts that
+            it returns. A caller that moves to other cuts instead must set `asked` to those.
+        refused: cuts that are impossible or do not pay; `observe` does not return them
+            until the plan changes.
+
+    >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
+    >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
+    >>> steps = [Seen([1.0] * 6, [0.0, 0.0]), slow, slow]
+    >>> [replan.cuts if (replan := trigger.observe(plan, seen)) else None for seen in steps]
+    [None, None, (4, 2)]
+    """
+
+    def __init__(
+        self,
+        expected_s: Sequence[float] | None,
+        microbatches: int,
+        *,
+        synchronous: bool,
+        rule: Rule = Rule(),
+    ) -> None:
+        """Begins without a home plan: the first plan that is observed becomes the home plan.
+
+        Args:
+            expected_s: the seconds of each layer on which the plan was based; None if it
+                was made without seconds.
+            microbatches: how many micro-batches a step has.
+            synchronous: whether the pipeline is flushed at the end of a step.
+            rule: how much evidence is enough.
+        """
+        self.rule = rule
+        self._expected = None if expected_s is None else np.maximum(expected_s, TICK_S)
+        self._microbatches, self._synchronous = microbatches, synchronous
+        self._skip = rule.skip_steps
+        self._learned: list[Sequence[float]] = []
+        self._window: deque[Seen] = deque(maxlen=rule.steps)
+        self._plan: Plan | None = None
+        self.home = Plan(())
+        self.asked: tuple[int, ...] | None = None
+        self.refused: set[tuple[int, ...]] = set()
+
+    def observe(self, plan: Plan, seen: Seen) -> Replan | None:
+        """Takes in the seconds of a step; returns other cuts if the evidence for them is enough.
+
+        Args:
+            plan: the plan under which the step ran.
+            seen: the seconds of the step.
+        """
+        if min(seen.layer_s) <= 0:  # not all layers ran in this step
+            return None
+        self._follow(plan)
+        if self._skip:
+            self._skip -= 1
+            return None
+        if self._expected is None:
+            self._learned.append(seen.layer_s)
+            if len(self._learned) == self.rule.learn_steps:
+                self._expected = np.maximum(np.median(self._learned, axis=0), TICK_S)
+            return None
+        if self._better(plan, seen) is None:
+            self._window.clear()
+            return None
+        self._window.append(seen)
+        if len(self._window) < self.rule.steps:
+            return None
+        # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
+        layer_s, exposed_s = zip(*self._window, strict=True)
+        means = Seen(np.mean(layer_s, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist())
+        replan = self._better(plan, means)
+        self._window.clear()
+        self.asked = replan.cuts if replan else None
+        return replan
+
+    def _follow(self, plan: Plan) -> None:
+        """Makes a plan the home plan, unless it is the result of this trigger's request."""
+        if plan == self._plan:
+            return
+        if plan.cuts != self.asked:
+            self.home = plan
+        self._plan, self.asked = plan, None
+        self._window.clear()
+        self.refused.clear()
+
+    def _better(self, plan: Plan, seen: Seen) -> Replan | None:
+        """Returns the best cuts for the seconds of a step, if they gain enough."""
+        expected, rule = self._expected, self.rule
+        assert expected is not None
+        slowness = self.slowness(plan, seen)
+        by_device = expected * np.repeat(slowness, plan.cuts)
+        ratio = np.array(seen.layer_s) / by_device
+        far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
+        ratio = np.where(far, ratio, 1.0)
+        seconds = expected * ratio
+
+        def step_s(cuts: Sequence[int]) -> float:
+            starts = np.cumsum([0, *cuts[:-1]])
+            work_s = np.add.reduceat(seconds, starts) * slowness
+            parts_s = work_s + np.array(seen.exposed_s)
+            return self._step_s(float(parts_s.max()), float(parts_s.sum()))
+
+        now_s = step_s(plan.cuts)
+        at_home = plan.cuts == self.home.cuts
+        least_s = self._least_step_s(float(seconds.sum()), slowness)
+        needed_gain = rule.gain if at_home else rule.gain_home
+        # Even a step as short as the lower bound may gain too little.
+        if now_s - least_s <= now_s * needed_gain:
+            return None
+        cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
+        goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
+        if goes_home:
+            cuts = self.home.cuts
+        gain_s = now_s - step_s(cuts)
+        enough = gain_s > now_s * (rule.gain_home if goes_home else rule.gain)
+        if not enough or cuts == plan.cuts or cuts in self.refused:
+            return None
+        times = tuple(tuple((f * ratio).tolist()) for f in slowness)
+        return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
+
+    def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
+        """Returns a lower bound on the seconds of a step under any cuts.
+
+        If work could be divided anywhere, not only between layers, all devices could be
+        busy for the same time, total / (sum of 1 / f). The slowest stage takes at least
+        that long. The stages together take at least as long as the fastest device would
+        take for all the work, total times the least f.
+        """
+        shared_s = total_s / sum(1 / f for f in slowness)
+        return self._step_s(shared_s, total_s * min(slowness))
+
+    def _step_s(self, slowest_s: float, all_s: float) -> float:
+        """Counts a step's seconds: with a flush (M - 1) T plus all stages once, otherwise M T."""
+        if self._synchronous:
+            return (self._microbatches - 1) * slowest_s + all_s
+        return self._microbatches * slowest_s
+
+    def slowness(self, plan: Plan, seen: Seen) -> list[float]:
+        """Returns how many times longer than planned the device of each stage takes.
+
+        Args:
+            plan: the plan under which the step ran.
+            seen: the seconds of the step.
+        """
+        assert self._expected is not None
+        ratio = np.array(seen.layer_s) / self._expected
+        device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
+        slow: dict[int, float] = {}
+        for d in set(device.tolist()):
+            here = device == d
+            slow[d] = _median(ratio[here], self._expected[here])
+        return [slow[stage.devices[0]] for stage in plan.stages]
+
+    def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
+        """Gives the reason: the stage whose seconds are furthest from the planned seconds."""
+        assert self._expected is not None
+        starts = np.cumsum([0, *plan.cuts[:-1]])
+        of_layers_s = np.add.reduceat(np.array(seen.layer_s), starts)
+        took_s = of_layers_s + np.array(seen.exposed_s)
+        ratio = took_s / np.add.reduceat(self._expected, starts)
+        # All stages may be slower than planned. If there are three or more, the stage
+        # furthest from the median is named.
+        relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
+        stage = int(np.abs(np.log(relative)).argmax())
+        if goes_home and np.all(ratio < self.rule.layer):
+            return "every stage takes what was planned again"
+        return f"stage {stage} takes {ratio[stage]:.1f} times what was planned"
+
+
+def _median(values: np.ndarray, weights: np.ndarray) -> float:
+    """Returns the value with half of the weight below it and half above."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order])
+    middle = np.searchsorted(reached, reached[-1] / 2)
+    return float(values[order][middle])

@@ -1,0 +1,56 @@
+"""The slices of a batch, and the seeds, that micro-batches read from the host."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe._jax import Tracer, is_plain
+from jvpipe.ir.lazy_array import LazyArray
+from jvpipe.trace.leaves import abstract, canonical
+
+Tree = Any
+
+
+def feeds_of(
+    batch: Tree, words: np.ndarray | None, step: int, microbatches: int
+) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
+    """Returns what each micro-batch of a step reads from the host, by (kind, index).
+
+    Leaves that are only shapes are left out. Each micro-batch's seed consists of the key's
+    words, the step and the micro-batch's number, so random values do not depend on the plan.
+
+    Args:
+        batch: a whole batch.
+        words: the words of the run's key, if it has one.
+        step: the number of the step.
+        microbatches: how many the batch is split into.
+    """
+    feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
+    for i, leaf in enumerate(jax.tree.leaves(batch)):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
+            continue
+        if isinstance(leaf, Tracer):
+            abstract(batch, "batch leaf")  # raises an error that names the traced leaf
+        # The leaf is converted on the host to the type that it has on a device.
+        leaf = _feedable(leaf)
+        size = leaf.shape[0] // microbatches
+        feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
+    if words is not None:
+        seeds = [[*words.ravel(), step, m] for m in range(microbatches)]
+        feeds["seed", 0] = [np.array(seed, np.uint32) for seed in seeds]
+    return feeds
+
+
+def _feedable(leaf: Any) -> Any:
+    """Returns a leaf of the batch as an array with the type that it has on a device.
+
+    Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs
+    that are compiled ahead of time take such small types only from JAX's own arrays.
+    """
+    if isinstance(leaf, LazyArray):
+        return leaf.astype(canonical(leaf.dtype))
+    if not is_plain(leaf.dtype):
+        return jax.numpy.asarray(leaf)
+    return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)

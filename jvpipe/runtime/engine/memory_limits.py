@@ -1,0 +1,99 @@
+"""The bytes that devices and the host may hold, as the user gives them or JAX reports them."""
+
+import json
+import os
+from collections.abc import Sequence
+
+from jvpipe._jax import Device, is_own
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.util.sizes import GIB, limits_of_each
+
+_ALIKE = 0.98
+"""Devices whose reported limits differ by little count as equal: each gets the smallest reported
+limit that is at least this share of its own."""
+
+
+_WHOLE = 0.92
+"""The share of a GPU's reported memory that a plan may fill. The rest is for the gaps that the
+allocator leaves between arrays."""
+
+
+def device_limits(
+    limits: int | tuple[int, ...] | None,
+    devices: Sequence[Device],
+    planned: int,
+    hosts: Hosts | None,
+) -> tuple[int, ...]:
+    """Returns each device's limit in bytes; empty if no limit is given and none reported (CPUs).
+
+    Args:
+        limits: one limit for all devices; or one for each device; or one for each device of the
+            plan (other devices get the smallest of the given limits). None: what devices report.
+        devices: all devices of the run.
+        planned: how many devices the plan uses; they come first in `devices`.
+        hosts: the processes of the run, if there are several.
+
+    Raises:
+        ValueError: there are more or fewer limits than devices.
+    """
+    # All processes must exchange reports, even those that were given a limit: a process
+    # that was given none waits for the reports of all.
+    if limits is None or hosts is not None:
+        reported = reported_limits(devices, hosts)
+        if limits is None:
+            return reported
+    if isinstance(limits, int) or len(limits) == len(devices):
+        return limits_of_each(limits, len(devices))
+    of_planned = limits_of_each(limits, planned)
+    others = len(devices) - len(of_planned)
+    return of_planned + (min(of_planned),) * others
+
+
+def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
+    """Returns the limits in bytes that devices report, with nearly equal limits made equal.
+
+    Args:
+        devices: all devices of the run.
+        hosts: the processes of the run, if there are several. Each tells the others the
+            limits of its own devices.
+
+    Returns:
+        A limit for each device; none if no device reports one.
+    """
+    limits = {
+        device.id: limit
+        for device in devices
+        if is_own(device) and (limit := _reported(device)) is not None
+    }
+    if hosts is not None:
+        words = hosts.exchange("devices' memory", json.dumps(list(limits.items())).encode())
+        limits = {at: limit for word in words for at, limit in json.loads(word)}
+    if not limits:
+        return ()
+    # A device that reports nothing gets the smallest limit that another one reports.
+    by_device = [limits.get(device.id, min(limits.values())) for device in devices]
+
+    def of_alike(limit: int) -> int:
+        """Returns the smallest of the limits that count as equal to a limit."""
+        return min(x for x in by_device if x >= _ALIKE * limit)
+
+    return tuple(map(of_alike, by_device))
+
+
+def _reported(device: Device) -> int | None:
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return int(_WHOLE * limit) if limit and device.platform == "gpu" else limit
+
+
+def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
+    """Returns how many bytes the host may hold for all devices; None if there is no limit.
+
+    Args:
+        asked: the limit that the user gives. If it is None and there are GPUs, the limit is
+            the sum of what JAX lets each process with GPUs pin in host memory.
+        devices: the devices of all processes.
+    """
+    processes = {device.process_index for device in devices if device.platform == "gpu"}
+    if asked is not None or not processes:
+        return asked
+    return len(processes) * int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * GIB

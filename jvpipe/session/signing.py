@@ -1,0 +1,267 @@
+"""Plans that keep the limits as the compiler of absent hardware compiles them.
+
+A compiled plan may hold more bytes than the planner counted. The planner is then asked again,
+until a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time,
+the bytes that the compiler has reported so far replace estimates of the planner. The planner
+may still give the same plan again: the bytes over the limit then have a cause that the reports
+do not show. In this case, the limits that the planner sees are lowered by these bytes.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from jvpipe.cost.archive import Archive
+from jvpipe.cost.compiling import Sizes, compiler_of
+from jvpipe.cost.hardware import Cluster
+from jvpipe.cost.said import Said
+from jvpipe.cost.target_store import RefusedProgram, TargetStore
+from jvpipe.cost.targets import Target, target_of
+from jvpipe.ir.buffers import Peak, peaks
+from jvpipe.ir.compiled_stage import CompiledStage
+from jvpipe.ir.plan import FATES, Plan
+from jvpipe.ir.values import Owner
+from jvpipe.planners.answer import Answer, smallest_limit_bytes
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_bytes import layers_bytes
+from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.programs.model import backward_program, forward_program, input_program, weight_program
+from jvpipe.programs.store import Program, shared_store
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.session.forecast import Forecast
+from jvpipe.session.planning import ASKING
+from jvpipe.session.question import Question
+
+_log = logging.getLogger("jvpipe")
+Ask = Callable[[Said, tuple[int, ...]], Forecast]
+"""Asks planners. It is given the bytes of programs that the compiler has reported so far, and the
+limit of each device."""
+
+
+def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ...]) -> Forecast:
+    """Returns the first plan that keeps the limits as the hardware's compiler compiles it.
+
+    If no plan keeps the limits, the answer says which limit a plan would keep.
+
+    Args:
+        ask: asks a planner.
+        question: the question about the model.
+        signer: has the compilers of the devices.
+        limits: the limits of the devices.
+    """
+    search = _Search(ask, question, signer, limits)
+    forecast, more = search.raised_by(0)
+    if forecast is not None:
+        return forecast
+    # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
+    while (would_do := search.raised_by(more)[0]) is None:
+        more += max(1, more // 16)
+    (answer,), raised = would_do.answers, would_do.problem
+    assert raised.memory_limit_bytes is not None
+    smallest, compiler = raised.memory_limit_bytes, signer.stores[0].compiler.target.name
+    limit = smallest - more
+    reason = (
+        f"no plan of {answer.planner} keeps the limit of {limit:,} bytes per device as the "
+        f"compiler for {compiler} makes it: {smallest:,} bytes would do. "
+        "So may more stages or more micro-batches"
+    )
+    infeasible = Infeasible(reason, 0, more, smallest)
+    refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
+    problem = replace(raised, memory_limit_bytes=limit)
+    return replace(would_do, problem=problem, answers=(refused,))
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for a plan that the compilers sign; `signed` says what its fields are."""
+
+    ask: Ask
+    question: Question
+    signer: "Signer"
+    limits: tuple[int, ...]
+
+    def raised_by(self, more: int) -> tuple[Forecast | None, int]:
+        """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
+
+        Returns:
+            The answers and `more`; or None, and the smallest raise under which a plan is
+            expected to fit.
+        """
+        less, nearest, before = 0, math.inf, None
+        for _ in range(ASKING.signings):
+            limits = tuple(max(1, size + more - less) for size in self.limits)
+            forecast = self.ask(self.signer.said, limits)
+            limit = forecast.problem.memory_limit_bytes
+            assert limit is not None
+            if not forecast.fits:
+                needed = more + smallest_limit_bytes(forecast.answers) - limit
+                return None, int(min(nearest, needed))
+            problem = replace(forecast.problem, memory_limit_bytes=limit + less)
+            stages, over = self._compiled(forecast, problem)
+            if over <= 0:
+                compiled = replace(forecast.best, compiled=tuple(stages))
+                return replace(forecast, problem=problem, answers=(compiled,)), more
+            _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
+            nearest = min(nearest, more + over)
+            # If the same plan comes again, the reported bytes of programs do not explain
+            # its excess, so only lower limits lead to another plan.
+            less += over if forecast.plan == before else 0
+            before = forecast.plan
+        return None, int(nearest)
+
+    def _compiled(self, forecast: Forecast, problem: Problem) -> tuple[list[CompiledStage], int]:
+        """Compiles the best plan.
+
+        Args:
+            forecast: has the plan.
+            problem: has the true limits.
+
+        Returns:
+            The bytes of its stages, and by how many bytes the largest excess is over a limit.
+        """
+        question = forecast.question or self.question
+        question = replace(question, microbatches=forecast.microbatches)
+        stages = self.signer.stages(question, forecast.problem, forecast.best)
+        limits = [problem.limit_of(place) or 0 for place in problem.places]
+        excess = [x.compiled_bytes - limit for x, limit in zip(stages, limits, strict=True)]
+        return stages, max(excess)
+
+
+@dataclass(frozen=True)
+class Signer:
+    """The compilers of a cluster's devices, with the bytes of programs that they have reported."""
+
+    cluster: Cluster
+    stores: tuple[TargetStore, ...]  # one for each device
+
+    @staticmethod
+    def of(cluster: Cluster, target: Target | None = None) -> "Signer":
+        """Returns the compilers for the devices of a cluster.
+
+        Args:
+            cluster: the hardware.
+            target: the compile target of all devices; None: that of each device's name.
+
+        Raises:
+            ValueError: no compile target is known for a device, or its compiler is not installed.
+        """
+        targets = [target or target_of(device) for device in cluster.accelerators]
+        folder, stores = Archive.beside_the_cache().folder, dict[Target, TargetStore]()
+        for one in targets:
+            one.check()
+            stores.setdefault(one, TargetStore(compiler_of(one, folder), shared_store()))
+        return Signer(cluster, tuple(stores[one] for one in targets))
+
+    @property
+    def said(self) -> Said:
+        """For each program, the report of the compiler that counts the most temporary bytes."""
+        largest: dict[Hashable, Sizes] = {}
+        for store in dict.fromkeys(self.stores):
+            for key, sizes in store.sizes.items():
+                before = largest.get(key, sizes)
+                largest[key] = max(before, sizes, key=lambda x: x.temporary)
+        return largest
+
+    def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:
+        """Returns the bytes of each stage of a plan, as planned and as compiled.
+
+        Args:
+            question: has the model.
+            problem: the problem to which the plan is an answer.
+            answer: has the plan.
+
+        Raises:
+            ValueError: the compiler refuses a program, or the plan swaps to the host and
+                the compile target has no host memory.
+        """
+        plan, decision = answer.plan, answer.decision
+        assert plan is not None
+        assert decision is not None
+        plan = replace(plan, splits=answer.splits)
+        by_store = {
+            store: _laid_peaks(self._compiled(question, plan, store))
+            for store in dict.fromkeys(self.stores)
+        }
+        evaluation = evaluate_decision(self._unsaid(question, problem, answer), decision)
+        stages = list[CompiledStage]()
+        for s, stage in enumerate(plan.stages):
+            first, last = decision.bounds[s : s + 2]
+            # Replicas hold the same values, but each may have its own compiler and so other bytes.
+            fullest = max(stage.devices, key=lambda d: by_store[self.stores[d]][d][0].bytes)
+            peak, padding, host = by_store[self.stores[fullest]][fullest]
+            layers = problem.layers_on(s)[first:last]
+            working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
+            # Temporaries at the peak are those of the layer whose row (program or copy) runs then.
+            at = peak.row.layer - first if peak.row else -1
+            place = problem.schedule.device_of(s, problem.devices)
+            compiled = CompiledStage(
+                target=self.stores[fullest].compiler.target.name,
+                planned_bytes=evaluation.device_bytes[place],
+                compiled_bytes=peak.bytes,
+                row=str(peak.row) if peak.row else "the beginning",
+                temporary_bytes=dict(peak.holders).get(str(Owner.TEMPORARY), 0),
+                working_bytes=working[at] if 0 <= at < len(working) else 0,
+                padding_bytes=padding,
+                host_bytes=host,
+            )
+            stages.append(compiled)
+        return stages
+
+    def _unsaid(self, question: Question, problem: Problem, answer: Answer) -> Problem:
+        """Returns the problem with estimates in place of the compilers' reports.
+
+        The problem of a pipeline with replicas is returned as it is.
+        """
+        if not question.said or problem.replicated:
+            return problem
+        model, guessing = question.trace_as(answer.splits), replace(question, said={})
+        costs = guessing.costs(self.cluster, model.traced, question.cut(model))
+        return replace(problem, costs=costs)
+
+    def _compiled(self, question: Question, plan: Plan, store: TargetStore) -> CompiledPlan:
+        target = store.compiler.target
+        away: list[str] = []
+        for stage in plan.stages:
+            away += [name for name, fate in stage.fates.items() if FATES[fate].away]
+        if away and not target.host_memory:
+            raise ValueError(
+                f"the plan swaps {away[0]} to the host, and {target.name} has no memory there: "
+                "give host_memory_bytes = 0 in the cluster's file"
+            )
+        run = question.compiled(plan, store)
+        try:
+            run.bounds  # noqa: B018 - reading the property compiles the programs
+        except RefusedProgram as refused:
+            raise ValueError(f"{_name_of(run, refused.program)}: {refused}") from None
+        return run
+
+
+def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
+    """Returns each device's peak, its bytes of padding, and the host's bytes for all devices.
+
+    Padding is what arrays take in memory beyond their elements.
+    """
+    elements: list[list[int]] = []
+    for bound in run.bounds:
+        bare = peaks(bound.lowered, len(run.devices), bound.temporary_bytes)
+        elements.append([peak.bytes for peak in bare])
+    *laid, host = run.peaks
+    least = map(max, zip(*elements, strict=True))
+    return [
+        (peak, max(0, peak.bytes - size), host.bytes)
+        for peak, size in zip(laid, least, strict=False)
+    ]
+
+
+def _name_of(run: CompiledPlan, program: Program) -> str:
+    """Returns the name of the layer, or of the optimizer, to which a program belongs."""
+    for programs in run.programs:
+        for layer, layer_programs in zip(run.traced.graph.layers, programs, strict=True):
+            keys = [forward_program(layer_programs).key, backward_program(layer_programs).key]
+            if layer_programs.halves is not None:
+                keys += [input_program(layer_programs).key, weight_program(layer_programs).key]
+            if program.key in keys:
+                return f"layer {layer.id} ({layer.name})"
+    return "the optimizer"
