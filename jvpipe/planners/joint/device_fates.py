@@ -110,9 +110,11 @@ class DeviceFates:
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
             return None  # whatever is chosen, replicas have no room to add up gradients
-        if (lot, room) not in self.known:
-            self.known[lot, room] = self._sought(problem, d, lot, room)
-        return self.known[lot, room]
+        # Orders with more micro-batches in flight leave each of them less room on the host.
+        asked_for = lot, room, _most_swapped_bytes(problem)
+        if asked_for not in self.known:
+            self.known[asked_for] = self._sought(problem, d, lot, room)
+        return self.known[asked_for]
 
     def _keeping(self, problem: Problem, cell: Cell) -> StageBytes[int]:
         """Counts the bytes of a stage that keeps everything."""

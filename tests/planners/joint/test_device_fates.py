@@ -8,12 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from jvpipe.cost.costs import LayerCost, Option, Shared
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
 from jvpipe.schedules import find_schedule
+from jvpipe.schedules.one_f_one_b import OneFOneB
 from tests.planners.joint.orders import placed, problem_of
 
 RULES = ("zb-h1", "interleaved", "zb-v", "v-half")
@@ -91,3 +92,24 @@ def test_fates_keep_the_limit_or_there_are_none(name: str) -> None:
             assert (found == decision) == (part == 1.0)
     tight = replace(problem, memory_limit_bytes=1)
     assert DeviceFates.of(tight).fastest(tight, decision.bounds) is None
+
+
+def test_an_order_with_more_in_flight_does_not_get_the_swaps_of_one_with_fewer() -> None:
+    # The host has room for 64 bytes: 8 for each of the 4 + 4 micro-batches in flight, which is a
+    # swapped value each. With 8 + 4 in flight that is 5 bytes each, too few for a value.
+    swapping = LayerCost("block", 1.0, 2.0, (Option(8), Option(0, 8)))
+    costs = Costs((swapping,) * 4, tuple(Edge(i, (i + 1,), 0) for i in range(3)))
+    few = Problem(
+        costs,
+        2,
+        OneFOneB(most=[4, 4]),
+        microbatches=8,
+        memory_limit_bytes=48,
+        host_limit_bytes=64,
+        host=Link(100.0),
+    )
+    many = replace(few, schedule=OneFOneB(most=[8, 4]))
+    bounds, moments = (0, 2, 4), [[((4, 0),)], [((4, 0),)]]
+    chooser = DeviceFates.of(few, swaps=True)
+    assert chooser.fastest(few, bounds, moments) == Decision(bounds, (0, 1, 0, 1))
+    assert chooser.fastest(many, bounds, moments) == Decision(bounds, (-1, 0, -1, 0))
