@@ -99,7 +99,7 @@ class FateSearch:
         self.query = query
         self.host = pricing.segments.problem.host
         self.growth = growth = Growth(pricing, query.lot)
-        table = pricing.choices
+        table = growth.table
         at = growth.at
         link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
         base = np.array(query.lot.base_bytes)
