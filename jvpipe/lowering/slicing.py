@@ -118,14 +118,15 @@ class Slicing(Exchange):
     def reducing_bytes(self, layer: int) -> int:
         """Counts the bytes that adding up a layer's gradients takes beside one replica's gradients.
 
-        It is twice the bytes of the layer's gradients: once for another replica's gradients, once
-        for the sums. If the adding replica is neither the first nor the second, this counts too
-        little: the first REDUCE needs the gradients of both beside its own.
+        With two replicas it is twice the bytes of the layer's gradients: once for those of the
+        other replica, and once for the sums. With more, the first REDUCE may need those of two
+        other replicas.
         """
+        copies = min(len(self.where.slices(layer)), 3)
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
         arrays = [self.graph.parameters[p].array for p in trained]
-        return 2 * sum(array.bytes for array in arrays)
+        return copies * sum(array.bytes for array in arrays)
 
     def left_bytes(self, op: Operation) -> int:
         """Returns the fewest bytes that a backward (B or W) frees at any replica.

@@ -349,3 +349,34 @@ def test_deferred_batch_norm_remembers_the_mean_of_whole_batches() -> None:
         jvpipe.Pipeline(loss, optax.sgd(0.1), 2, 2, **options).init(
             PARAMS, batch, None, jvpipe.BatchStatistics.of(2)
         )
+
+
+def test_a_plan_counts_the_gradients_that_a_third_replica_adds_up() -> None:
+    # The third replica updates the third layer, whose gradient is large. Beside its own it holds
+    # those of the first and of the second replica, and their sum.
+    shapes = [(128, 4), (4, 4), (4, 2048)]
+    params = [jax.random.normal(jax.random.key(0), shape) for shape in shapes]
+    batch = np.ones((12, 128), np.float32)
+
+    def wide_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer{i}"):
+                batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    plan = jvpipe.Plan.from_cuts([3], devices=[(0, 1, 2)])
+    pipe = jvpipe.Pipeline(wide_loss, optax.sgd(0.1), plan, 1, devices=jax.devices()[:3])
+    pipe.step(pipe.init(params, batch, jax.random.key(0)), batch)
+    planned = jvpipe.plan_for(
+        wide_loss,
+        params,
+        batch,
+        1,
+        optimizer=optax.sgd(0.1),
+        replicas=(3,),
+        microbatches=1,
+        hardware="a100-80gb",
+    )
+    assert (
+        5 * params[2].nbytes <= pipe.ledger.peak[2] <= planned.to_json()["stages"][0]["peak_bytes"]
+    )

@@ -33,7 +33,7 @@ from jvpipe.planners.model.grids import (
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shared_state import surely_spared_bytes
 from jvpipe.planners.model.spans import Cuts, Grid, Hops
-from jvpipe.planners.model.stage_bytes import on_device_bytes
+from jvpipe.planners.model.stage_bytes import on_device_bytes, reducing_copies
 
 ROWS_AT_ONCE = 256
 """For models of at most this many layers, `Segments.row` makes all rows of a stage at once.
@@ -288,7 +288,8 @@ class Segments:
         if group.replicas > 1:
             once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)
             static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
-            reducing_bytes = static + 2 * most_of(self._reduced_bytes, starts, ends)
+            copies = reducing_copies(group.replicas)
+            reducing_bytes = static + copies * most_of(self._reduced_bytes, starts, ends)
         return CutBlock(
             s,
             starts,

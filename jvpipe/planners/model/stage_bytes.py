@@ -9,8 +9,8 @@ ended. v is the number of versions of the stage's parameters that exist at once.
     on device  k * kept + min(k, 2) * swapped: what the micro-batches in flight hold on the device
     beyond     max over layers l of (what l needs while it runs
                - what the layers after l keep and swap)
-    reducing   on a stage of several devices, while it adds up gradients: the gradients of a layer,
-               and their sum
+    reducing   on a stage of several devices, while it adds up gradients: copies of the gradients
+               of a layer (`reducing_copies`)
     peak       static + max(on device + beyond, reducing)
 
 Why `beyond` subtracts: `on device` counts every micro-batch in full. But only a part of the
@@ -268,9 +268,7 @@ def stage_bytes(
     state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
     state -= spared_bytes(layers, replicas)
     versions = problem.schedule.versions(s, problem.devices)
-    reducing = 0
-    if replicas > 1:
-        reducing = 2 * max(layer.reduced_bytes for layer in layers)
+    reducing = reducing_copies(replicas) * max(layer.reduced_bytes for layer in layers)
     return StageBytes(
         in_flight=problem.in_flight[s],
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
@@ -283,6 +281,20 @@ def stage_bytes(
         handed=handed,
         reducing=reducing,
     )
+
+
+def reducing_copies(replicas: int) -> int:
+    """Counts the copies of a layer's gradients that adding them up takes beside a device's own.
+
+    Gradients are added up in the order of the replicas, at the replica that updates the layer:
+
+        at replica 1    own g1    beside it: g0, and the sum g0 + g1
+        at replica 2    own g2    beside it: g0, g1, and the sum g0 + g1
+
+    >>> [reducing_copies(replicas) for replicas in (1, 2, 3, 8)]
+    [0, 2, 3, 3]
+    """
+    return min(replicas, 3) if replicas > 1 else 0
 
 
 def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
