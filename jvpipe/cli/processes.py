@@ -1,7 +1,7 @@
 """Connects the processes of a run, exchanges their metrics after each step, watches and ends them.
 
-`meeting.py` has the protocol by which the processes meet. An exchange waits for all processes, so
-all of them must make the same exchanges in the same order.
+The processes meet by the protocol of runtime/engine/meeting.py. An exchange waits for all
+processes, so all of them must make the same exchanges in the same order.
 """
 
 import json
@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.meeting import PATIENCE, Attendance, Given, MeetingServer, read_secret
 from jvpipe.cli.options import TrainOptions, address_option, agreed_options
 from jvpipe.cli.shell import ExitCode
 from jvpipe.ir.kinds import Kind
@@ -29,6 +28,8 @@ from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.report.timeline import Busy
 from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
+from jvpipe.runtime.engine.meeting import PATIENCE, Attendance, Given, MeetingServer
+from jvpipe.runtime.engine.signed_lines import read_secret
 from jvpipe.session.settings import library_versions
 
 Own = tuple[StepMetrics, Busy]
