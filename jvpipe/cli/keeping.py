@@ -12,12 +12,12 @@ import jvpipe
 from jvpipe.cli.job import Job
 from jvpipe.cli.options import MOST
 from jvpipe.cli.processes import Watch
-from jvpipe.report.metrics import replace_text
 from jvpipe.runtime.engine.losses import nan_leaves
 from jvpipe.runtime.state.checkpoints.background import Writer
 from jvpipe.runtime.state.checkpoints.generations import damage_of
 from jvpipe.session.checkpoints import Snapshot, snapshot
 from jvpipe.util.pattern import compare, maybe, number, whole_in
+from jvpipe.util.replaced_file import replace_text
 
 _KEPT = {
     "best_loss": maybe(number),

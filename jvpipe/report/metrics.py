@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 
 from jvpipe.util.brief import brief
 from jvpipe.util.paths import path_names
+from jvpipe.util.replaced_file import replace_text
 from jvpipe.util.sizes import MOST_S
 
 
@@ -160,22 +160,6 @@ def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
             f"{wrong}, and should be a number of seconds: put it right, or take it out"
         )
     return float(elapsed_s)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a file by a text; however the process ends, the file is the old or the new one."""
-    replace_bytes(path, text.encode())
-
-
-def replace_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file by bytes; however the process ends, the file is the old or the new one."""
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        # The content is forced to the disk before the rename, in case the machine stops.
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _speakable(value: Any) -> Any:
