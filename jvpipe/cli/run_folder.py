@@ -280,8 +280,10 @@ def _check_step(checkpoint: Path) -> None:
     step = open_checkpoint(checkpoint).meta.get("step")
     named = int(checkpoint.name)
     if step != named:
-        steps = f"step {brief(step)}, not of step {named} as its name says"
-        raise DamageError(f"{checkpoint} holds the state of {steps}")
+        raise DamageError(
+            f"{checkpoint} holds the state of step {brief(step)}, not of step {named} as its "
+            "name says"
+        )
 
 
 def _short(value: Any) -> str:
