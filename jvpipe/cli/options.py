@@ -365,12 +365,13 @@ class TrainOptions(ModelOptions):
             )
         if self.devices and not self.shares:
             raise ValueError(
-                f"--devices {self.devices} is for --replicas auto; else --stages says how many are used"
+                f"--devices {self.devices} is for --replicas auto; else --stages says how many are "
+                "used"
             )
         if self.replica_counts and self.stages not in (None, len(self.replica_counts)):
             raise ValueError(
-                f"--replicas {self.replicas} is for {len(self.replica_counts)} stages, but --stages is "
-                f"{self.stages}: give a number for each stage, or leave out --stages"
+                f"--replicas {self.replicas} is for {len(self.replica_counts)} stages, but "
+                f"--stages is {self.stages}: give a number for each stage, or leave out --stages"
             )
         if self.nas and self.eval_every:
             raise ValueError(
@@ -380,8 +381,8 @@ class TrainOptions(ModelOptions):
             raise ValueError(f"--lora-on {self.lora_on} needs --lora, the rank of the adapters")
         if self.export_weights and not self.init_from:
             raise ValueError(
-                f"--export-weights {self.export_weights} needs --init-from, the folder whose layout it copies; "
-                "--export FILE writes the parameters of any run"
+                f"--export-weights {self.export_weights} needs --init-from, the folder whose "
+                "layout it copies; --export FILE writes the parameters of any run"
             )
 
 

@@ -219,9 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Processes meet before most options are checked, so that all end if one has a mistake.
             hosts = join(given(arguments))
             if hosts.process:  # only the first process prints
-                stack.enter_context(
-                    redirect_stdout(stack.enter_context(Path(os.devnull).open("w")))
-                )
+                nowhere = stack.enter_context(Path(os.devnull).open("w"))
+                stack.enter_context(redirect_stdout(nowhere))
             speech = stack.enter_context(Speech())
             options = hosts.together("options", lambda: parse(arguments, writes=not hosts.process))
             code = run(options, hosts, stack, speech)
@@ -276,12 +275,11 @@ def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -
     with StopRequest() as stop:
         state, signum = train(job, state, stop, watch, speech)
     if signum is not None:
-        text = (
-            f"the last architecture is in {job.run.checkpoints()[-1]}"
-            if job.search
-            else resume_command(job)
-        )
-        print(f"stopped; {'' if job.search else 'to go on: '}{text}", file=sys.stderr)
+        # A search cannot be resumed.
+        text = f"to go on: {resume_command(job)}"
+        if job.search:
+            text = f"the last architecture is in {job.run.checkpoints()[-1]}"
+        print(f"stopped; {text}", file=sys.stderr)
         return ExitCode.STOPPED + signum
     try:
         finish(job, state, watch)
@@ -301,11 +299,10 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
     """
     if job.search:
         best, loss = job.search.evolution.best
-        print(
-            f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one"
-        )
+        names = " ".join(best.names())
+        print(f"best architecture, mean training loss {loss:.4f}: {names}; now the last one")
     for change in job.pipe.session.history:
-        print(replace(change, step=change.step + 1))
+        print(replace(change, step=change.step + 1))  # steps in messages count from 1
     if (loss := held_out_loss(job, state, watch)) is not None:
         baseline = job.data.baseline_loss
         suffix = "" if math.isnan(baseline) else f", predicting by frequency alone {baseline:.4f}"
@@ -314,19 +311,23 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         return
     watch.progress("the export")
     params = job.pipe.params(state)
-    if params is None:  # only the first process gets the parameters and writes them
-        return
+    if params is not None:  # only the first process gets the parameters and writes them
+        _export(job, params)
+
+
+def _export(job: Job, params: Any) -> None:
+    """Writes the parameters to the file of `--export` and the folder of `--export-weights`."""
+    options = job.options
     try:
-        if job.options.export:
-            outputs.write_safetensors(Path(job.options.export), params)
-            print(f"parameters in {job.options.export}")
-        if job.options.export_weights:
+        if options.export:
+            outputs.write_safetensors(Path(options.export), params)
+            print(f"parameters in {options.export}")
+        if options.export_weights:
             from jvpipe.models.checkpoints import to_folder  # needs an extra
 
-            begun_from = job.options.init_from
-            assert begun_from is not None, "that is checked"
-            to_folder(job.workload, params, begun_from, job.options.export_weights)
-            print(f"weights in {job.options.export_weights}")
+            assert options.init_from is not None, "that is checked"
+            to_folder(job.workload, params, options.init_from, options.export_weights)
+            print(f"weights in {options.export_weights}")
     except OSError as problem:
         # The training need not be repeated: the same command with --resume only exports.
         saved = job.run.checkpoints()[-1]
