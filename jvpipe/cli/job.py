@@ -52,7 +52,20 @@ from jvpipe.session.settings import library_versions
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is ready to train; its last step has the number `steps`."""
+    """A run that is ready to train.
+
+    Attributes:
+        options: the options of the run, with defaults for those that were not given.
+        steps: the number of the last step.
+        batch_size: the examples in a step.
+        run: the folder of the run.
+        workload: the model, with the optimizer that the options ask for.
+        data: the batches, at the position where the run goes on.
+        pipe: the pipeline, which is planned and compiled.
+        learning_rates: the rate of each update of the whole run.
+        hosts: the processes of the run.
+        search: the architecture search of `--nas`; None without it.
+    """
 
     options: TrainOptions
     steps: int
@@ -108,6 +121,11 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
 
     Returns:
         The run, and the state from which it goes on.
+
+    Raises:
+        ValueError: the options, the model, the data and the folder do not fit each other.
+        DamageError: a file of a resumed run has changed since it was written.
+        MemoryLimitExceeded: no plan keeps the memory limit.
     """
     # Options are compared first: processes with different options would wait for different things.
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])

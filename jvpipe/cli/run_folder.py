@@ -46,7 +46,14 @@ RECORDED = {
 class RunDir:
     """The folder of a run, with the paths of its files.
 
-    A checkpoint is a folder inside, named by its step.
+        config.json  plan.json  plan.txt      written when the run begins or is resumed
+        metrics.jsonl                         a line for each step
+        checkpoints/00000100/  ...            a folder for each checkpoint, named by its step
+        best.json                             names the checkpoint of the best evaluation
+        timeline.json  profile/               what devices did in some of the steps
+        .held-by                              names the process that works here now
+
+    The properties are these paths. A file need not be there yet.
     """
 
     path: Path

@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What trackers get to know of a run.
+    """What a tracker needs to know about a run.
 
     Attributes:
         folder: the folder of the run; its name is the name of the run.

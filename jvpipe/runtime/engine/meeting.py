@@ -4,6 +4,16 @@ Each process connects to process 0, which checks that all have the secret and eq
 and tells them the port for JAX. The connections stay open during the run. If JAX loses a
 process, it ends the others at once, without a message of jvpipe's. So a separate thread
 reports a connection that ends, unless the process at its other end said farewell before.
+
+    process i                               process 0
+      greeting with a nonce   --------->
+                              <---------      greeting with a nonce
+      number, values          --------->
+                              <---------      who is missing, every few seconds
+                              <---------      the port for JAX, or why there is no run
+      (the run)                               (the run)
+      farewell                --------->
+                              <---------      farewell
 """
 
 import asyncio
@@ -188,7 +198,7 @@ class MeetingServer(_Side):
         """Serves a connection; closes it without an answer if a stranger has made it."""
         lines = SignedLines(reader, writer, self._given.secret, "server")
         visit = asyncio.current_task()
-        assert visit is not None, "the server runs each in a task"
+        assert visit is not None, "the server runs each visit in a task"
         self._visits.add(visit)
         try:
             if len(self._visits) <= PATIENCE.crowd:
@@ -202,6 +212,12 @@ class MeetingServer(_Side):
                 lines.close()
 
     async def _receive(self, lines: SignedLines, host: str) -> None:
+        """Lets a process in, or says why it is refused.
+
+        Args:
+            lines: this end of the connection.
+            host: the address of the process, for messages.
+        """
         try:
             async with asyncio.timeout(PATIENCE.handshake_s):
                 await lines.greet()
@@ -249,6 +265,7 @@ class MeetingServer(_Side):
                 self._present.discard(process)
 
     def _end_if_complete(self) -> None:
+        """Ends the meeting if all other processes are present."""
         if len(self._present) == self._count - 1 and not self._end.done():
             self._end.set_result({"port": self._kept.getsockname()[1]})
 
