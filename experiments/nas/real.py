@@ -25,8 +25,8 @@ from experiments.awake import awake
 from experiments.nas import paced, streams, variants
 from experiments.nas.report import MICRO_BATCHES, STEPS, keep, report
 from jvpipe import models
-from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.models.architecture import Architecture, Supernet
+from jvpipe.models.architecture_search import ArchitectureSearch
 from jvpipe.models.evolved_transformer import default_architecture
 from jvpipe.models.workload import Workload
 from jvpipe.planners.user_fates import checkpointed

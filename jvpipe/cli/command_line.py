@@ -6,7 +6,6 @@ the file of `--config`, the config.json of the run that `--resume` continues, th
 
 import argparse
 import json
-import re
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -28,9 +27,10 @@ from jvpipe.report.trackers import find_tracker
 from jvpipe.schedules import SCHEDULES
 from jvpipe.session.options import PipelineOptions, options_of
 from jvpipe.util.brief import brief
-from jvpipe.util.extras import MissingExtraError, extra
+from jvpipe.util.extras import MissingExtraError
 from jvpipe.util.names import did_you_mean
 from jvpipe.util.option import Group, Option
+from jvpipe.util.yaml_text import read_yaml
 
 _WORDS = {
     bool: "true or false",
@@ -81,9 +81,8 @@ def read_options(
     add_options(parser, options)
     namespace, unknown = parser.parse_known_args(words)
     if unknown:
-        raise ValueError(
-            did_you_mean("option", unknown[0], [option.flag for option in options.values()])
-        )
+        flags = [option.flag for option in options.values()]
+        raise ValueError(did_you_mean("option", unknown[0], flags))
     return {name: _of_text(options[name], value) for name, value in vars(namespace).items()}
 
 
@@ -140,8 +139,7 @@ def _is_needless(options: Mapping[str, Option], word: str) -> bool:
     """Tells whether a word is a former option that has no effect any more, and warns if so."""
     if word != "--no-lossy" or "lossy" not in options:
         return False
-    warning = f"warning: {word} holds anyway, and is refused from the next release on"
-    print(warning, file=sys.stderr)
+    _warn(f"{word} holds anyway, and is refused from the next release on")
     return True
 
 
@@ -150,10 +148,13 @@ def present(holder: type[PipelineOptions], name: str) -> str:
     name = name.replace("-", "_")
     for option in options_of(holder).values():
         if name in option.was:
-            warning = f"warning: {name} is called {option.name} now: the next release knows only the new name"
-            print(warning, file=sys.stderr)
+            _warn(f"{name} is called {option.name} now: the next release knows only the new name")
             return option.name
     return name
+
+
+def _warn(message: str) -> None:
+    print("warning:", message, file=sys.stderr)
 
 
 def _of_text(option: Option, text: Any) -> Any:
@@ -162,11 +163,13 @@ def _of_text(option: Option, text: Any) -> Any:
         return tuple(text)
     if text == "None" and NoneType in option.kinds:
         return None
-    number = next((kind for kind in (int, float) if kind in option.kinds), str)
+    if isinstance(text, bool):
+        return text
+    kind = next((number for number in (int, float) if number in option.kinds), str)
     try:
-        return text if isinstance(text, bool) else number(text)
+        return kind(text)
     except ValueError as error:
-        raise ValueError(f"{option.flag} must be {_WORDS[number]}, not '{text}'") from error
+        raise ValueError(f"{option.flag} must be {_WORDS[kind]}, not '{text}'") from error
 
 
 def names() -> str:
@@ -177,18 +180,17 @@ def names() -> str:
     <BLANKLINE>
     Planners: even, ...
     """
-    known = names_by_option()
-    found_models = [f"{name} ({_sizes(name)})" for name in known["model"]]
+    by_option = names_by_option()
+    found_models = [f"{name} ({_sizes(name)})" for name in by_option["model"]]
     found_models += [point.name for point in entry_points(group=ENTRY_POINTS)]
     lists = {
-        "Planners": known["planner"],
-        "Schedules": known["schedule"],
-        "Hardware": [*known["hardware"], "or a TOML file"],
+        "Planners": by_option["planner"],
+        "Schedules": by_option["schedule"],
+        "Hardware": [*by_option["hardware"], "or a TOML file"],
     }
     lines = [f"Models: {', '.join(found_models)}; your own as file.py:NAME or package.module:NAME."]
-    return "\n\n".join(
-        [*lines, *(f"{kind}: {', '.join(members)}." for kind, members in lists.items())]
-    )
+    lines += [f"{kind}: {', '.join(members)}." for kind, members in lists.items()]
+    return "\n\n".join(lines)
 
 
 def names_by_option() -> dict[str, list[str]]:
@@ -276,18 +278,19 @@ def _resumed(
     kept = {name: config[name] for name in options_of(TrainOptions) if name in config}
     saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT, {})
     if saved.get("data") and not options.data:
-        print(
-            f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now"
-        )
-    trusted, named = options.trust, "model" in {**of_line, **of_file}
+        data, folder = saved["data"], options.run_dir
+        print(f"data: {data}, as the run in {folder} had it; --data says where it is now")
+    trusted = options.trust
+    is_named = "model" in of_line or "model" in of_file
     options = _over(of_line, {**saved, **of_file})
     # The model that config.json names may be code in the folder. Only the process that writes the
     # files checks whether this code may be run. If the check fails, all processes stop.
-    if writes and not named and not trusted:
+    if writes and not is_named and not trusted:
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
         raise ValueError(
-            f"--init-from {options.init_from}: a run that is resumed has its parameters, leave it out"
+            f"--init-from {options.init_from}: a run that is resumed has its parameters, leave it "
+            "out"
         )
     if not options.shares and options.devices == saved.get("devices"):
         return replace(options, devices=None)
@@ -299,12 +302,11 @@ def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
 
     The values of an option that may be given several times are added to each other instead.
     """
-    added = {
-        name: (*earlier.get(name, ()), *value)
-        for name, value in later.items()
-        if isinstance(value, tuple)
-    }
-    return TrainOptions(**{**earlier, **later, **added})
+    joined = {**earlier, **later}
+    for name, value in later.items():
+        if isinstance(value, tuple):
+            joined[name] = (*earlier.get(name, ()), *value)
+    return TrainOptions(**joined)
 
 
 # Files of options: `--config FILE`, and the config.json of a run.
@@ -328,15 +330,16 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         content = path.read_text()
         if path.suffix in (".yaml", ".yml"):
             content_by_name, lines = read_yaml(content)
+        elif path.suffix == ".toml":
+            content_by_name = tomllib.loads(content)
         else:
-            content_by_name = (
-                tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
-            )
+            content_by_name = json.loads(content)
     except (OSError, ValueError, RecursionError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
-        raise ValueError(f"{where} holds no options by name, but {type(content_by_name).__name__}")
+        kind = type(content_by_name).__name__
+        raise ValueError(f"{where} holds no options by name, but {kind}")
     # Entries are ignored only in the config.json of a run, which has the entry "data_digest".
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
     if "data_digest" not in content_by_name:
@@ -344,12 +347,13 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     named = {present(TrainOptions, name): value for name, value in content_by_name.items()}
     at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
     if isinstance(fields := named.get("set"), Mapping):
-        # `set` takes texts, in which true and false are written as in JSON and YAML.
-        named["set"] = [
-            f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
-            for name, value in fields.items()
-        ]
+        named["set"] = [f"{name}={_field_text(value)}" for name, value in fields.items()]
     return _typed(named, where, passed_over, at)
+
+
+def _field_text(value: Any) -> str:
+    """Writes the value of a field as `--set` takes it: true and false as in JSON and YAML."""
+    return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 def _typed(
@@ -379,56 +383,14 @@ def _typed(
             unknown = did_you_mean("option", name, list(options))
             raise ValueError(f"{where}{at.get(name, '')}: {unknown}")
         kinds = options[name].kinds
-        value = tuple(value) if isinstance(value, list) and tuple in kinds else value
-        # In a file, 1 may stand for the rate 1.0.
-        value = float(value) if type(value) is int and float in kinds else value
-        texts = type(value) is not tuple or all(type(text) is str for text in value)
-        if type(value) not in kinds or not texts:
+        if isinstance(value, list) and tuple in kinds:
+            value = tuple(value)
+        elif type(value) is int and float in kinds:  # in a file, 1 may stand for the rate 1.0
+            value = float(value)
+        has_texts = type(value) is not tuple or all(type(text) is str for text in value)
+        if type(value) not in kinds or not has_texts:
             types = " or ".join(_WORDS[kind] for kind in kinds if kind is not NoneType)
-            raise ValueError(
-                f"{where}{at.get(name, '')}: {name} is {brief(value)}, and should be {types}"
-            )
+            line = at.get(name, "")
+            raise ValueError(f"{where}{line}: {name} is {brief(value)}, and should be {types}")
         values[name] = value
     return values
-
-
-_NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
-"""Matches numbers such as 1e-3. YAML 1.1 reads them as texts, because they have no point."""
-
-
-def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
-    r"""Reads a YAML document; returns its value, and the line of each name at the top level.
-
-    Raises:
-        ValueError: the text is not YAML, or a mapping has a name twice; the message has the line.
-
-    >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
-    ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})
-    """
-    with extra("cli"):
-        import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            first: dict[str, int] = {}
-            for name, _ in node.value:
-                line = name.start_mark.line + 1
-                if name.value in first:
-                    raise ValueError(
-                        f"line {line}: {name.value} is in line {first[name.value]} already: take one of them out"
-                    )
-                first[name.value] = line
-            return super().construct_mapping(node, deep)
-
-    # The safe loader makes only plain data and runs no code from the file.
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
-    loader = Loader(content)
-    try:
-        top = loader.get_single_node()
-        value = None if top is None else loader.construct_document(top)
-    except yaml.MarkedYAMLError as problem:
-        mark = problem.problem_mark
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{where}{problem.problem}") from problem
-    names = top.value if isinstance(top, yaml.MappingNode) else []
-    return value, {str(name.value): name.start_mark.line + 1 for name, _ in names}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,6 @@ import numpy as np
 import jvpipe
 from jvpipe import models
 from jvpipe.cli import outputs
-from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.cli.options import (
     FIXED,
     TrainOptions,
@@ -30,10 +29,16 @@ from jvpipe.cli.options import (
     fields_of,
     kept_options,
 )
-from jvpipe.cli.own_model import USUAL_RATE, find_model
+from jvpipe.cli.own_model import find_model
 from jvpipe.cli.run_folder import MARK, RunDir, given_plan, hold_new, kept_plan, mark
-from jvpipe.models.recipe import Recipe
-from jvpipe.models.workload import OF_FOLDERS, format_of
+from jvpipe.cli.run_model import (
+    as_in_folder,
+    find_search,
+    first_params,
+    keep_tokenizer,
+    retrained,
+)
+from jvpipe.models.architecture_search import ArchitectureSearch
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.state.checkpoints.generations import DamageError
@@ -44,162 +49,24 @@ from jvpipe.session.arguments import USUAL_MICROBATCHES
 from jvpipe.session.options import PIPELINE, options_of, passed
 from jvpipe.session.settings import library_versions
 from jvpipe.trace.batches import micro_batch_shapes
-from jvpipe.util.extras import extra
-
-
-def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Path) -> None:
-    """Copies the tokenizer file of `--tokenizer`, and the files of its chat template, to a folder.
-
-    Args:
-        options: the options of the run.
-        workload: the model of the run.
-        folder: the folder that gets the files.
-
-    Raises:
-        ValueError: the file is not a tokenizer, or the run would not use it.
-    """
-    if options.tokenizer is None:
-        return
-    flag = f"--tokenizer {options.tokenizer}"
-    if options.resume:
-        raise ValueError(f"{flag}: a run that is resumed has its tokenizer, leave it out")
-    if workload.name not in models.NAMES or "vocabulary" not in workload.settings:
-        raise ValueError(
-            f"{flag}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out"
-        )
-    with extra("models"):
-        from jvpipe.models.chats import FILES
-        from jvpipe.models.tokens import read_tokenizer
-    source = Path(options.tokenizer)
-    try:
-        read_tokenizer(source)
-    except ValueError as problem:
-        raise ValueError(
-            f"--tokenizer: {problem}: it should be a tokenizer.json of the tokenizers package"
-        ) from problem
-    (folder / "tokenizer.json").write_bytes(source.read_bytes())
-    for beside in filter(Path.exists, map(source.with_name, FILES)):
-        (folder / beside.name).write_bytes(beside.read_bytes())
-
-
-def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
-    """Returns the model with the optimizer, learning rate and warm-up that the options ask for.
-
-    Args:
-        workload: the model with its own optimizer.
-        options: the options of the run; `warmup` counts steps.
-        updates: the number of updates of the whole run, several per step if it is asynchronous.
-
-    Raises:
-        ValueError: a rate is given, but the rate of the model's own optimizer cannot be changed.
-    """
-    assert options.steps is not None
-    rates = {"--learning-rate": options.learning_rate, "--warmup": options.warmup}
-    rates_given = [f"{flag} {value:g}" for flag, value in rates.items() if value is not None]
-    if options.optimizer is None and not rates_given:
-        return workload
-    if workload.recipe is None and options.optimizer is None:
-        raise ValueError(
-            f"{rates_given[0]}: {workload.name} has an optimizer of its own, change it there; "
-            "or name another by --optimizer"
-        )
-    recipe = workload.recipe or Recipe(USUAL_RATE)
-    recipe = replace(
-        recipe,
-        optimizer_name=options.optimizer or recipe.optimizer_name,
-        learning_rate=options.learning_rate or recipe.learning_rate,
-        warmup_steps=None if options.warmup is None else options.warmup * updates // options.steps,
-    )
-    return replace(
-        workload, recipe=recipe, optimizer=recipe.optimizer, learning_rates=recipe.learning_rates
-    )
-
-
-# `--init-from` begins a run with weights from a folder of the package transformers.
-
-Tree = Any
-_DIMENSIONS = (
-    "blocks",
-    "width",
-    "heads",
-    "groups",
-    "vocabulary",
-    "feed_forward",
-    "hidden",
-    "head_width",
-    "spans",
-    "window",
-)
-"""The fields of a model that --size decides. Without --size, the folder of --init-from decides."""
-
-
-def as_in_folder(options: TrainOptions) -> TrainOptions:
-    """Adds to options the model's fields, size and tokenizer from the folder of `--init-from`.
-
-    Raises:
-        ValueError: weights cannot be read for the model, or the folder is of another model.
-    """
-    if options.init_from is None or options.resume:
-        return options
-    flag = f"--init-from {options.init_from}"
-    readable = sorted(set(OF_FOLDERS.values()))
-    if options.model not in readable:
-        raise ValueError(
-            f"{flag}: weights are read for {', '.join(readable)}, not for {options.model}"
-        )
-    from jvpipe.models import checkpoints  # needs an extra
-    from jvpipe.models.hub import model_folder, pinned
-    from jvpipe.models.weight_folder import open_folder
-    from jvpipe.models.weights import read_fields
-
-    folder = open_folder(model_folder(options.init_from))
-    model = checkpoints.model_of(folder)
-    if model != options.model:
-        raise ValueError(
-            f"{flag} is a folder of {folder.told['model_type']}, and --model is {options.model}: "
-            f"give --model {model}"
-        )
-    try:
-        fields = read_fields(folder, format_of(options.model))
-    except ValueError as problem:
-        raise ValueError(f"{flag}: {problem}") from problem
-    # If a size is given, it decides the dimensions. The folder decides all other fields.
-    if options.size is not None:
-        fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
-    assigned = (f"{name}={value}" for name, value in fields.items())
-    beside = folder.path / "tokenizer.json"
-    return replace(
-        options,
-        init_from=pinned(options.init_from, folder.path),
-        size=options.size or checkpoints.published_size(options.model),
-        set=(*assigned, *options.set),
-        tokenizer=options.tokenizer or (str(beside) if beside.exists() else None),
-    )
-
-
-def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
-    """Returns the parameters in the folder of `--init-from`, or else the function that makes them.
-
-    Raises:
-        ValueError: the folder is of another architecture; the message names a tensor that differs.
-    """
-    if options.init_from is None or options.resume:
-        return workload.init
-    from jvpipe.models.checkpoints import first_params as in_folder
-    from jvpipe.models.hub import model_folder
-    from jvpipe.models.weight_folder import open_folder
-
-    with phase("reading the weights"):
-        folder = open_folder(model_folder(options.init_from))
-        return in_folder(folder, workload, jax.random.key(options.seed))
-
-
-# The parts of a run are made and checked first. Then the files of the run are written.
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is ready to train; its last step has the number `steps`."""
+    """A run that is ready to train.
+
+    Attributes:
+        options: the options of the run, with defaults for those that were not given.
+        steps: the number of the last step.
+        batch_size: the examples in a step.
+        run: the folder of the run.
+        workload: the model, with the optimizer that the options ask for.
+        data: the batches, at the position where the run goes on.
+        pipe: the pipeline, which is planned and compiled.
+        learning_rates: the rate of each update of the whole run.
+        hosts: the processes of the run.
+        search: the architecture search of `--nas`; None without it.
+    """
 
     options: TrainOptions
     steps: int
@@ -220,9 +87,10 @@ class Job:
         In a search, the names are those of the architecture's blocks. Otherwise there are none.
         """
         if self.search is None:
-            return ((*after, ()) for after in self.pipe.run(state, self.data.train, steps))
+            plain = self.pipe.run(state, self.data.train, steps)
+            return ((after, metrics, ()) for after, metrics in plain)
         searched = self.search.run(self.pipe, state, self.data.train, steps)
-        return ((state, metrics, architecture.names()) for state, metrics, architecture in searched)
+        return ((after, metrics, drawn.names()) for after, metrics, drawn in searched)
 
     def pauses(self, step: int) -> bool:
         """Tells whether the next step must wait for this one.
@@ -251,6 +119,14 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
         options: the options of the run.
         hosts: the processes of the run.
         stack: until it is closed, it keeps other runs out of the folder.
+
+    Returns:
+        The run, and the state from which it goes on.
+
+    Raises:
+        ValueError: the options, the model, the data and the folder do not fit each other.
+        DamageError: a file of a resumed run has changed since it was written.
+        MemoryLimitExceeded: no plan keeps the memory limit.
     """
     # Options are compared first: processes with different options would wait for different things.
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
@@ -258,11 +134,8 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     assert options.steps is not None
     assert options.batch_size is not None
     assert options.microbatches is not None
-    search = hosts.together("model", lambda: _search(options, workload, hosts))
-    schedule = find_schedule(options.schedule)
-    microbatches = options.microbatches
-    in_step = 1 if schedule.synchronous else microbatches // schedule.period(microbatches)
-    updates = options.steps * in_step
+    search = hosts.together("model", lambda: find_search(options, workload, hosts))
+    updates = options.steps * _updates_in_step(options.schedule, options.microbatches)
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
@@ -274,9 +147,17 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     # A held-out batch that cannot be cut into micro-batches must fail here, not after many steps.
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)
-    rates = workload.learning_rates(updates)
     job = Job(
-        options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search
+        options,
+        options.steps,
+        options.batch_size,
+        run,
+        workload,
+        data,
+        pipe,
+        workload.learning_rates(updates),
+        hosts,
+        search,
     )
     # This plans and compiles, which may fail, before anything is written.
     state = _state(job)
@@ -284,6 +165,45 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
         "run's files", lambda: _write(job, files if options.resume else run.adopt(new_files))
     )
     return job, state
+
+
+def _updates_in_step(schedule_name: str, microbatches: int) -> int:
+    """Returns the number of updates in a step: one, or several if the schedule has no flush."""
+    schedule = find_schedule(schedule_name)
+    return 1 if schedule.synchronous else microbatches // schedule.period(microbatches)
+
+
+class _Asked(NamedTuple):
+    """What the options and the folder of a resumed run ask for.
+
+    Attributes:
+        options: the options of the run, with its stages, micro-batches and schedule.
+        before: the entries of config.json of a resumed run; the default options for a new run.
+        plan: the plan of `--plan` or of the folder; None if a planner must be asked.
+        from_file: whether the plan is that of `--plan`.
+    """
+
+    options: TrainOptions
+    before: Mapping[str, Any]
+    plan: jvpipe.Plan | None
+    from_file: bool
+
+
+def _asked(options: TrainOptions) -> _Asked:
+    """Reads the folder of a resumed run and the file of `--plan`; completes the options."""
+    resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
+    before = resumed.read_config() if resumed else dataclasses.asdict(TrainOptions())
+    by_name = dataclasses.asdict(options)
+    plan = from_file = given_plan(by_name, before)
+    if resumed and not from_file:
+        plan = kept_plan(resumed.plan, by_name, before)
+    options = replace(options, microbatches=options.microbatches or USUAL_MICROBATCHES)
+    if plan is None:
+        return _Asked(replace(options, stages=options.stages_asked), before, None, False)
+    schedule = find_schedule(plan.schedule or options.schedule)
+    stages = options.stages if options.shares else pipeline_length(plan, schedule)
+    options = replace(options, stages=stages, schedule=schedule.name)
+    return _Asked(options, before, plan, from_file is not None)
 
 
 def _start(
@@ -295,23 +215,7 @@ def _start(
         The options, folder and model of the run, digests by file name, and the plan or None.
         The digests are of files that a resumed run has in its folder, such as a tokenizer.
     """
-    resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
-
-    def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
-        counted = replace(options, microbatches=options.microbatches or USUAL_MICROBATCHES)
-        asked = dataclasses.asdict(options)
-        before = resumed.read_config() if resumed else dataclasses.asdict(TrainOptions())
-        plan = from_file = given_plan(asked, before)
-        if resumed and not from_file:
-            plan = kept_plan(resumed.plan, asked, before)
-        if plan is None:
-            return replace(counted, stages=options.stages_asked), before, None, False
-        schedule = find_schedule(plan.schedule or options.schedule)
-        stages = options.stages if options.shares else pipeline_length(plan, schedule)
-        counted = replace(counted, stages=stages, schedule=schedule.name)
-        return counted, before, plan, from_file is not None
-
-    options, before, plan, from_file = hosts.together("run", kept)
+    options, before, plan, from_file = hosts.together("run", lambda: _asked(options))
     devices = plan.device_count if plan else options.devices_asked
     with suppress(RuntimeError):  # JAX has made its devices before, and perhaps they are enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
@@ -321,8 +225,12 @@ def _start(
     workload = hosts.together(
         "model", lambda: find_model(options.model, options.size, fields_of(options))
     )
-    steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
-    options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
+    options = replace(
+        options,
+        size=workload.size,
+        steps=options.steps or workload.steps,
+        batch_size=options.batch_size or workload.batch_size,
+    )
     config = _config(options, workload)
     hosts.agree("the model of the processes", [(name, str(x)) for name, x in config.items()])
     run = _held_folder(options, workload, hosts, stack)
@@ -387,7 +295,10 @@ def _pipeline(
     updates: int,
 ) -> jvpipe.Pipeline:
     synchronous = find_schedule(options.schedule).synchronous
-    arguments = passed(options, PIPELINE) | ({"stages": plan, "replicas": None} if plan else {})
+    arguments = passed(options, PIPELINE)
+    if plan:
+        # The plan already says how many devices each stage has.
+        arguments |= {"stages": plan, "replicas": None}
     return jvpipe.Pipeline(
         search.first.loss_fn if search else workload.loss_fn,
         workload.optimizer(updates, local=not synchronous),
@@ -424,7 +335,8 @@ def _open_data(
         data = replace(data, train=lazily())
     if options.eval_every and not data.held_out:
         raise ValueError(
-            f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be evaluated on"
+            f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be "
+            "evaluated on"
         )
     if options.resume:
         run.check({"data_digest": data.digest})
@@ -434,11 +346,10 @@ def _open_data(
 
 def _state(job: Job) -> jvpipe.State:
     """Makes the first state of the run, or restores the last state and its position in the data."""
-    params = (
-        job.search.first.params
-        if job.search
-        else job.hosts.together("weights", lambda: first_params(job.options, job.workload))
-    )
+    if job.search:
+        params = job.search.first.params
+    else:
+        params = job.hosts.together("weights", lambda: first_params(job.options, job.workload))
     key = jax.random.key(job.options.seed)
     state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
     if job.options.resume and job.run.checkpoints():
@@ -457,15 +368,17 @@ def _go_back(data: models.Data, last: Path) -> None:
     try:
         data.train.set_state(extra["data"])
     except Exception as problem:  # the data may be of a class of the user's, with any kind of error
-        reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        first_line = (str(problem).splitlines() or [""])[0]
+        reason = f"{type(problem).__name__}: {first_line}"
         raise DamageError(f"{last} has no usable position in the data: {reason}") from problem
 
 
 def keep_compiled() -> None:
     """Makes JAX keep compiled programs in the user's cache folder, for the next start."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "jvpipe" / "compiled"))
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "jvpipe" / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     # By default, JAX keeps only programs that took long to compile. The program of a layer takes
     # little time, but there are many of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -476,22 +389,6 @@ def stay_on_cpus() -> None:
     """Keeps JAX on CPUs, which is enough for planning; a platform that the user has set wins."""
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
-
-
-def _search(
-    options: TrainOptions, workload: models.Workload, hosts: Hosts
-) -> ArchitectureSearch | None:
-    """Returns the architecture search of --nas; None if --nas is not given."""
-    if not options.nas:
-        return None
-    if hosts.count > 1:
-        raise ValueError(f"--nas works in a single process, and there are {hosts.count}")
-    if workload.supernet is None:
-        raise ValueError(
-            f"--nas needs a model whose architecture can be searched: evolved-transformer or evolved-amoebanet, not "
-            f"{workload.name}"
-        )
-    return ArchitectureSearch(workload.supernet, options.seed, options.nas_steps)
 
 
 def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import jvpipe
 from jvpipe.cli.job import Job
 from jvpipe.cli.options import MOST
 from jvpipe.cli.processes import Watch
-from jvpipe.report.metrics import replace_text
 from jvpipe.runtime.engine.losses import nan_leaves
 from jvpipe.runtime.state.checkpoints.background import Writer
 from jvpipe.runtime.state.checkpoints.generations import damage_of
 from jvpipe.session.checkpoints import Snapshot, snapshot
 from jvpipe.util.pattern import compare, maybe, number, whole_in
+from jvpipe.util.replaced_file import replace_text
 
 _KEPT = {
     "best_loss": maybe(number),
@@ -56,12 +56,11 @@ class Evaluations:
         """Writes a run's last line, about the best evaluation; empty if there was no evaluation."""
         if self.best_loss is None:
             return ""
-        stopped = (
-            f"; stopped early, as {self.since} evaluations since were no better"
-            if self.over(patience)
-            else ""
-        )
-        return f"best held-out loss {self.best_loss:.4f} after step {self.best_step}, which best.json names{stopped}\n"
+        best = f"best held-out loss {self.best_loss:.4f} after step {self.best_step}"
+        stopped = ""
+        if self.over(patience):
+            stopped = f"; stopped early, as {self.since} evaluations since were no better"
+        return f"{best}, which best.json names{stopped}\n"
 
     def to_json(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of the evaluations; empty if there was none."""
@@ -141,27 +140,34 @@ class Keeper:
         self.finish()  # so that the host never holds two copies of a state
         job = self._job
         # The position in the data is part of the checkpoint, so that it always fits the state.
-        extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
-        extra |= {"architecture": list(architecture)} if job.search else {}
-        extra |= {"evaluations": kept} if (kept := seen.to_json()) else {}
+        extra: dict[str, Any] = {
+            "step": step,
+            "data": job.data.train.get_state(),
+            "digest": job.data.digest,
+        }
+        if job.search:
+            extra["architecture"] = list(architecture)
+        if evaluations := seen.to_json():
+            extra["evaluations"] = evaluations
         copied = snapshot(job.pipe.session, state, extra)
-
-        def check() -> None:
-            if job.run.place() != self._place:
-                path = job.run.path.absolute()
-                raise ValueError(
-                    f"{path} was moved away while the run was at work: the state after step {step} is not saved. "
-                    "Move it back there, or name where it is now with --run-dir: --resume goes on from its last "
-                    "checkpoint"
-                )
-            if lost := next(nan_leaves(copied.arrays["parameter"]), None):
-                raise ValueError(
-                    f"after step {step} parameter '{lost}' is NaN: the state is not saved. The checkpoints before it "
-                    "are whole; a lower learning rate may help"
-                )
-
-        job.hosts.together("parameters", check)
+        job.hosts.together("parameters", partial(self._check, copied, step))
         self._writer.begin(partial(self._write, copied, step, seen))
+
+    def _check(self, copied: Snapshot, step: int) -> None:
+        """Raises ValueError if a parameter is NaN, or if the folder of the run is gone."""
+        run = self._job.run
+        if run.place() != self._place:
+            path = run.path.absolute()
+            raise ValueError(
+                f"{path} was moved away while the run was at work: the state after step {step} is "
+                "not saved. Move it back there, or name where it is now with --run-dir: --resume "
+                "goes on from its last checkpoint"
+            )
+        if lost := next(nan_leaves(copied.arrays["parameter"]), None):
+            raise ValueError(
+                f"after step {step} parameter '{lost}' is NaN: the state is not saved. The "
+                "checkpoints before it are whole; a lower learning rate may help"
+            )
 
     def _write(self, copied: Snapshot, step: int, seen: Evaluations) -> None:
         copied.write(self._job.run.checkpoint(step))

@@ -23,7 +23,13 @@ from jvpipe.session.arguments import (
     whole_number,
 )
 from jvpipe.session.options import PipelineOptions, Taker, option, options_of
-from jvpipe.util.given import checked_flag, checked_path, several
+from jvpipe.util.given import (
+    checked_address,
+    checked_fields,
+    checked_flag,
+    checked_path,
+    several,
+)
 from jvpipe.util.option import TRAIN, Group, resumed
 
 MOST = 2**31 - 1
@@ -34,25 +40,6 @@ _COUNT = partial(whole_number, most=MOST)
 def _texts(flag: str, value: Any) -> list[str]:
     texts = several(value) or []
     return [checked_name(flag, text, "tensorboard") for text in texts]
-
-
-def fields_option(flag: str, value: Any) -> dict[str, str]:
-    """Returns the values in texts of the form NAME=VALUE, by the names of the model's fields."""
-    fields = {}
-    for text in value:
-        name, equals, field = text.partition("=")
-        if not equals:
-            raise ValueError(f"{flag} {text}: give a field of the model and its value, NAME=VALUE")
-        fields[name.strip()] = field.strip()
-    return fields
-
-
-def address_option(flag: str, value: Any) -> tuple[str, int]:
-    """Returns the host and the port in a text of the form HOST:PORT."""
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"{flag} must be HOST:PORT, such as host0:12345, not {value}")
-    return host, int(port)
 
 
 # Common kinds of options; each use adds help, group and unit. A flag is False by default,
@@ -86,7 +73,7 @@ class ModelOptions(PipelineOptions):
     )
     set: tuple[str, ...] = option(
         (),
-        fields_option,
+        checked_fields,
         "NAME=VALUE replaces a field of the model, such as blocks=12; may be given several times.",
         "model",
         "NAME=VALUE",
@@ -288,7 +275,7 @@ class TrainOptions(ModelOptions):
     )
     coordinator: str | None = option(
         None,
-        address_option,
+        checked_address,
         "For several processes, on one host or many: the address where process 0 waits for the others.",
         "processes",
         "HOST:PORT",
@@ -371,12 +358,13 @@ class TrainOptions(ModelOptions):
             )
         if self.devices and not self.shares:
             raise ValueError(
-                f"--devices {self.devices} is for --replicas auto; else --stages says how many are used"
+                f"--devices {self.devices} is for --replicas auto; else --stages says how many are "
+                "used"
             )
         if self.replica_counts and self.stages not in (None, len(self.replica_counts)):
             raise ValueError(
-                f"--replicas {self.replicas} is for {len(self.replica_counts)} stages, but --stages is "
-                f"{self.stages}: give a number for each stage, or leave out --stages"
+                f"--replicas {self.replicas} is for {len(self.replica_counts)} stages, but "
+                f"--stages is {self.stages}: give a number for each stage, or leave out --stages"
             )
         if self.nas and self.eval_every:
             raise ValueError(
@@ -386,8 +374,8 @@ class TrainOptions(ModelOptions):
             raise ValueError(f"--lora-on {self.lora_on} needs --lora, the rank of the adapters")
         if self.export_weights and not self.init_from:
             raise ValueError(
-                f"--export-weights {self.export_weights} needs --init-from, the folder whose layout it copies; "
-                "--export FILE writes the parameters of any run"
+                f"--export-weights {self.export_weights} needs --init-from, the folder whose "
+                "layout it copies; --export FILE writes the parameters of any run"
             )
 
 
@@ -438,4 +426,4 @@ def fields_of(options: ModelOptions) -> dict[str, Any]:
     names = ("dtype", "sequence_length", "lora", "lora_on")
     by_name = {name: getattr(options, name, None) for name in names}
     set_fields = {name: value for name, value in by_name.items() if value is not None}
-    return fields_option("--set", options.set) | set_fields
+    return checked_fields("--set", options.set) | set_fields

@@ -40,11 +40,11 @@ def check_outputs(
     Traceback (most recent call last):
     ValueError: --json nowhere/plan.json: there is no folder nowhere: make it, or give another path
     """
-    taken = {
-        Path(path).resolve(): option
-        for option, path in (inputs or {}).items()
-        if path and "\0" not in path
-    }
+    taken: dict[Path, str] = {}
+    for option, path in (inputs or {}).items():
+        # A path with a null byte names no file. Whoever reads the input will say so.
+        if path and "\0" not in path:
+            taken[Path(path).resolve()] = option
     for option, path in outputs.items():
         if path is None:
             continue
@@ -99,7 +99,8 @@ def _reason(path: str) -> str | None:
         if not there:
             file.unlink()
     except (OSError, ValueError) as error:
-        return f"this cannot be written ({getattr(error, 'strerror', None) or error}): give another path"
+        cause = getattr(error, "strerror", None) or error
+        return f"this cannot be written ({cause}): give another path"
     return None
 
 
@@ -114,9 +115,11 @@ def parameter_names(params: PyTree) -> dict[str, Any]:
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
     """
-    leaves = jax.tree.leaves_with_path(params)
-    names = path_names([path for path, _ in leaves], ".")
-    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+    paths, leaves = [], []
+    for path, leaf in jax.tree.leaves_with_path(params):
+        paths.append(path)
+        leaves.append(leaf)
+    return dict(zip(path_names(paths, "."), leaves, strict=True))
 
 
 def check_writable(path: Path) -> None:
@@ -131,7 +134,8 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"--export {path}: nothing can be written to {path.parent}")
     if path.suffix != ".safetensors":
         raise ValueError(
-            f"--export {path}: parameters are written as safetensors, name it {path.stem}.safetensors"
+            f"--export {path}: parameters are written as safetensors, name it "
+            f"{path.stem}.safetensors"
         )
 
 
@@ -152,7 +156,8 @@ def write_safetensors(path: Path, params: PyTree) -> None:
     Raises:
         OSError: the file cannot be written. No part of it is left.
     """
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in parameter_names(params).items()}
+    leaves = parameter_names(params)
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
     # The file gets its name only when it is complete. Renaming is atomic, so no other program ever
     # reads a part of the file.
     draft = path.with_name(path.name + ".draft")
@@ -185,11 +190,13 @@ class Speech:
         self._display: TrainingDisplay | None = None
         self._total = 0
         self._opened = ExitStack()
-        self._handlers: list[logging.Handler] = [
-            RichHandler(logging.INFO, self._screen, show_level=False, show_path=False)
-            if shown
-            else _to_stderr(logging.WARNING)  # Python's own default for logs without handlers
-        ]
+        self._handlers: list[logging.Handler] = []
+        if shown:
+            on_screen = RichHandler(logging.INFO, self._screen, show_level=False, show_path=False)
+            self._handlers.append(on_screen)
+        else:
+            # WARNING is Python's own default for logs without handlers.
+            self._handlers.append(_to_stderr(logging.WARNING))
         if self._lines:
             self._handlers.append(_ToLines(self._lines))
 
@@ -233,15 +240,16 @@ class Speech:
 
 def places(pipe: Pipeline) -> dict[str, DeviceRow]:
     """Returns the present layers and the memory limit of each device, by the device's name."""
-    session, layers = pipe.session, defaultdict[int, list[int]](list)
+    layers = defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
         for device in stage.devices:
             layers[device] += stage.layers
-    devices, limits = session.settings.devices, session.settings.limits
-    return {
-        str(devices[d]): DeviceRow(in_runs(layers[d]), limits[d] if limits else None)
-        for d in sorted(layers)
-    }
+    settings = pipe.session.settings
+    rows: dict[str, DeviceRow] = {}
+    for d in sorted(layers):
+        limit = settings.limits[d] if settings.limits else None
+        rows[str(settings.devices[d])] = DeviceRow(in_runs(layers[d]), limit)
+    return rows
 
 
 def progress() -> AbstractContextManager[None]:
@@ -288,8 +296,11 @@ class _ToLines(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        phase = getattr(record, "phase", None)
-        if record.levelno == logging.INFO:
+        is_end = record.levelno == logging.INFO
+        if is_end:
             self._lines.say(record.getMessage())
-        if phase:
-            (self._lines.begin if record.levelno == logging.DEBUG else self._lines.end)(phase)
+        phase = getattr(record, "phase", None)
+        if phase and record.levelno == logging.DEBUG:
+            self._lines.begin(phase)
+        elif phase:
+            self._lines.end(phase)

@@ -29,7 +29,7 @@ def _print_completion(arguments: Sequence[str]) -> int:
 
 
 _COMMANDS = {"train": train.main, "plan": plan.main, "completion": _print_completion}
-_TOLD = """\
+_OVERVIEW = """\
 python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
 python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs
 jvpipe completion bash                                   prints a script for completion in bash, zsh or tcsh
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"jvpipe {jvpipe.__version__}")
     if words != ["--version"]:
-        print(f"\n{_TOLD}\n{names()}")
+        print(f"\n{_OVERVIEW}\n{names()}")
     return 0
 
 
@@ -69,15 +69,15 @@ def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str
         raise ValueError(did_you_mean("shell", shell, SHELLS))
     with extra("cli"):
         import shtab
+    # shtab reads a parser, so one is made with the subcommands. It parses nothing.
     whole = argparse.ArgumentParser(prog="jvpipe")
     inner = whole.add_subparsers()
     for command, holder in commands.items():
         parser = inner.add_parser(command, help=holder.__doc__)
         for action in add_options(parser, options_of(holder)):
             _complete(action, shtab.FILE, shtab.DIRECTORY)
-    inner.add_parser("completion", help="Completion for a shell.").add_argument(
-        "shell", choices=SHELLS
-    )
+    last = inner.add_parser("completion", help="Completion for a shell.")
+    last.add_argument("shell", choices=SHELLS)
     return shtab.complete(whole, shell)
 
 

@@ -1,7 +1,7 @@
 """Finds the model that `--model` names, which is jvpipe's, an installed package's or the user's.
 
 A user's model is any object with the members in `_MUST`. It is checked, other members that
-it lacks get defaults (`completed`), and its batches become the data of a run (`Batches`).
+it lacks get defaults (`completed`), and its batches become the data of a run (`own_data`).
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +26,7 @@ import numpy as np
 from jvpipe import models
 from jvpipe.models.fields import with_fields
 from jvpipe.models.recipe import Recipe
+from jvpipe.models.user_batches import UserBatches
 from jvpipe.session.arguments import check_loss, whole_number
 from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
@@ -72,106 +72,23 @@ def shapes(where: str, model: Any, batch_size: int) -> Tree:
     return abstract(_begun(where, model, 0, batch_size)[1], "batch leaf")
 
 
-def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches", Tree]:
+def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple[UserBatches, Tree]:
     """Begins a model's stream of batches; returns the stream, and the batch that it yields first.
 
     Raises:
         ValueError: the first batch does not have `batch_size` examples.
     """
     called = f"--model {where}: batches(seed={seed}, batch_size={batch_size})"
-    batches = Batches(called, model.batches(seed, batch_size))
+    batches = UserBatches(called, model.batches(seed, batch_size))
     first = batches.peek()
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first)}
     if sizes != {(batch_size,)}:
         counts = sorted(size[0] if size else 0 for size in sizes)
         raise ValueError(
-            f"{called} gives arrays whose first axis is {counts}: it counts the examples, {batch_size}"
+            f"{called} gives arrays whose first axis is {counts}: it counts the examples, "
+            f"{batch_size}"
         )
     return batches, first
-
-
-class Batches:
-    """A user's stream of batches, whose position can be saved and restored.
-
-    A stream with the methods `get_state` and `set_state`, such as Grain's, has its own notion of a
-    position. For any other stream, the position is the number of batches taken so far. A
-    resumed run skips as many batches of a new stream, which must yield the same ones again.
-
-    Args:
-        called: the call that returned the stream, for messages.
-        stream: an iterable of batches.
-
-    >>> batches = Batches("batches", iter("abc"))
-    >>> batches.set_state({"batches": 1})
-    >>> next(batches), batches.get_state()
-    ('b', {'batches': 2})
-    """
-
-    def __init__(self, called: str, stream: Any) -> None:
-        try:
-            self._iterator: Any = iter(stream)
-        except TypeError as problem:
-            kind = type(stream).__name__
-            raise ValueError(
-                f"{called} should give an iterator of batches, not {kind}"
-            ) from problem
-        self._called, self._taken = called, 0
-        names = ("get_state", "set_state")
-        self._keeps_place = all(hasattr(self._iterator, name) for name in names)
-
-    def __iter__(self) -> "Batches":
-        return self
-
-    def __next__(self) -> Tree:
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            cure = "let it go on without end (while True: ...), or train for fewer --steps"
-            raise ValueError(f"{self._called} has come to its end: {cure}") from None
-        self._taken += 1
-        return batch
-
-    def peek(self) -> Tree:
-        """Returns the next batch without taking it: `next` will return the same batch."""
-        # A stream with a position of its own is set back. In any other stream, the batch is put
-        # back in front.
-        before = self.get_state()
-        batch = next(self)
-        if self._keeps_place:
-            self.set_state(before)
-        else:
-            self._iterator = chain([batch], self._iterator)
-        self._taken -= 1
-        return batch
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position in the stream, in values that JSON can hold; bytes become a text."""
-        if not self._keeps_place:
-            return {"batches": self._taken}
-        place = self._iterator.get_state()
-        if isinstance(place, bytes):
-            return {"place": place.decode("latin-1"), "bytes": True}
-        return {"place": place}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position that `get_state` returned.
-
-        Raises:
-            ValueError: this stream has a position of its own and the saved position is a
-                count, or the other way around.
-        """
-        saved = "without" if self._keeps_place else "with one"
-        if ("place" in state) != self._keeps_place:
-            keeps = "a place" if self._keeps_place else "no place"
-            raise ValueError(
-                f"{self._called} keeps {keeps} of its own, and the run was saved {saved}: {dict(state)}"
-            )
-        if self._keeps_place:
-            place = state["place"]
-            self._iterator.set_state(place.encode("latin-1") if state.get("bytes") else place)
-            return
-        while self._taken < state["batches"]:
-            next(self)
 
 
 def digest_of(batch: Tree) -> str:
@@ -224,18 +141,10 @@ def completed(
         model = _with_options(_sized(name, value, size), options or {})
     if isinstance(model, models.Workload) and not options:
         return model
-    for member, wanted in _MUST.items():
-        if not callable(getattr(model, member, None)):
-            present = f"it has no {member}"
-            if hasattr(model, member):
-                present = f"its {member} is {getattr(model, member)!r}"
-            kind = type(model).__name__
-            raise ValueError(
-                f"--model {where} is not a model ({kind}): {present}, which should be {wanted}"
-            )
-    recipe, has_optimizer = Recipe(USUAL_RATE), hasattr(model, "optimizer")
-    usual = (lambda steps: np.full(steps, math.nan)) if has_optimizer else recipe.learning_rates
-    rates = getattr(model, "learning_rates", usual)
+    _check_members(where, model)
+    recipe = None if hasattr(model, "optimizer") else Recipe(USUAL_RATE)
+    usual_rates = recipe.learning_rates if recipe else _unknown_rates
+    rates = getattr(model, "learning_rates", usual_rates)
     with _naming(where):
         has_state = checked_flag("has_state", getattr(model, "has_state", False))
         _check(model, has_state=has_state)
@@ -247,17 +156,40 @@ def completed(
             loss_fn=model.loss_fn,
             abstract_batch=partial(shapes, where, model),
             open_data=partial(own_data, where, model),
-            # `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer
-            # ignores the request, and the pipeline checks whether the optimizer fits.
-            optimizer=(lambda n, local=False: model.optimizer(n))
-            if has_optimizer
-            else recipe.optimizer,
+            optimizer=recipe.optimizer if recipe else partial(_optimizer_of, model),
             learning_rates=lambda steps: np.asarray(rates(steps)),
             batch_size=whole_number("batch_size", getattr(model, "batch_size", _BATCH_SIZE)),
             steps=whole_number("steps", getattr(model, "steps", _STEPS)),
             model_state=model.initial_state if has_state else None,
             has_aux=checked_flag("has_aux", getattr(model, "has_aux", False)),
-            recipe=None if has_optimizer else recipe,
+            recipe=recipe,
+        )
+
+
+def _optimizer_of(model: Any, updates: int, local: bool = False) -> Any:
+    """Returns the optimizer of a user's model.
+
+    `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer ignores the
+    request, and the pipeline checks whether the optimizer fits.
+    """
+    return model.optimizer(updates)
+
+
+def _unknown_rates(updates: int) -> np.ndarray:
+    return np.full(updates, math.nan)
+
+
+def _check_members(where: str, model: Any) -> None:
+    """Raises ValueError if a member of `_MUST` is missing, or is not a function."""
+    for member, should_be in _MUST.items():
+        if callable(getattr(model, member, None)):
+            continue
+        present = f"it has no {member}"
+        if hasattr(model, member):
+            present = f"its {member} is {getattr(model, member)!r}"
+        kind = type(model).__name__
+        raise ValueError(
+            f"--model {where} is not a model ({kind}): {present}, which should be {should_be}"
         )
 
 
@@ -290,9 +222,10 @@ def _made(named: Any) -> Any:
     try:
         return named()
     except TypeError as problem:
+        kind = named.__name__
         raise ValueError(
-            f"the class {named.__name__} is not made without arguments ({problem}): give them "
-            f"defaults, or name an object, such as mine = {named.__name__}(...)"
+            f"the class {kind} is not made without arguments ({problem}): give them "
+            f"defaults, or name an object, such as mine = {kind}(...)"
         ) from problem
 
 
@@ -304,7 +237,8 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
     if not dataclasses.is_dataclass(model):
         name, value = next(iter(options.items()))
         raise ValueError(
-            f"{name}={value} replaces the field of a dataclass, and {kind} is not one: make it one, or leave {name} out"
+            f"{name}={value} replaces the field of a dataclass, and {kind} is not one: make it "
+            f"one, or leave {name} out"
         )
     return with_fields(kind, model, options)
 
@@ -373,15 +307,12 @@ def find_model(
     if not colon and (name.endswith(".py") or "/" in name):
         raise ValueError(f"--model {name}: say which object of the file it is, {name}:NAME")
     if not colon:
-        names = [*models.NAMES, *announced]
-        raise ValueError(
-            did_you_mean("model", name, names)
-            + "; one of your own is file.py:NAME or package.module:NAME"
-        )
-    module = _loaded(
-        name,
-        lambda: _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where),
-    )
+        unknown = did_you_mean("model", name, [*models.NAMES, *announced])
+        raise ValueError(f"{unknown}; one of your own is file.py:NAME or package.module:NAME")
+    if where.endswith(".py"):
+        module = _loaded(name, lambda: _of_file(Path(where)))
+    else:
+        module = _loaded(name, lambda: importlib.import_module(where))
     return completed(name, attribute, _member(name, module, attribute), size, options)
 
 
@@ -423,9 +354,8 @@ def _loaded(name: str, load: Any) -> Any:
     except Exception as problem:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
         reason = (str(problem).splitlines() or [""])[0]
-        raise ValueError(
-            f"--model {name} cannot be imported: {kind}{reason}{_line_of(name, problem)}"
-        ) from problem
+        line = _line_of(name, problem)
+        raise ValueError(f"--model {name} cannot be imported: {kind}{reason}{line}") from problem
 
 
 def _line_of(name: str, problem: Exception) -> str:
@@ -440,12 +370,12 @@ def _line_of(name: str, problem: Exception) -> str:
 def _member(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
+    public = {other: value for other, value in vars(module).items() if not other.startswith("_")}
     models_there = [
-        other
-        for other, value in vars(module).items()
-        if not other.startswith("_") and all(hasattr(value, must) for must in _MUST)
+        other for other, value in public.items() if all(hasattr(value, must) for must in _MUST)
     ]
     suggestion = f"there is no {attribute}, nor any other model"
     if models_there:
         suggestion = did_you_mean("name", attribute, models_there)
-    raise ValueError(f"--model {name}: {suggestion} in {name.removesuffix(f':{attribute}')}")
+    where = name.removesuffix(f":{attribute}")
+    raise ValueError(f"--model {name}: {suggestion} in {where}")

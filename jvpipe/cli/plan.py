@@ -68,8 +68,8 @@ class PlanOptions(ModelOptions):
     export: str | None = option(
         None,
         lambda flag, value: find_format(value.partition(":")[0]),
-        "FORMAT[:FILE] writes the plan for another system: megatron, torchtitan, torch-csv, maxtext or jaxpp. Without "
-        "a file it goes to stdout.",
+        "FORMAT[:FILE] writes the plan for another system: megatron, torchtitan, torch-csv, "
+        "maxtext or jaxpp. Without a file it goes to stdout.",
         "run",
         "FORMAT[:FILE]",
     )
@@ -103,13 +103,8 @@ class PlanOptions(ModelOptions):
         """
         if (self.model is None) == (self.graph is None):
             raise ValueError("give one of --model and --graph")
-        for name in _OF_MODELS if self.graph is not None else ():
-            if value := getattr(self, name):
-                shown = " ".join(value) if isinstance(value, tuple) else value
-                flag = options_of(PlanOptions)[name].flag
-                raise ValueError(
-                    f"{flag} {shown} is for a --model; a --graph has its own: leave it out"
-                )
+        if self.graph is not None:
+            self._refuse_options_of_models()
         if self.target is not None and not self.compile:
             raise ValueError(f"--target {self.target} is for --compile: give both")
         check_each(self)
@@ -129,18 +124,31 @@ class PlanOptions(ModelOptions):
         source = (self.import_ or "").partition(":")[2]
         if self.lossy and not self.export:
             raise ValueError("--lossy is for --export: give a format")
-        check_outputs(
-            {
-                "--json": self.json,
-                "--timeline": self.timeline,
-                "--figure": self.figure,
-                "--export": target or None,
-            },
-            {"--graph": self.graph, "--hardware": self.hardware, "--import": source or None},
-        )
+        outputs = {
+            "--json": self.json,
+            "--timeline": self.timeline,
+            "--figure": self.figure,
+            "--export": target or None,
+        }
+        inputs = {
+            "--graph": self.graph,
+            "--hardware": self.hardware,
+            "--import": source or None,
+        }
+        check_outputs(outputs, inputs)
         if self.figure is not None:
             check_figure(self.figure)
         return names
+
+    def _refuse_options_of_models(self) -> None:
+        """Raises ValueError if an option is given that is for models only."""
+        for name in _OF_MODELS:
+            if value := getattr(self, name):
+                shown = " ".join(value) if isinstance(value, tuple) else value
+                flag = options_of(PlanOptions)[name].flag
+                raise ValueError(
+                    f"{flag} {shown} is for a --model; a --graph has its own: leave it out"
+                )
 
 
 _OF_MODELS = (
@@ -230,21 +238,23 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
     """Asks planners about a graph file; options replace the memory limit and link in the file."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
-    stages, microbatches = (
-        options.stages or USUAL_STAGES,
-        options.microbatches or USUAL_MICROBATCHES,
-    )
+    stages = options.stages or USUAL_STAGES
+    microbatches = options.microbatches or USUAL_MICROBATCHES
     schedule.warn_of_idle(stages, microbatches)
     limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
     # The link of the file is replaced below if --hardware is given.
     problem = Problem(
-        file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link
+        file.costs,
+        schedule.stages_on(stages),
+        schedule,
+        microbatches,
+        peer=file.link,
     )
     slowness = profile_slowness(cluster, stages, len(file.costs.layers))
     problem = problem.told_apart(slowness, limits)
-    return asked(
-        problem if cluster is None else on_cluster(problem, cluster), names, str(options.graph)
-    )
+    if cluster is not None:
+        problem = on_cluster(problem, cluster)
+    return asked(problem, names, str(options.graph))
 
 
 def _exchange(options: PlanOptions, forecast: Forecast) -> None:

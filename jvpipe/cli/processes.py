@@ -1,7 +1,7 @@
 """Connects the processes of a run, exchanges their metrics after each step, watches and ends them.
 
-`meeting.py` has the protocol by which the processes meet. An exchange waits for all processes, so
-all of them must make the same exchanges in the same order.
+The processes meet by the protocol of runtime/engine/meeting.py. An exchange waits for all
+processes, so all of them must make the same exchanges in the same order.
 """
 
 import json
@@ -21,15 +21,17 @@ from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.meeting import PATIENCE, Attendance, Given, MeetingServer, read_secret
-from jvpipe.cli.options import TrainOptions, address_option, agreed_options
+from jvpipe.cli.options import TrainOptions, agreed_options
 from jvpipe.cli.shell import ExitCode
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.report.timeline import Busy
 from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
+from jvpipe.runtime.engine.meeting import PATIENCE, Attendance, Given, MeetingServer
+from jvpipe.runtime.engine.signed_lines import read_secret
 from jvpipe.session.settings import library_versions
+from jvpipe.util.given import checked_address
 
 Own = tuple[StepMetrics, Busy]
 """What one process measured of a step: the metrics, and how busy its devices were."""
@@ -53,9 +55,18 @@ def shared(
         return signum, ours and ours[0]
     # The signal travels together with the metrics, so that each step costs only one exchange.
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
-    answers = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
+    answers = _exchanged(hosts, "step", mine)
     heard = next((answer for answer, _ in answers if answer is not None), None)
-    return heard, ours and _merged(ours[0], [(line, Busy(*busy)) for _, (line, busy) in answers])
+    if ours is None:
+        return heard, None
+    measured = [(line, Busy(*busy)) for _, (line, busy) in answers]
+    return heard, _merged(ours[0], measured)
+
+
+def _exchanged(hosts: Hosts, topic: str, mine: Any) -> list[Any]:
+    """Exchanges values that JSON can hold; returns those of all processes, in their order."""
+    answers = hosts.exchange(topic, json.dumps(mine).encode())
+    return [json.loads(answer) for answer in answers]
 
 
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
@@ -63,8 +74,11 @@ _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "examples_per_s": min,
     "tokens_per_s": min,
     "mfu": min,
+    "swapped_bytes": sum,
+    "copy_hidden_s": sum,
+    "copy_exposed_s": sum,
+    "recomputed_s": sum,
 }
-_JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "recomputed_s"), sum)
 """How the numbers of all processes become one. The time and the rates of a step are those of the
 slowest process. Bytes are summed, and so are the seconds of copying and recomputing."""
 
@@ -81,18 +95,21 @@ def _merged(ours: StepMetrics, measured: Sequence[tuple[Mapping[str, Any], Busy]
     for name, join_numbers in _JOINED.items():
         present = [line[name] for line in lines if line[name] is not None]
         numbers[name] = join_numbers(present) if present else None
-    elapsed_s = max(busy.elapsed_s for busy in work)
-    all_work = Busy(sum(b.seconds for b in work), elapsed_s, sum(b.devices for b in work))
+    all_work = Busy(
+        sum(busy.seconds for busy in work),
+        max(busy.elapsed_s for busy in work),
+        sum(busy.devices for busy in work),
+    )
+    peaks = [line["peak_bytes"] for line in lines]
+    busy_fraction: dict[str, float] = {}  # each process measures the work of its own devices
+    for line in lines:
+        busy_fraction |= line["busy_fraction"]
     return replace(
         ours,
         **numbers,
         bubble_fraction=all_work.bubble_fraction,
-        peak_bytes={
-            name: max(line["peak_bytes"][name] for line in lines) for name in ours.peak_bytes
-        },
-        busy_fraction={
-            name: share for line in lines for name, share in line["busy_fraction"].items()
-        },
+        peak_bytes={name: max(peak[name] for peak in peaks) for name in ours.peak_bytes},
+        busy_fraction=busy_fraction,
     )
 
 
@@ -106,25 +123,25 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
         return picture
     hosts.exchange("clock", b"")
     zero_s = time.perf_counter()
-    spans = [
-        astuple(replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s))
-        for span in picture.spans
-    ]
-    rest = [
-        [x._replace(at_s=x.at_s - zero_s) for x in part] for part in (picture.levels, picture.hops)
-    ]
-    answers = [
-        json.loads(x) for x in hosts.exchange("timeline", json.dumps([spans, *rest]).encode())
-    ]
-    all_spans, levels, hops = map(chain.from_iterable, zip(*answers, strict=True))
+    spans = []
+    for span in picture.spans:
+        start_s, end_s = span.start_s - zero_s, span.end_s - zero_s
+        spans.append(astuple(replace(span, start_s=start_s, end_s=end_s)))
+    levels = [level._replace(at_s=level.at_s - zero_s) for level in picture.levels]
+    hops = [hop._replace(at_s=hop.at_s - zero_s) for hop in picture.hops]
+    answers = _exchanged(hosts, "timeline", [spans, levels, hops])
+    all_spans, all_levels, all_hops = map(chain.from_iterable, zip(*answers, strict=True))
     return Picture(
-        tuple(
-            Span(device, name, start_s, end_s, Kind(kind), args)
-            for device, name, start_s, end_s, kind, args in all_spans
-        ),
-        tuple(Level(*row) for row in levels),
-        tuple(Hop(*row) for row in hops),
+        tuple(map(_span, all_spans)),
+        tuple(Level(*row) for row in all_levels),
+        tuple(Hop(*row) for row in all_hops),
     )
+
+
+def _span(row: Sequence[Any]) -> Span:
+    """Returns a span that came as a list, in which JSON has made its kind a text."""
+    device, name, start_s, end_s, kind, args = row
+    return Span(device, name, start_s, end_s, Kind(kind), args)
 
 
 # How the processes of a run meet, are watched while they train, and end.
@@ -151,8 +168,9 @@ def join(options: TrainOptions) -> Hosts:
         return ALONE
     where, farewell = met
     # JAX does not say for which process it waits, so the message names all others.
-    others = (i for i in range(options.num_processes or 0) if i != options.process_id)
-    awaited = " or ".join(f"process {i}" for i in others) or "the others"
+    processes = range(options.num_processes or 0)
+    others = [f"process {i}" for i in processes if i != options.process_id]
+    awaited = " or ".join(others) or "the others"
     # `_given_up_after` ends the process first, with a clearer message than JAX's.
     jax_timeout_s = round(options.host_timeout) + 60
     with _given_up_after(options.host_timeout, awaited):
@@ -166,8 +184,8 @@ def join(options: TrainOptions) -> Hosts:
         except (ValueError, RuntimeError) as problem:
             reason = str(problem).splitlines()[0]
             raise ValueError(
-                f"the processes cannot connect: {reason} Without a cluster that JAX knows, give --coordinator "
-                "HOST:PORT, --process-id and --num-processes"
+                f"the processes cannot connect: {reason} Without a cluster that JAX knows, give "
+                "--coordinator HOST:PORT, --process-id and --num-processes"
             ) from problem
     hosts = present_hosts()
     if hosts is None:
@@ -189,8 +207,8 @@ def _of_cluster(secret: bytes) -> Met:
     """
     if secret:
         raise ValueError(
-            "with --distributed the processes meet through JAX, which knows no secret: give --coordinator HOST:PORT, "
-            "--process-id and --num-processes, or no --secret-file"
+            "with --distributed the processes meet through JAX, which knows no secret: give "
+            "--coordinator HOST:PORT, --process-id and --num-processes, or no --secret-file"
         )
     print("waiting for the others", file=sys.stderr)
     return {}, lambda: None
@@ -204,27 +222,26 @@ def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
     if len(lacking) == len(flags):
         return None
     if coordinator is None or process is None or count is None:
-        raise ValueError(
-            f"{' and '.join(lacking)} must be given too: several processes need {', '.join(flags)}"
-        )
-    host, port = address_option("--coordinator", coordinator)
+        absent, needed = " and ".join(lacking), ", ".join(flags)
+        raise ValueError(f"{absent} must be given too: several processes need {needed}")
+    host, port = checked_address("--coordinator", coordinator)
     if process >= count:
         raise ValueError(
-            f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
+            f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not "
+            f"{process}"
         )
     # Different values would make the processes wait for each other forever once JAX has connected
     # them. So the values are compared before.
-    agreed = Given(
-        [*library_versions(), *agreed_options(options), _model_file(options.model)], secret
-    )
+    values = [*library_versions(), *agreed_options(options), _model_file(options.model)]
+    agreed = Given(values, secret)
+    plain_host = host.strip("[]")  # an IPv6 address has brackets before a port
     if process:
-        attendance = Attendance(host.strip("[]"), port, process, agreed)
+        attendance = Attendance(plain_host, port, process, agreed)
         own_port = attendance.wait(options.host_timeout)
         address, farewell = {"coordinator_address": f"{host}:{own_port}"}, attendance.end
     else:
-        address, farewell = _opened(
-            options.host_address or host.strip("[]"), port, count, agreed, options.host_timeout
-        )
+        here = options.host_address or plain_host
+        address, farewell = _opened(here, port, count, agreed, options.host_timeout)
     if count == 1:
         return None
     numbers = {"process_id": process, "num_processes": count}
@@ -251,8 +268,9 @@ def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -
     except OSError as problem:
         listener.close()
         raise ValueError(
-            f"--coordinator {host}:{port} cannot be opened by process 0: {problem.strerror}; name a port that is free "
-            "on the host where process 0 runs, and that host, or its address by --host-address"
+            f"--coordinator {host}:{port} cannot be opened by process 0: {problem.strerror}; name "
+            "a port that is free on the host where process 0 runs, and that host, or its address "
+            "by --host-address"
         ) from problem
     here = str(address[0])
     if not agreed.secret and not ip_address(here).is_loopback:
@@ -268,7 +286,8 @@ def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -
     server = MeetingServer(listener, port_holder, count, agreed)
     server.wait(timeout_s)
     own_port = port_holder.getsockname()[1]
-    jax_address = f"[{here}]:{own_port}" if family == socket.AF_INET6 else f"{here}:{own_port}"
+    bracketed = f"[{here}]" if family == socket.AF_INET6 else here
+    jax_address = f"{bracketed}:{own_port}"
     return {"coordinator_address": jax_address, "coordinator_bind_address": jax_address}, server.end
 
 
@@ -279,10 +298,9 @@ def _model_file(model: str) -> tuple[str, str]:
     hosts may have different versions of the file.
     """
     file = Path(model.rpartition(":")[0])
-    is_own = file.suffix == ".py" and file.is_file()
-    return "the digest of --model's file", digest(
-        file.read_text(errors="replace")
-    ) if is_own else ""
+    is_file = file.suffix == ".py" and file.is_file()
+    name = "the digest of --model's file"
+    return name, digest(file.read_text(errors="replace")) if is_file else ""
 
 
 @contextmanager
@@ -319,13 +337,14 @@ class Watch:
     """
 
     def __init__(self, hosts: Hosts, say: Callable[[str], None]) -> None:
-        self._hosts, self._told, self._stopped = hosts, say, threading.Event()
+        self._hosts, self._say = hosts, say
+        self._stopped = threading.Event()
         self._at_s, self._doing = time.monotonic(), "before the first step"
 
     def progress(self, doing: str) -> None:
         """Notes that the run goes on, and what it does next."""
         self._at_s, self._doing = time.monotonic(), doing
-        self._told(doing)
+        self._say(doing)
 
     def __enter__(self) -> "Watch":
         if self._hosts.count > 1:
@@ -356,10 +375,8 @@ class Watch:
         return f"waited for {awaited}" if awaited else "all processes are there"
 
     def _end(self, message: str) -> None:
-        print(
-            f"error: {message}; {self._hosts.named(self._hosts.process)} was at {self._doing}",
-            file=sys.stderr,
-        )
+        process = self._hosts.named(self._hosts.process)
+        print(f"error: {message}; {process} was at {self._doing}", file=sys.stderr)
         leave(self._hosts, ExitCode.TRY_AGAIN)
 
 
@@ -377,7 +394,8 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     hosts.farewell()
     if code == ExitCode.TRY_AGAIN:
         # JAX ends the others once process 0 has ended, so process 0 lets them report the loss first.
-        time.sleep(PATIENCE.ending_s if hosts.process == 0 and hosts.count > 2 else 0)
+        if hosts.process == 0 and hosts.count > 2:
+            time.sleep(PATIENCE.ending_s)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         farewell.start()

@@ -1,30 +1,22 @@
 """Manages the folder of a run: files, checkpoints, a lock, and checks before a run is resumed.
 
-A file is sealed if it holds a digest of its content, so that a change by hand is noticed. A
-checkpoint is whole if all of it was written and nothing has changed since.
+A checkpoint is whole if all of it was written and nothing has changed since.
 """
 
-import fcntl
-import hashlib
-import hmac
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from socket import gethostname
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from jvpipe.cli.options import DECIDES
 from jvpipe.cli.own_model import is_installed
 from jvpipe.ir.plan import Plan
-from jvpipe.report.metrics import replace_bytes, replace_text
 from jvpipe.runtime.state.checkpoints.checkpoint import (
     check_checkpoint,
     delete_checkpoint,
@@ -32,45 +24,14 @@ from jvpipe.runtime.state.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from jvpipe.runtime.state.checkpoints.generations import DamageError, adding_path, file_digest
+from jvpipe.runtime.state.checkpoints.held_folder import HeldError, held_folder, place_of
+from jvpipe.runtime.state.checkpoints.sealed_file import read_sealed, write_sealed
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.util.brief import brief
 from jvpipe.util.pattern import anything, compare
-
-
-def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes entries and their digest as JSON; a crash leaves the whole old file or the new one."""
-    replace_text(path, json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n")
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Returns the entries of a file that `write_sealed` wrote.
-
-    Raises:
-        OSError: the file cannot be read.
-        DamageError: the file has changed since it was written, or is not such a file.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
-        # The digest was computed without its own entry.
-        digest, expected = content.pop("digest", None), _digest(content)
-    except (ValueError, RecursionError) as problem:
-        raise DamageError(f"{path} is damaged: {problem}") from problem
-    if digest != expected:
-        damage = "has lost its digest" if digest is None else "is not what the run wrote"
-        raise DamageError(
-            f"{path} {damage}: put it back (options are changed on the command line, not in the file)"
-        )
-    return content
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-# The folder of a run.
+from jvpipe.util.replaced_file import replace_bytes
+from jvpipe.util.user_key import signature
 
 RECORDED = {
     "model_config": {str: anything},
@@ -81,15 +42,18 @@ RECORDED = {
 """The entries of config.json that are not options, with their patterns (see util/pattern.py)."""
 
 
-class HeldError(ValueError):
-    """The error for a folder that another process has locked."""
-
-
 @dataclass(frozen=True)
 class RunDir:
     """The folder of a run, with the paths of its files.
 
-    A checkpoint is a folder inside, named by its step.
+        config.json  plan.json  plan.txt      written when the run begins or is resumed
+        metrics.jsonl                         a line for each step
+        checkpoints/00000100/  ...            a folder for each checkpoint, named by its step
+        best.json                             names the checkpoint of the best evaluation
+        timeline.json  profile/               what devices did in some of the steps
+        .held-by                              names the process that works here now
+
+    The properties are these paths. A file need not be there yet.
     """
 
     path: Path
@@ -164,8 +128,9 @@ class RunDir:
     def _folders(self, pattern: str) -> list[Path]:
         """Returns the folders of checkpoints whose names match a regular expression, sorted."""
         folder = self.path / "checkpoints"
-        names = folder.iterdir() if folder.is_dir() else ()
-        return sorted(p for p in names if re.fullmatch(pattern, p.name) and p.is_dir())
+        paths = folder.iterdir() if folder.is_dir() else ()
+        matching = (path for path in paths if re.fullmatch(pattern, path.name))
+        return sorted(path for path in matching if path.is_dir())
 
     def read_config(self) -> dict[str, Any]:
         """Returns the entries of config.json.
@@ -207,9 +172,8 @@ class RunDir:
         for name, digest in digests.items():
             path = self.path / name
             if path.exists() and file_digest(path) != digest:
-                raise DamageError(
-                    f"{path} is not what the run began with: put it back, or delete it, and it is remade from the data"
-                )
+                cure = "put it back, or delete it, and it is remade from the data"
+                raise DamageError(f"{path} is not what the run began with: {cure}")
 
     def identity(self) -> str:
         """Returns a text by which processes on several hosts check that they see the same folder.
@@ -222,69 +186,23 @@ class RunDir:
         try:
             seen = self.path.stat()
         except OSError as problem:
+            where = self.path.absolute()
             raise ValueError(
-                f"{self.path.absolute()} is not there: the folder of a run must lie on a file system that all "
+                f"{where} is not there: the folder of a run must lie on a file system that all "
                 f"processes see ({problem.strerror})"
             ) from problem
         return f"file {seen.st_ino}, changed at {seen.st_mtime_ns} ns"
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Makes the folder if there is none, and locks it while the context is open.
+    def held(self) -> AbstractContextManager[None]:
+        """Returns a context manager that makes the folder if needed, and locks it while open.
 
-        The system frees the lock however the process ends. At the end of the context, the folder is
-        removed if it was made here and is still empty.
-
-        Raises:
-            HeldError: another process holds the lock.
+        It raises HeldError if another process holds the lock (see `held_folder`).
         """
-        # The innermost folder comes first, because folders must be removed in this order.
-        new_folders = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise HeldError(
-                    f"another run is at work in {self.path}{self._holder()}: stop it, or name another --run-dir"
-                ) from None
-            holder, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
-            replace_bytes(self.holder, f"{holder}, on {gethostname()}".encode())
-            # Writing this file has changed the folder's time of change, which `identity` contains.
-            # Other hosts may still see the old time for a while, and would then refuse the folder
-            # as another one. Therefore the old time is set again.
-            with suppress(OSError):
-                os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-            place = self.place()
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # `descriptor` finds the folder also if it was moved
-                    os.unlink(self.holder.name, dir_fd=descriptor)
-                with suppress(OSError):  # `rmdir` refuses a folder that is not empty
-                    for path in new_folders if self.place() == place else ():
-                        path.rmdir()
-        finally:
-            os.close(descriptor)
-
-    def _holder(self) -> str:
-        """Describes the process that has locked the folder, in brackets; empty if not known."""
-        with suppress(OSError):
-            text = self.holder.read_bytes()[:200].decode(errors="replace")
-            return f" ({text})" if text.isprintable() else ""
-        return ""
+        return held_folder(self.path, self.holder)
 
     def place(self) -> tuple[int, int] | None:
-        """Returns the device and inode numbers of this path's folder; None if there is no folder.
-
-        The numbers change if the folder is moved away and another one takes its path.
-        """
-        try:
-            seen = self.path.stat()
-        except OSError:
-            return None
-        return seen.st_dev, seen.st_ino
+        """Returns two numbers of the path's folder, which are others if it is another folder."""
+        return place_of(self.path)
 
     @contextmanager
     def advising(self) -> Iterator[None]:
@@ -298,20 +216,20 @@ class RunDir:
             *older, newest = self.checkpoints()
             advice = "no older checkpoint is whole"
             if whole := [path for path in older if _is_whole(path)]:
-                advice = f"{whole[-1]} is whole: move {newest} out of the way, and --resume goes on from that one"
+                cure = f"move {newest} out of the way, and --resume goes on from that one"
+                advice = f"{whole[-1]} is whole: {cure}"
             raise DamageError(f"{damage}; {advice}") from damage
 
     def check_last(self) -> None:
-        """Raises DamageError if the last checkpoint has a step that differs from its name."""
+        """Raises DamageError if the step in the last checkpoint is not that in its name."""
         for path in self.checkpoints()[-1:]:
             _check_step(path)
 
     def refuse_if_used(self) -> None:
         """Raises ValueError if the folder has a checkpoint, which a new run would overwrite."""
         if self.checkpoints():
-            raise ValueError(
-                f"{self.path} holds a run already: continue it with --resume, or name another --run-dir"
-            )
+            cure = "continue it with --resume, or name another --run-dir"
+            raise ValueError(f"{self.path} holds a run already: {cure}")
 
     def check(
         self, expected: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
@@ -328,14 +246,17 @@ class RunDir:
                 also names the first field that differs.
         """
         # JSON turns tuples into lists, so the expected values are passed through JSON as well.
-        there, here = dict(self.read_config()), json.loads(json.dumps(expected))
-        for key, fields in json.loads(json.dumps(usual or {})).items():
+        here, defaults = json.loads(json.dumps([expected, usual or {}]))
+        there = self.read_config()
+        for key, fields in defaults.items():
             there[key] = fields | there.get(key, {})
-        if differing := list(_differences({key: there.get(key) for key in here}, here)):
-            differences = "; ".join(
-                f"{key} is {_short(old)} there, {_short(new)} here" for key, old, new in differing
-            )
-            raise ValueError(f"{self.path} holds another run: {differences}")
+        compared = {key: there.get(key) for key in here}
+        differences = [
+            f"{key} is {_short(old)} there, {_short(new)} here"
+            for key, old, new in _differences(compared, here)
+        ]
+        if differences:
+            raise ValueError(f"{self.path} holds another run: {'; '.join(differences)}")
 
 
 def hold_new(stack: ExitStack, name: str) -> RunDir:
@@ -344,7 +265,8 @@ def hold_new(stack: ExitStack, name: str) -> RunDir:
     If the name is taken, a number is added to it.
     """
     for number in count(1):
-        run = RunDir(Path(name if number == 1 else f"{name}-{number}"))
+        suffix = "" if number == 1 else f"-{number}"
+        run = RunDir(Path(name + suffix))
         with suppress(HeldError):
             if not run.path.exists():
                 stack.enter_context(run.held())
@@ -362,10 +284,12 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def _check_step(checkpoint: Path) -> None:
-    step, named = open_checkpoint(checkpoint).meta.get("step"), int(checkpoint.name)
+    step = open_checkpoint(checkpoint).meta.get("step")
+    named = int(checkpoint.name)
     if step != named:
         raise DamageError(
-            f"{checkpoint} holds the state of step {brief(step)}, not of step {named} as its name says"
+            f"{checkpoint} holds the state of step {brief(step)}, not of step {named} as its "
+            "name says"
         )
 
 
@@ -383,9 +307,8 @@ def _differences(
     for key in dict.fromkeys([*here, *there]):
         old, new = there.get(key, "missing"), here.get(key, "missing")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from (
-                (f"{key}: {name}", a, b) for name, a, b in islice(_differences(old, new), 1)
-            )
+            for name, old_field, new_field in islice(_differences(old, new), 1):
+                yield f"{key}: {name}", old_field, new_field
         elif old != new:
             yield key, old, new
 
@@ -411,18 +334,17 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
         return None
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
-    # Users may write the replicas of stages as 2,1 or as 2:1.
-    counts = [between.join(map(str, plan.replicas)) for between in ",:"]
-    chosen = {
+    # Each option, in the ways in which users may write its value in the plan. For example, they may
+    # write the replicas of stages as 2,1 or as 2:1.
+    in_plan = {
         "stages": [pipeline_length(plan, schedule)],
-        "replicas": counts,
+        "replicas": [between.join(map(str, plan.replicas)) for between in ",:"],
         "schedule": [plan.schedule],
     }
-    for name, chosen_value in chosen.items():
-        if options[name] not in (*chosen_value, before.get(name)):
-            raise ValueError(
-                f"--{name} {options[name]} contradicts --plan {path}: there it is {chosen_value[0]}"
-            )
+    for name, texts in in_plan.items():
+        value = options[name]
+        if value not in (*texts, before.get(name)):
+            raise ValueError(f"--{name} {value} contradicts --plan {path}: there it is {texts[0]}")
     return plan
 
 
@@ -440,21 +362,16 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     Raises:
         DamageError: the file has changed since the run wrote it.
     """
-    if (
-        options["remeasure"]
-        or not path.exists()
-        or any(options[name] != before.get(name) for name in DECIDES)
-    ):
+    has_changed = any(options[name] != before.get(name) for name in DECIDES)
+    if options["remeasure"] or not path.exists() or has_changed:
         return None
     # This only checks the digest: a plan that was changed by hand is refused.
     read_sealed(path)
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
-    same = plan.schedule == schedule.name and options["stages"] in (
-        None,
-        pipeline_length(plan, schedule),
-    )
-    return plan if same else None
+    stages = pipeline_length(plan, schedule)
+    is_same = plan.schedule == schedule.name and options["stages"] in (None, stages)
+    return plan if is_same else None
 
 
 # The config.json of a folder may name code, which --resume would run. In a folder from
@@ -463,27 +380,22 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
 
 MARK = "made_here"
 """The name of the entry of config.json that holds the mark."""
-_KEY_BYTES = 32
-"""The size of the key, which is that of a SHA-256 digest. A key of another size is not used."""
 
 
 def mark(folder: Path, model: str) -> str:
-    """Computes the mark of this user's run of a model in a folder; empty if there is no key.
+    """Computes the mark of this user's run of a model in a folder; empty if the user has no key.
 
-    The mark is an HMAC of user, folder and model. Its key is a secret in the user's home. So a
+    The mark is a signature of user, folder and model, with a key that lies in the user's home. So a
     folder that was moved, or that comes from somewhere else, does not have the right mark.
 
     Args:
         folder: the folder of the run.
         model: the model as `--model` names it.
     """
-    key = _key()
-    if key is None:
-        return ""
     file, colon, name = model.rpartition(":")
-    code = f"{Path(file).resolve()}:{name}" if colon and file.endswith(".py") else model
-    content = json.dumps([os.getuid(), str(folder.resolve()), code])
-    return hmac.new(key, content.encode(), hashlib.sha256).hexdigest()
+    is_file = colon and file.endswith(".py")
+    code = f"{Path(file).resolve()}:{name}" if is_file else model
+    return signature(json.dumps([os.getuid(), str(folder.resolve()), code]))
 
 
 def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
@@ -501,30 +413,6 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
     if is_installed(model) or (ours and isinstance(found, str) and found == ours):
         return
     raise ValueError(
-        f"{folder} was not made here by this user, and names code to be run, {model}: look at it, and give --model "
-        f"{model} again, or --trust"
+        f"{folder} was not made here by this user, and names code to be run, {model}: look at it, "
+        f"and give --model {model} again, or --trust"
     )
-
-
-def _key() -> bytes | None:
-    """Returns the user's secret key, which the first call makes.
-
-    Returns None if the key cannot be made, or if others may read or change it.
-    """
-    try:
-        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        path = state / "jvpipe" / "key"
-        if not path.exists():
-            # The file gets its name only when it is complete. If two processes make a key at the
-            # same time, the second link fails, and both use the first key.
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent) as file:  # only its owner can read it
-                file.write(secrets.token_bytes(_KEY_BYTES))
-                file.flush()
-                with suppress(FileExistsError):  # another process was faster
-                    os.link(file.name, path)
-        seen, key = path.stat(), path.read_bytes()
-    except (OSError, RuntimeError):  # no home, or nothing can be written there
-        return None
-    mine = seen.st_uid == os.getuid() and not seen.st_mode & 0o077
-    return key if mine and len(key) == _KEY_BYTES else None

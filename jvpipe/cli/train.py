@@ -1,9 +1,8 @@
 """Runs `python -m jvpipe.train`: trains a model of the user's or of `jvpipe.models` as a pipeline.
 
-The file has, in this order: the metrics of a step, the recording of timelines and profiles,
-the training itself, and the command. A step is dispatched while the step before it still
-runs. Reading the metrics of a step waits for its end. So the training first dispatches the
-next step, unless it must wait for the step anyway, to evaluate or to save.
+The file has, in this order: the recording of timelines and profiles, the training itself, and the
+command. Training first dispatches the next step and then logs the step before it (step_log.py),
+unless it must wait for the step anyway, to evaluate or to save.
 """
 
 import errno
@@ -11,119 +10,28 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import jvpipe
 from jvpipe.cli import outputs
 from jvpipe.cli.command_line import given, parse
 from jvpipe.cli.job import Job, prepare, resume_command
-from jvpipe.cli.keeping import Keeper, evaluations_before, held_out_loss, tidy
-from jvpipe.cli.options import TrainOptions, kept_options
-from jvpipe.cli.outputs import Speech, places, writing
-from jvpipe.cli.processes import Watch, join, leave, shared, shared_picture
+from jvpipe.cli.keeping import Evaluations, Keeper, evaluations_before, held_out_loss, tidy
+from jvpipe.cli.options import TrainOptions
+from jvpipe.cli.outputs import Speech, writing
+from jvpipe.cli.processes import Watch, join, leave, shared_picture
 from jvpipe.cli.shell import ExitCode, StopRequest
-from jvpipe.cost.utilization import ideal_s
+from jvpipe.cli.step_log import Done, StepLog
 from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
-from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
-from jvpipe.report.trackers import TrackedRun, Tracker, find_tracker
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
-from jvpipe.runtime.engine.monitor import Measured
-from jvpipe.trace.graph import Traced
-from jvpipe.util.paths import path_name
-
-Done = tuple[int, dict[str, Any], Sequence[str]]
-"""A dispatched step: its number, its metrics, and the names of the blocks of its architecture.
-
-Only an architecture search (--nas) has such names, because it changes the model between steps.
-"""
-
-
-_TOKENS = ("tokens", "input_ids", "inputs")
-"""The names of the leaves of a batch that hold the tokens that a model reads."""
-
-
-class StepNumbers:
-    """A reader of the metrics of steps, as this process measures them."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._tokens = job, tokens_in(job.data.example)
-        self._ideal: tuple[Traced | None, float | None] = None, None
-
-    def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:
-        """Returns the metrics of a step, after waiting for its end.
-
-        Args:
-            done: the step.
-            measured: the spans and seconds of its tasks.
-            seconds: the seconds that the step took.
-        """
-        job, (step, metrics, architecture) = self._job, done
-        ideal = self._ideal_s()
-        planned = job.pipe.session.planned
-        return StepMetrics(
-            step=step,
-            loss=float(metrics["loss"]),
-            learning_rate=float(
-                job.learning_rates[step * len(job.learning_rates) // job.steps - 1]
-            ),
-            grad_norm=float(metrics.get("grad_norm", math.nan)),
-            seconds=seconds,
-            examples_per_s=job.batch_size / seconds,
-            bubble_fraction=timeline.bubble_fraction(measured.spans),
-            busy_fraction=timeline.busy_fractions(measured.spans),
-            peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
-            staleness=job.pipe.ledger.versions.staleness(sum(job.pipe.plan.cuts)),
-            swapped_bytes=measured.swapped_bytes,
-            copy_hidden_s=measured.hidden_s,
-            copy_exposed_s=measured.exposed_s,
-            recomputed_s=measured.recomputed_s + (planned.recompute_s if planned else 0.0),
-            tokens_per_s=None if self._tokens is None else self._tokens / seconds,
-            mfu=None if ideal is None else ideal / seconds,
-            aux=scalars_in(metrics.get("aux", ())),
-            architecture=tuple(architecture),
-        )
-
-    def _ideal_s(self) -> float | None:
-        """Returns the seconds of a step at the devices' peak rates; None if a rate is not known."""
-        pipe = self._job.pipe
-        traced = pipe.session.compiled.traced
-        if traced is not self._ideal[0]:
-            settings = pipe.session.settings
-            kinds = [device.device_kind for device in set(settings.devices)]
-            # This goes through every equation, so it is computed once per model.
-            self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
-        return self._ideal[1]
-
-
-def tokens_in(batch: Any) -> int | None:
-    """Counts the tokens of a batch: the integers in leaves called tokens, input_ids or inputs.
-
-    A leaf has as many tokens as its first two axes have elements: examples times positions, padding
-    included. The count is None if there is no such leaf.
-
-    >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
-    24
-    >>> tokens_in(np.zeros((2, 8), int))
-    """
-    # Floating-point inputs are features, not tokens.
-    counts = [
-        math.prod(leaf.shape[:2])
-        for path, leaf in jax.tree.leaves_with_path(batch)
-        if path_name(path[-1:]) in _TOKENS
-        and len(leaf.shape) >= 2
-        and np.issubdtype(leaf.dtype, np.integer)
-    ]
-    return sum(counts) if counts else None
 
 
 class Recording:
@@ -146,7 +54,8 @@ class Recording:
         self._job, count = job, job.options.profile
         self._steps = min(count or job.options.timeline_steps, job.steps - first)
         # By the second step, everything has been compiled.
-        self._begin = None if count is None else min(first + 1, job.steps - self._steps)
+        latest = job.steps - self._steps
+        self._begin = None if count is None else min(first + 1, latest)
         self._done = False
         job.pipe.session.monitor(kept=self._steps)
 
@@ -166,10 +75,11 @@ class Recording:
             step: the number of steps that are done.
             state: the state after these steps.
         """
-        if self._begin is None or step not in (self._begin, self._begin + self._steps):
+        begin = self._begin
+        if begin is None or step not in (begin, begin + self._steps):
             return
         self._job.pipe.wait(state)
-        if step == self._begin:
+        if step == begin:
             self._start_profile()
         else:
             # `_write` waits until all tasks of these steps have ended. The profile must not be
@@ -221,11 +131,7 @@ class Recording:
 def train(
     job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech
 ) -> tuple[Any, int | None]:
-    """Runs the remaining steps of a run, logs each step, and saves checkpoints.
-
-    Checkpoints are saved at regular steps, after each evaluation that is the best so far,
-    and after the last step. The last step may be the end of the run, an early stop, or the
-    step at which a signal came.
+    """Runs the remaining steps of a run, if there are any, and says how it ends.
 
     Args:
         job: the run.
@@ -239,143 +145,66 @@ def train(
     """
     first, patience = state.step, job.options.early_stop
     seen = evaluations_before(job)
-    text = (
-        f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
-    )
+    finished = first >= job.steps
+    text = f"all {first} steps are done" if finished else f"steps {first + 1} to {job.steps}"
     print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
     tidy(job, seen)
-    # A run that stopped early also stops when it is resumed.
-    if first >= job.steps or seen.over(patience):
-        print(seen.told(patience), end="")
-        return state, None
-    done: Done | None = None  # a step that is not yet logged
     signum: int | None = None
+    # A run that stopped early also stops when it is resumed.
+    if not finished and not seen.over(patience):
+        state, seen, signum = _steps(job, state, seen, stop, watch, speech)
+    print(seen.told(patience), end="")
+    return state, signum
+
+
+def _steps(
+    job: Job, state: Any, seen: Evaluations, stop: StopRequest, watch: Watch, speech: Speech
+) -> tuple[Any, Evaluations, int | None]:
+    """Makes the steps of a run; logs each of them, evaluates states, and saves checkpoints.
+
+    Checkpoints are saved at regular steps, after each evaluation that is the best so far, and after
+    the last step. The last step may be the end of the run, an early stop, or the step at which a
+    signal came. The arguments are those of `train`, and `seen` has the evaluations so far.
+
+    Returns:
+        The last state, all evaluations, and the number of the signal that stopped the run, or None.
+    """
+    first = state.step
     with ExitStack() as opened:
         recording = opened.enter_context(Recording(job, first))
         job.pipe.adapt(job.options.adapt)
-        log, keeper = _Log(job, stop, opened, first, speech), Keeper(job, opened)
+        log = StepLog(job, stop, opened, first, speech)
+        keeper = Keeper(job, opened)
         recording.after(first, state)
+        steps = job.stream(state, job.steps - first)
         try:
-            for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
+            for step, (advanced, metrics, architecture) in enumerate(steps, first + 1):
                 watch.progress(f"step {step}")
                 keeper.check()
-                # The metrics of the step before are read while this step runs.
-                signum = log.tell(done, before=True)
-                state, done = advanced[0], (step, *advanced[1:])
+                signum = log.dispatched(Done(step, metrics, architecture))
+                state = advanced
                 last = step == job.steps or signum is not None
                 if last or job.pauses(step):
                     job.pipe.wait(state)
                     with log.clock.standing():
                         loss = held_out_loss(job, state, watch) if job.evaluates(step) else None
                     seen = seen if loss is None else seen.after(step, loss)
-                    log.tell(done, before=False, loss=loss)
-                    done = None
-                last = last or seen.over(patience)
+                    log.ended(loss)
+                last = last or seen.over(job.options.early_stop)
                 if last or job.saves(step) or step == seen.best_step:
                     watch.progress(f"the checkpoint of step {step}")
                     with log.clock.standing():
-                        keeper.save(state, step, advanced[2], seen)
+                        keeper.save(state, step, architecture, seen)
                 recording.after(step, state)
                 if last:
                     break
             keeper.finish()
             # A signal may have come during the last step or while its state was saved.
-            signum = log.tell(None, before=False)
+            return state, seen, log.signum()
         except ValueError:
-            # The usual cause is a loss that is not finite. The last step is still logged, but
-            # without the numbers of other processes, because they may not get here (`ALONE`).
-            log.tell(done, before=False, hosts=ALONE)
+            # The usual cause is a loss that is not finite. The last step is still logged.
+            log.failed()
             raise
-    print(seen.told(patience), end="")
-    return state, signum
-
-
-class _Log:
-    """A log of steps, which only the first process writes.
-
-    All processes must make the same calls, because each call exchanges their metrics and signals.
-    """
-
-    def __init__(
-        self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
-    ) -> None:
-        self._job, self._stop, self._speech = job, stop, speech
-        self._numbers, self.clock = StepNumbers(job), Clock()
-        writes = job.hosts.process == 0
-        self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
-        self._trackers: list[Tracker] = []
-        if writes:
-            opened.enter_context(speech.training(job.steps, first))
-            self._trackers += _trackers(job, first, opened)
-
-    def tell(
-        self,
-        done: Done | None,
-        *,
-        before: bool,
-        loss: float | None = None,
-        hosts: Hosts | None = None,
-    ) -> int | None:
-        """Logs a step; returns the number of a signal that some process has received, or None.
-
-        Args:
-            done: the step; None if there is no step to log.
-            before: whether another step has been dispatched since.
-            loss: the loss on held-out batches after the step; None if they were not evaluated.
-            hosts: the processes that exchange metrics and signals; None for all of the run.
-        """
-        ours = None
-        if done is not None:
-            measured = self._job.pipe.session.measured(before=before)
-            ours = (
-                self._numbers.of(done, measured, self.clock.lap_s()),
-                timeline.busy(measured.spans),
-            )
-        signum, line = shared(hosts or self._job.hosts, self._stop.signum, ours)
-        if line is not None and self._log is not None:
-            line = replace(
-                line, held_out_loss=loss, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s()
-            )
-            self._log.append(line)
-            for tracker in self._trackers:
-                tracker.log(line.step, line.numbers())
-            self._speech.step(line, places(self._job.pipe))
-        return signum
-
-
-def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
-    """Yields the trackers of --track, such as TensorBoard; they close when `opened` is closed."""
-    run = TrackedRun(job.run.path, kept_options(job.options), first)
-    for name in dict.fromkeys(job.options.track):
-        tracker = find_tracker(name)(run)
-        opened.callback(tracker.close)
-        yield tracker
-
-
-class Clock:
-    """A clock for the seconds of a run and of each step.
-
-    The time of a step leaves out the work inside `standing`, such as an evaluation.
-    """
-
-    def __init__(self) -> None:
-        self._begin = self._at = time.perf_counter()
-
-    def lap_s(self) -> float:
-        """Returns the seconds since the last call, without the seconds inside `standing`."""
-        before, self._at = self._at, time.perf_counter()
-        return self._at - before
-
-    def elapsed_s(self) -> float:
-        """Returns all seconds since the clock was made."""
-        return time.perf_counter() - self._begin
-
-    @contextmanager
-    def standing(self) -> Iterator[None]:
-        """Leaves the seconds inside the context out of `lap_s`."""
-        before = time.perf_counter()
-        yield
-        self._at += time.perf_counter() - before
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -390,9 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Processes meet before most options are checked, so that all end if one has a mistake.
             hosts = join(given(arguments))
             if hosts.process:  # only the first process prints
-                stack.enter_context(
-                    redirect_stdout(stack.enter_context(Path(os.devnull).open("w")))
-                )
+                nowhere = stack.enter_context(Path(os.devnull).open("w"))
+                stack.enter_context(redirect_stdout(nowhere))
             speech = stack.enter_context(Speech())
             options = hosts.together("options", lambda: parse(arguments, writes=not hosts.process))
             code = run(options, hosts, stack, speech)
@@ -447,12 +275,11 @@ def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -
     with StopRequest() as stop:
         state, signum = train(job, state, stop, watch, speech)
     if signum is not None:
-        text = (
-            f"the last architecture is in {job.run.checkpoints()[-1]}"
-            if job.search
-            else resume_command(job)
-        )
-        print(f"stopped; {'' if job.search else 'to go on: '}{text}", file=sys.stderr)
+        # A search cannot be resumed.
+        text = f"to go on: {resume_command(job)}"
+        if job.search:
+            text = f"the last architecture is in {job.run.checkpoints()[-1]}"
+        print(f"stopped; {text}", file=sys.stderr)
         return ExitCode.STOPPED + signum
     try:
         finish(job, state, watch)
@@ -472,11 +299,10 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
     """
     if job.search:
         best, loss = job.search.evolution.best
-        print(
-            f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one"
-        )
+        names = " ".join(best.names())
+        print(f"best architecture, mean training loss {loss:.4f}: {names}; now the last one")
     for change in job.pipe.session.history:
-        print(replace(change, step=change.step + 1))
+        print(replace(change, step=change.step + 1))  # steps in messages count from 1
     if (loss := held_out_loss(job, state, watch)) is not None:
         baseline = job.data.baseline_loss
         suffix = "" if math.isnan(baseline) else f", predicting by frequency alone {baseline:.4f}"
@@ -485,19 +311,23 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         return
     watch.progress("the export")
     params = job.pipe.params(state)
-    if params is None:  # only the first process gets the parameters and writes them
-        return
+    if params is not None:  # only the first process gets the parameters and writes them
+        _export(job, params)
+
+
+def _export(job: Job, params: Any) -> None:
+    """Writes the parameters to the file of `--export` and the folder of `--export-weights`."""
+    options = job.options
     try:
-        if job.options.export:
-            outputs.write_safetensors(Path(job.options.export), params)
-            print(f"parameters in {job.options.export}")
-        if job.options.export_weights:
+        if options.export:
+            outputs.write_safetensors(Path(options.export), params)
+            print(f"parameters in {options.export}")
+        if options.export_weights:
             from jvpipe.models.checkpoints import to_folder  # needs an extra
 
-            begun_from = job.options.init_from
-            assert begun_from is not None, "that is checked"
-            to_folder(job.workload, params, begun_from, job.options.export_weights)
-            print(f"weights in {job.options.export_weights}")
+            assert options.init_from is not None, "that is checked"
+            to_folder(job.workload, params, options.init_from, options.export_weights)
+            print(f"weights in {options.export_weights}")
     except OSError as problem:
         # The training need not be repeated: the same command with --resume only exports.
         saved = job.run.checkpoints()[-1]

@@ -31,6 +31,7 @@ def in_runs(numbers: Sequence[int]) -> str:
     """
     runs: list[list[int]] = []
     for number in numbers:
+        # A run is its first number, and its last one if they differ.
         if runs and number == runs[-1][-1] + 1:
             runs[-1][1:] = [number]
         else:
@@ -78,9 +79,8 @@ class TrainingDisplay:
         # Without a terminal nothing is shown, so no tables are made.
         if self._live.is_started:
             self._progress.update(self._task, completed=metrics.step)
-            self._live.update(
-                Group(self._progress, _numbers(metrics), device_rows(metrics, places))
-            )
+            numbers, rows = _numbers(metrics), device_rows(metrics, places)
+            self._live.update(Group(self._progress, numbers, rows))
 
 
 def _numbers(metrics: StepMetrics) -> Table:
@@ -113,7 +113,9 @@ def device_rows(metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> Table:
     table.add_column("busy", no_wrap=True, justify="right")
     table.add_column("", width=_BAR)
     for name, (layers, limit) in places.items():
-        peak, busy = metrics.peak_bytes.get(name, 0), metrics.busy_fraction.get(name, 0.0)
+        # A device to which layers have just moved may have no numbers yet.
+        peak = metrics.peak_bytes.get(name, 0)
+        busy = metrics.busy_fraction.get(name, 0.0)
         table.add_row(
             name,
             layers,

@@ -1,6 +1,6 @@
 """Explains plans in words: which layers run where, what devices hold, and the reasons."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jvpipe.ir.buffers import Peak
@@ -33,37 +33,29 @@ def explain(
         why: how the planner decides, in a sentence.
         reasons: lines that say why each cut is where it is.
     """
-    # The text has the whole plan first, then the stages with their layers, then the reasons.
-    lines = [
-        f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
-        f"{why}."
-    ]
+    # The text has the whole plan first, then the stages with their layers, then the reasons, and
+    # then what crosses more than one cut.
+    shape = f"{len(graph.layers)} layers on {len(plan.stages)} stages"
+    lines = [f"{shape}, schedule {plan.schedule}, planner {plan.planner}: {why}."]
     for s, stage in enumerate(plan.stages):
-        work = sum(graph.layers[layer].flops for layer in stage.layers)
-        seconds = (
-            f", {1e3 * sum(layer_s[i] for i in stage.layers):.2f} ms per micro-batch"
-            if layer_s
-            else ""
-        )
-        where = ", ".join(str(devices[d]) for d in stage.devices)
-        lines.append(
-            f"\nstage {s} on {where}: layers {stage.layers[0]} to {stage.layers[-1]}, "
-            f"{_parameters(graph, stage)}, {work / 1e9:.3f} GFLOP forward{seconds}; "
-            f"{'; '.join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))}"
-        )
+        place = f"stage {s} on {_names(devices, stage)}"
+        load = _load(graph, stage, layer_s)
+        # Replicas of a stage usually have equal peaks, which are written once.
+        stage_peaks = "; ".join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))
+        lines.append(f"\n{place}: layers {_range(stage)}, {load}; {stage_peaks}")
         for layer in stage.layers:
-            lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage)}")
-    lines += ["", *reasons] if reasons else []
+            fates = _fates(graph, layer, stage)
+            lines.append(f"  {_layer_line(graph, layer, layer_s)}{fates}")
+    if reasons:
+        lines += ["", *reasons]
     for parameter in graph.tied():
-        lines.append(
-            f"\nparameter '{parameter.array.name}' is tied: layers {', '.join(map(str, parameter.readers))} read it, "
-            f"layer {parameter.owner} owns it"
-        )
-    lines += [
-        f"tensor '{tensor.array.name}' skips from layer {tensor.producer} to {', '.join(map(str, tensor.readers))}, "
-        "sent straight"
-        for tensor in graph.skips()
-    ]
+        name, readers = parameter.array.name, ", ".join(map(str, parameter.readers))
+        tie = f"layers {readers} read it, layer {parameter.owner} owns it"
+        lines.append(f"\nparameter '{name}' is tied: {tie}")
+    for tensor in graph.skips():
+        name, readers = tensor.array.name, ", ".join(map(str, tensor.readers))
+        way = f"skips from layer {tensor.producer} to {readers}, sent straight"
+        lines.append(f"tensor '{name}' {way}")
     return "\n".join(lines)
 
 
@@ -80,19 +72,40 @@ def stage_lines(
     """
     rows: list[Sequence[object]] = [("stage", "on", "layers", "holds", "peak")]
     for s, stage in enumerate(plan.stages):
-        where = ", ".join(str(devices[d]) for d in stage.devices)
-        layers = f"{stage.layers[0]} to {stage.layers[-1]}"
         peak_sizes = [peak.bytes for d in stage.devices if (peak := peaks[d])]
-        written = format_bytes(max(peak_sizes)) if peak_sizes else "known elsewhere"
-        rows.append((s, where, layers, _parameters(graph, stage), written))
+        largest = format_bytes(max(peak_sizes)) if peak_sizes else "known elsewhere"
+        where, holds = _names(devices, stage), _parameters(graph, stage)
+        rows.append((s, where, _range(stage), holds, largest))
     return columns(rows)
+
+
+def _names(devices: Sequence[Any], stage: Stage) -> str:
+    return ", ".join(str(devices[d]) for d in stage.devices)
+
+
+def _range(stage: Stage) -> str:
+    return f"{stage.layers[0]} to {stage.layers[-1]}"
+
+
+def _load(graph: LayerGraph, stage: Stage, layer_s: Sequence[float] | None) -> str:
+    """Returns a stage's parameters, operations and, if they are known, seconds as text."""
+    flops = sum(graph.layers[layer].flops for layer in stage.layers)
+    text = f"{_parameters(graph, stage)}, {flops / 1e9:.3f} GFLOP forward"
+    if not layer_s:
+        return text
+    seconds = sum(layer_s[layer] for layer in stage.layers)
+    return f"{text}, {1e3 * seconds:.2f} ms per micro-batch"
 
 
 def _parameters(graph: LayerGraph, stage: Stage) -> str:
     """Returns the bytes of a stage's own parameters, and of the frozen ones among them, as text."""
-    parameters = [graph.parameters[p] for layer in stage.layers for p in graph.owned(layer)]
-    frozen = sum(parameter.array.bytes for parameter in parameters if parameter.frozen)
-    words = f"{format_bytes(sum(parameter.array.bytes for parameter in parameters))} of parameters"
+    total = frozen = 0
+    for layer in stage.layers:
+        for p in graph.owned(layer):
+            parameter = graph.parameters[p]
+            total += parameter.array.bytes
+            frozen += parameter.array.bytes if parameter.frozen else 0
+    words = f"{format_bytes(total)} of parameters"
     return f"{words} ({format_bytes(frozen)} frozen)" if frozen else words
 
 
@@ -103,22 +116,18 @@ def _peak(peak: Peak | None) -> str:
     text = f"peak {format_bytes(peak.bytes)}"
     if peak.row is None:
         return text
-    return (
-        text
-        + f"\n  peak at {peak.row}: "
-        + ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peak.holders)
-    )
+    holders = [f"{owner} {format_bytes(size)}" for owner, size in peak.holders]
+    return f"{text}\n  peak at {peak.row}: {', '.join(holders)}"
 
 
 def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> str:
+    """Returns a layer's name, bytes and, if they are known, seconds in columns."""
     layer = graph.layers[i]
-    residual = sum(c.bytes for c in layer.candidates)
-    parameter_bytes = sum(graph.parameters[p].array.bytes for p in graph.owned(i))
-    seconds = f"  {1e3 * layer_s[i]:8.3f} ms" if layer_s else ""
-    sizes = (
-        f"{format_bytes(parameter_bytes):>11} parameters {format_bytes(residual):>11} candidates"
-    )
-    return f"layer {i:>3} {graph.label(layer):<36} {sizes}{seconds}"
+    parameters = format_bytes(sum(graph.parameters[p].array.bytes for p in graph.owned(i)))
+    candidates = format_bytes(sum(candidate.bytes for candidate in layer.candidates))
+    sizes = f"{parameters:>11} parameters {candidates:>11} candidates"
+    line = f"layer {i:>3} {graph.label(layer):<36} {sizes}"
+    return f"{line}  {1e3 * layer_s[i]:8.3f} ms" if layer_s else line
 
 
 def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
@@ -128,13 +137,20 @@ def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
     """
     layer = graph.layers[i]
     # Plans have fates under these names.
-    names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
+    names = [f"{graph.label(layer)}/{candidate.name}" for candidate in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     states = [graph.parameters[p].array.name for p in graph.owned(i)]
-    parts = [("", names, stage.fates), ("optimizer state of ", states, stage.state_fates)]
-    return "".join(
-        f"; {fate} {what}{', '.join(chosen)}"
-        for what, those, fates in parts
-        for fate in Fate
-        if fate is not Fate.KEEP and (chosen := [n for n in those if fates.get(n) == fate])
-    )
+    of_values = _fate_words("", names, stage.fates)
+    of_states = _fate_words("optimizer state of ", states, stage.state_fates)
+    return of_values + of_states
+
+
+def _fate_words(what: str, names: Sequence[str], fates: Mapping[str, Fate]) -> str:
+    """Returns, for each fate but `keep`, a text with the names of the values that have it."""
+    text = ""
+    for fate in Fate:
+        chosen = [name for name in names if fates.get(name) == fate]
+        # What a plan does not mention is kept, so the kept values are not listed.
+        if chosen and fate is not Fate.KEEP:
+            text += f"; {fate} {what}{', '.join(chosen)}"
+    return text

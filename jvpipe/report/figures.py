@@ -21,6 +21,8 @@ from jvpipe.report.timeline import COMPUTE, sorted_devices
 from jvpipe.util.sizes import format_bytes
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
+_DEVICE_ROW, _LINK_ROW = 0.36, 0.2  # the heights of rows, in inches
+_CURVES = 2.0  # the height of the curves, in inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8
 """Boxes of at most `_THIN_PT` points have no white edge. No box is drawn narrower than `_SEEN_PT`
 points, because it would be invisible."""
@@ -29,6 +31,10 @@ _MOST_ROOM = 3.0
 a larger limit, the curves would shrink to the bottom of the axis."""
 _HOST = "host"
 _Corners = list[tuple[float, float]]
+_Box = tuple[_Corners, float]
+"""The corners of a box, in seconds and inches, and its width in points."""
+_Curve = tuple[list[float], list[int]]
+"""Times in seconds, and the bytes that a place holds from each of these times on."""
 LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7440", "#6b7683")
 
 
@@ -40,15 +46,17 @@ def check_format(path: str | Path) -> None:
     ...
     ValueError: plan.json: no picture ends in '.json', use one of ...png...
     """
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if Path(path).suffix[1:].lower() not in formats:
-        raise ValueError(
-            f"{path}: no picture ends in {Path(path).suffix!r}, use one of {', '.join(sorted(formats))}"
-        )
+    formats = sorted(FigureCanvasAgg.get_supported_filetypes())
+    suffix = Path(path).suffix
+    if suffix[1:].lower() not in formats:
+        raise ValueError(f"{path}: no picture ends in {suffix!r}, use one of {', '.join(formats)}")
 
 
 def timeline_figure(
-    picture: Picture, path: str | Path, limits: Mapping[str, int] | None = None, title: str = ""
+    picture: Picture,
+    path: str | Path,
+    limits: Mapping[str, int] | None = None,
+    title: str = "",
 ) -> None:
     """Draws the timeline of steps, simulated or measured, to a file.
 
@@ -65,16 +73,26 @@ def timeline_figure(
     """
     picture = _from_zero(picture)
     spans, curves = picture.spans, _curves(picture.levels)
+    # A device does work, and a link has only copies.
     working = {span.device for span in spans if span.kind in COMPUTE}
-    rows = {
-        row: 0.36 if row in working else 0.2
-        for row in sorted_devices(span.device for span in spans)
-    }
-    # The heights, in inches, of the rows of devices and links, and of the curves.
-    parts = [0.2 + sum(rows.values()), *([2.0] if curves else [])]
-    figure = Figure(figsize=(_WIDTH, 0.9 + sum(parts)), layout="constrained", dpi=130)
+    names = sorted_devices(span.device for span in spans)
+    rows = {name: _DEVICE_ROW if name in working else _LINK_ROW for name in names}
+    parts = [0.2 + sum(rows.values())]
+    if curves:
+        parts.append(_CURVES)
+    figure = Figure(
+        figsize=(_WIDTH, 0.9 + sum(parts)),
+        layout="constrained",
+        dpi=130,
+    )
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=parts)[:, 0]
+    grid = figure.subplots(
+        nrows=len(parts),
+        sharex=True,
+        squeeze=False,
+        height_ratios=parts,
+    )
+    axes = grid[:, 0]
     end_s = max((span.end_s for span in spans), default=1.0)
     _draw_rows(axes[0], spans, rows, end_s or 1.0)
     if curves:
@@ -87,21 +105,25 @@ def timeline_figure(
 
 def _from_zero(picture: Picture) -> Picture:
     """Returns a picture with times counted from its first start, whatever the clock's origin."""
-    start_s = min((span.start_s for span in picture.spans), default=0.0)
-    spans = (
-        replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
-        for span in picture.spans
-    )
-    levels = (level._replace(at_s=max(0.0, level.at_s - start_s)) for level in picture.levels)
+    first_s = min((span.start_s for span in picture.spans), default=0.0)
+    spans = []
+    for span in picture.spans:
+        start_s, end_s = span.start_s - first_s, span.end_s - first_s
+        spans.append(replace(span, start_s=start_s, end_s=end_s))
+    levels = []
+    for level in picture.levels:
+        # Bytes that are held since before the first span are drawn from its start.
+        at_s = max(0.0, level.at_s - first_s)
+        levels.append(level._replace(at_s=at_s))
     return Picture(tuple(spans), tuple(levels))
 
 
-def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]:
+def _curves(levels: Sequence[Level]) -> dict[str, _Curve]:
     """Returns, for each place that ever holds bytes, the times and the bytes held from then on.
 
     The host comes last.
     """
-    found: dict[str, tuple[list[float], list[int]]] = {}
+    found: dict[str, _Curve] = {}
     for place, at_s, held_bytes in levels:
         times_s, sizes = found.setdefault(place, ([], []))
         times_s.append(at_s)
@@ -113,33 +135,55 @@ def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]
 def _draw_rows(
     axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], total_s: float
 ) -> None:
-    """Draws the boxes of spans, with the first row at the top."""
+    """Draws the boxes of spans with their labels, the first row at the top.
+
+    Args:
+        axes: the axes to draw on.
+        spans: the tasks and copies.
+        rows: the height of each row in inches, by the name of the device or link.
+        total_s: the seconds that the width of the axes stands for.
+    """
+    # A row is named on the axis at its middle. Rows begin at 0 and go down:
+    #
+    #       0.0  ----------------  top of the first row
+    #     cpu:0    [0F0]  [0B0]
+    #     -0.36  ----------------  bottoms["cpu:0"], top of the second row
     bottoms = dict(zip(rows, -np.cumsum(list(rows.values())), strict=True))
+    middles = {row: bottoms[row] + height / 2 for row, height in rows.items()}
     pt_per_s = _WIDTH * 72 * 0.9 / total_s  # rows take about 0.9 of the width
-    by_look: dict[tuple[str, str], list[tuple[_Corners, float]]] = {}
+    by_look: dict[tuple[str, str], list[_Box]] = {}
     for span in spans:
-        low, high = bottoms[span.device] + _GAP, bottoms[span.device] + rows[span.device] - _GAP
-        corners = [(span.start_s, low), (span.start_s, high), (span.end_s, high), (span.end_s, low)]
-        width_pt = (span.end_s - span.start_s) * pt_per_s
-        by_look.setdefault(KINDS[span.kind].look, []).append((corners, width_pt))
+        low = bottoms[span.device] + _GAP
+        high = bottoms[span.device] + rows[span.device] - _GAP
+        left, right = span.start_s, span.end_s
+        corners = [(left, low), (left, high), (right, high), (right, low)]
+        box = corners, (right - left) * pt_per_s
+        by_look.setdefault(KINDS[span.kind].look, []).append(box)
     for device, label, start_s, end_s in _labels(spans):
-        size = 7.5 if rows[device] > 0.3 else 5.5
+        size = 7.5 if rows[device] == _DEVICE_ROW else 5.5
         # A digit is about 0.6 times as wide as the font's size.
-        if (end_s - start_s) * pt_per_s > size * (0.6 * len(label) + 0.3):
-            middle = (start_s + end_s) / 2, bottoms[device] + rows[device] / 2
-            axes.text(*middle, label, ha="center", va="center_baseline", size=size)
+        label_pt = size * (0.6 * len(label) + 0.3)
+        if (end_s - start_s) * pt_per_s > label_pt:
+            axes.text(
+                (start_s + end_s) / 2,
+                middles[device],
+                label,
+                ha="center",
+                va="center_baseline",
+                size=size,
+            )
     for (_, color), boxes in by_look.items():
         _draw_boxes(axes, color, boxes)
     axes.set_ylim(min(bottoms.values(), default=-1.0), 0.0)
-    axes.set_yticks([bottoms[row] + rows[row] / 2 for row in rows], list(rows))
-    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set_fontsize(9 if rows[row] > 0.3 else 6.5)
+    axes.set_yticks(list(middles.values()), list(middles))
+    for tick, height in zip(axes.get_yticklabels(), rows.values(), strict=True):
+        tick.set_fontsize(9 if height == _DEVICE_ROW else 6.5)
     axes.tick_params(left=False, bottom=False)
     axes.spines[:].set_visible(False)
-    kinds = [
-        look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look
-    ]
-    _legend(axes, [Patch(color=color, label=name) for name, color in kinds])
+    # The legend has the order of the table of kinds, and not that in which kinds were first drawn.
+    looks = dict.fromkeys(info.look for info in KINDS.values())
+    drawn = [look for look in looks if look in by_look]
+    _legend(axes, [Patch(color=color, label=name) for name, color in drawn])
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
@@ -153,41 +197,60 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
     def task(span: Span) -> tuple[str, str, str]:
         return span.device, span.kind, str(span.args.get("microbatch", ""))
 
-    for (device, _, label), boxes in groupby(order, task):
-        first, *others = boxes
+    for (device, _, label), group in groupby(order, task):
+        boxes = list(group)
+        # Work of no micro-batch, such as an update, has the number -1.
         if not label.startswith("-"):
-            yield device, label, first.start_s, max(box.end_s for box in (first, *others))
+            end_s = max(box.end_s for box in boxes)
+            yield device, label, boxes[0].start_s, end_s
 
 
-def _draw_boxes(axes: Axes, color: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
-    """Draws boxes, given as corners and the width in points.
+def _draw_boxes(axes: Axes, color: str, boxes: Sequence[_Box]) -> None:
+    """Draws boxes of one color.
 
     Narrow boxes are drawn above the white edges of their neighbors, which would hide them.
     """
-    wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
-    axes.add_collection(PolyCollection(wide, facecolors=color, edgecolors="white", linewidths=0.5))
-    thin = [(corners, width_pt) for corners, width_pt in boxes if width_pt <= _THIN_PT]
-    axes.add_collection(
-        PolyCollection(
-            [corners for corners, _ in thin],
-            facecolors=color,
-            edgecolors=color,
-            linewidths=[max(0.0, _SEEN_PT - width_pt) for _, width_pt in thin],
-            snap=False,  # snapping to pixels would put both sides of a narrow box on one pixel
-            zorder=1.5,
-        )
+    wide: list[_Corners] = []
+    thin: list[_Corners] = []
+    edges_pt: list[float] = []
+    for corners, width_pt in boxes:
+        if width_pt > _THIN_PT:
+            wide.append(corners)
+        else:
+            thin.append(corners)
+            # An edge of the box's own color makes it wide enough to be seen.
+            edges_pt.append(max(0.0, _SEEN_PT - width_pt))
+    wide_boxes = PolyCollection(
+        wide,
+        facecolors=color,
+        edgecolors="white",
+        linewidths=0.5,
     )
+    axes.add_collection(wide_boxes)
+    thin_boxes = PolyCollection(
+        thin,
+        facecolors=color,
+        edgecolors=color,
+        linewidths=edges_pt,
+        snap=False,  # snapping to pixels would put both sides of a narrow box on one pixel
+        zorder=1.5,
+    )
+    axes.add_collection(thin_boxes)
 
 
 def _draw_curves(
     axes: Axes,
-    curves: Mapping[str, tuple[list[float], list[int]]],
+    curves: Mapping[str, _Curve],
     end_s: float,
     limits: Mapping[str, int],
 ) -> None:
     """Draws the bytes of each place as a step curve, dotted for the host, and the limits.
 
-    A limit that all devices share is black. Other limits have the colors of their devices.
+    Args:
+        axes: the axes to draw on.
+        curves: the times and bytes by the name of the place.
+        end_s: the time at which the curves end.
+        limits: the memory limits of devices by name.
     """
     colors = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
     colors |= {_HOST: "#777777"}
@@ -202,29 +265,49 @@ def _draw_curves(
             label=f"{place}: {format_bytes(max(sizes))}",
         )
     highest = max(max(sizes) for _, sizes in curves.values())
-    # If all devices have the same limit, it is drawn once.
-    alike = len(set(limits.values())) == 1
-    for place, limit in list(limits.items())[: 1 if alike else None]:
-        label = f"{'limit' if alike else f'limit of {place}'}: {format_bytes(limit)}"
-        if limit > _MOST_ROOM * highest:
-            axes.plot([], [], " ", label=f"{label}, above")
-        else:
-            color = "black" if alike else colors.get(place, "black")
-            axes.axhline(limit, color=color, linestyle="--", linewidth=1, label=label)
+    _draw_limits(axes, limits, colors, _MOST_ROOM * highest)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda size, _: format_bytes(int(size)).replace(".00", ""))
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: _tick(size)))
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
     _legend(axes, axes.get_legend_handles_labels()[0])
 
 
+def _draw_limits(
+    axes: Axes, limits: Mapping[str, int], colors: Mapping[str, str], highest: float
+) -> None:
+    """Draws limits as dashed lines; those above `highest` are only named in the legend.
+
+    A limit that all devices share is drawn once, in black. Other limits have the colors of their
+    devices.
+    """
+    is_shared = len(set(limits.values())) == 1
+    drawn = list(limits.items())
+    for place, limit in drawn[:1] if is_shared else drawn:
+        name = "limit" if is_shared else f"limit of {place}"
+        label = f"{name}: {format_bytes(limit)}"
+        if limit > highest:
+            axes.plot([], [], " ", label=f"{label}, above")
+            continue
+        axes.axhline(
+            limit,
+            color="black" if is_shared else colors.get(place, "black"),
+            linestyle="--",
+            linewidth=1,
+            label=label,
+        )
+
+
+def _tick(size: float) -> str:
+    return format_bytes(int(size)).replace(".00", "")
+
+
 def _binary_ticks(highest: float) -> MultipleLocator:
     """Places four to eight ticks at round multiples of a power of two."""
-    return MultipleLocator(2.0 ** max(0, math.floor(math.log2(max(highest, 8.0) / 4))))
+    quarter = max(highest, 8.0) / 4
+    return MultipleLocator(2.0 ** max(0, math.floor(math.log2(quarter))))
 
 
 def _legend(axes: Axes, handles: Sequence[Artist]) -> None:

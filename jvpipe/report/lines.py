@@ -45,7 +45,9 @@ class Lines:
         silence_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._out, self._period_s, self._silence_s, self._clock = out, period_s, silence_s, clock
+        self._out, self._clock = out, clock
+        self._period_s, self._silence_s = period_s, silence_s
+        # The times of the last line, and of the last line about a step.
         self._said_s, self._step_s = clock(), -math.inf
         # The current work and its parts, from outside to inside, each with the time of its start.
         self._doing: list[tuple[str, float]] = []
@@ -79,7 +81,8 @@ class Lines:
         names = [name for name, _ in self._doing]
         if part in names:
             # Parts may be nested, so the last one with this name ends.
-            del self._doing[len(names) - 1 - names[::-1].index(part)]
+            from_end = names[::-1].index(part)
+            del self._doing[-1 - from_end]
 
     def step(self, metrics: StepMetrics, total: int) -> None:
         """Writes a line for a step, if it is the first or the last, or `period_s` have passed.
@@ -93,7 +96,7 @@ class Lines:
             self.say(step_line(metrics, total))
 
     def tell_silence(self) -> None:
-        """Writes a line about the current work, if none was written for `silence_s`."""
+        """Writes a line about the current work, if no line was written for `silence_s`."""
         now_s = self._clock()
         if now_s - self._said_s >= self._silence_s and self._doing:
             what, since_s = self._doing[-1]
@@ -112,7 +115,10 @@ def step_line(metrics: StepMetrics, total: int) -> str:
         total: the number of the last step.
     """
     peak = max(metrics.peak_bytes.values(), default=0)
-    return (
-        f"step {metrics.step} of {total}: loss {metrics.loss:.4f}, {metrics.examples_per_s:.1f} examples/s, "
-        f"bubble {metrics.bubble_fraction:.0%}, peak {format_bytes(peak)}"
+    numbers = (
+        f"loss {metrics.loss:.4f}",
+        f"{metrics.examples_per_s:.1f} examples/s",
+        f"bubble {metrics.bubble_fraction:.0%}",
+        f"peak {format_bytes(peak)}",
     )
+    return f"step {metrics.step} of {total}: {', '.join(numbers)}"

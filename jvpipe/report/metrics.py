@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 
 from jvpipe.util.brief import brief
 from jvpipe.util.paths import path_names
+from jvpipe.util.replaced_file import replace_text
 from jvpipe.util.sizes import MOST_S
 
 
@@ -64,11 +64,9 @@ class StepMetrics:
 
     def told(self) -> dict[str, Any]:
         """Returns the metrics that the run has, by name."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value is not None and value not in ((), {})
-        }
+        # A loss of 0 is a metric, but an empty mapping is not.
+        absent = (None, (), {})
+        return {name: value for name, value in asdict(self).items() if value not in absent}
 
     def numbers(self) -> dict[str, int | float]:
         """Returns all numbers by name; the entries of a mapping have names like aux/accuracy.
@@ -98,11 +96,14 @@ def scalars_in(tree: Any) -> Mapping[str, float]:
     >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
     {'accuracy': 0.5}
     """
-    leaves = [
-        (path, leaf) for path, leaf in jax.tree.leaves_with_path(tree) if np.shape(leaf) == ()
-    ]
-    names = path_names([path for path, _ in leaves])
-    return {name or "aux": float(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
+    paths, scalars = [], []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if np.shape(leaf) == ():
+            paths.append(path)
+            scalars.append(float(leaf))
+    # The path of a tree that is a single leaf is empty.
+    names = [name or "aux" for name in path_names(paths)]
+    return dict(zip(names, scalars, strict=True))
 
 
 class MetricsLog:
@@ -118,14 +119,12 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        kept = (
-            [line for line in read_steps(path) if line["step"] <= resumed_step]
-            if path.exists()
-            else []
-        )
+        lines = read_steps(path) if path.exists() else ()
+        kept = [line for line in lines if line["step"] <= resumed_step]
         self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
         # The lines of later steps are dropped here.
-        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        replace_text(path, text)
         self._file: TextIO = path.open("a")
 
     def append(self, metrics: StepMetrics) -> None:
@@ -160,22 +159,6 @@ def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
             f"{wrong}, and should be a number of seconds: put it right, or take it out"
         )
     return float(elapsed_s)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a file by a text; however the process ends, the file is the old or the new one."""
-    replace_bytes(path, text.encode())
-
-
-def replace_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file by bytes; however the process ends, the file is the old or the new one."""
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        # The content is forced to the disk before the rename, in case the machine stops.
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _speakable(value: Any) -> Any:

@@ -19,6 +19,7 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
     """
     # Columns about replicas are left out if each stage has one device.
     shared = any(stage["replicas"] > 1 for stage in stages)
+    # The title of each column of seconds, and the name of the seconds in a stage.
     seconds = {
         "F": "forward",
         "B": "backward",
@@ -26,21 +27,25 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
         "swap": "swap",
         "comm": "comm",
     }
-    seconds |= {"reduce": "reduce"} if shared else {}
-    seconds |= {"update": "update"} if any(stage["update_s"] for stage in stages) else {}
+    if shared:
+        seconds["reduce"] = "reduce"
+    if any(stage["update_s"] for stage in stages):
+        seconds["update"] = "update"
     table = Table(
         "stage", "layers", *(f"{name} ms" for name in seconds), "in flight", "peak", "host"
     )
     for s, stage in enumerate(stages):
         place, layers = str(s), stage["layers"]
         if shared:
-            place += f", on {stage['replicas']}: {in_runs(stage['devices'])}"
+            devices = in_runs(stage["devices"])
+            place += f", on {stage['replicas']}: {devices}"
         elif names:
             place += f", {names[s]}"
+        spans = [stage[f"{name}_s"] for name in seconds.values()]
         table.add_row(
             place,
             f"{layers[0]} to {layers[-1]} ({len(layers)})",
-            *(f"{1e3 * stage[f'{name}_s']:.2f}" for name in seconds.values()),
+            *(f"{1e3 * span_s:.2f}" for span_s in spans),
             str(stage["in_flight"]),
             format_bytes(stage["peak_bytes"]),
             format_bytes(stage["host_bytes"]),

@@ -29,7 +29,8 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
     (0.0, 500000.0)
     """
     spans = picture.spans
-    rows = {device: row for row, device in enumerate(sorted_devices(span.device for span in spans))}
+    devices = sorted_devices(span.device for span in spans)
+    rows = {device: row for row, device in enumerate(devices)}
     origin_s = min((span.start_s for span in spans), default=0.0)
 
     def at(seconds: float) -> float:
@@ -41,8 +42,9 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
             _metadata("thread_name", row, name=device),
             _metadata("thread_sort_index", row, sort_index=row),
         ]
-    events += [
-        {
+    # The letter `ph` is the kind of an event: X is a box, C a counter, s and f the ends of an arrow.
+    for span in sorted(spans, key=lambda span: span.start_s):
+        box = {
             "ph": "X",
             "pid": 0,
             "tid": rows[span.device],
@@ -52,10 +54,11 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
             "dur": (span.end_s - span.start_s) * 1e6,
             "args": dict(span.args),
         }
-        for span in sorted(spans, key=lambda span: span.start_s)
-    ]
+        events.append(box)
     for place, at_s, size in picture.levels:
-        counted = {"name": f"{place} bytes", "ts": max(0.0, at(at_s)), "args": {"bytes": size}}
+        # Bytes that are held since before the first span are shown at its start.
+        start = max(0.0, at(at_s))
+        counted = {"name": f"{place} bytes", "ts": start, "args": {"bytes": size}}
         events.append({"ph": "C", "pid": 0, **counted})
     for number, ends in enumerate(_whole_hops(picture.hops)):
         for hop in ends:
@@ -74,11 +77,9 @@ def joined(pictures: Sequence[Picture]) -> Picture:
     """Joins pictures of steps; copies of different steps get different keys."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
-    hops = (
-        hop._replace(key=f"{n} {hop.key}")
-        for n, picture in enumerate(pictures)
-        for hop in picture.hops
-    )
+    hops: list[Hop] = []
+    for n, picture in enumerate(pictures):
+        hops += (hop._replace(key=f"{n} {hop.key}") for hop in picture.hops)
     return Picture(tuple(spans), tuple(levels), tuple(hops))
 
 
@@ -144,17 +145,23 @@ def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
 
 def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
     """Returns the seconds of work of each device, and the time from the first start to the end."""
-    work = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start_s)
+    work = [span for span in spans if span.kind in COMPUTE]
     if not work:
         return {}, 0.0
-    start_s, end_s = work[0].start_s, max(span.end_s for span in work)
+    work.sort(key=lambda span: span.start_s)
+    start_s = work[0].start_s
     worked_s = dict.fromkeys((span.device for span in work), 0.0)
     reached_s = dict.fromkeys(worked_s, start_s)
     for span in work:
-        # Only the part of the span after all earlier spans of the device is added.
-        worked_s[span.device] += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
-        reached_s[span.device] = max(span.end_s, reached_s[span.device])
-    return worked_s, end_s - start_s
+        # Only the part of the span after all earlier spans of the device is added:
+        #
+        #     earlier spans  ------------|
+        #     this span           -------+======
+        #                        reached_s     end_s
+        reached = reached_s[span.device]
+        worked_s[span.device] += max(0.0, span.end_s - max(span.start_s, reached))
+        reached_s[span.device] = max(span.end_s, reached)
+    return worked_s, max(reached_s.values()) - start_s
 
 
 def bubble_fraction(spans: Iterable[Span]) -> float:
@@ -168,8 +175,10 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
 
 def sorted_devices(devices: Iterable[str]) -> list[str]:
     """Sorts names of devices without repeats, by the value of numbers: `cpu:2` before `cpu:10`."""
-    # `re.split` makes text and numbers alternate, so numbers are compared with numbers.
-    parts = {name: re.split(r"(\d+)", name) for name in devices}
-    return sorted(
-        parts, key=lambda name: [int(part) if part.isdigit() else part for part in parts[name]]
-    )
+    return sorted(dict.fromkeys(devices), key=_parts)
+
+
+def _parts(name: str) -> list[int | str]:
+    """Cuts a name into texts and numbers, such as ["cpu:", 10, ""]."""
+    # Texts and numbers alternate, so that numbers are compared with numbers.
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

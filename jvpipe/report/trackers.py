@@ -37,7 +37,13 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run for trackers: its folder, its options, and the steps that it had before this start."""
+    """What a tracker needs to know about a run.
+
+    Attributes:
+        folder: the folder of the run; its name is the name of the run.
+        config: the options of the run.
+        first_step: the number of steps that the run had made before this start.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -140,8 +146,9 @@ class MLflow:
     def log(self, step: int, metrics: Numbers) -> None:
         """Takes the numbers of a step."""
         now_ms = int(time.time() * 1000)
-        sent = [self._metric(name, float(x), now_ms, step) for name, x in metrics.items()]
-        self._client.log_batch(self._id, metrics=sent)
+        # One batch for each step, because each call is a request to the server.
+        batch = [self._metric(name, float(value), now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=batch)
 
     def close(self) -> None:
         """Ends the run."""
@@ -156,7 +163,11 @@ class Trackio(_Sent):
             trackio = importlib.import_module("trackio")
         config = {name: value for name, value in run.config.items() if value is not None}
         self._run: Any = trackio.init(
-            project=_PROJECT, name=run.folder.name, config=config, resume="allow", embed=False
+            project=_PROJECT,
+            name=run.folder.name,
+            config=config,
+            resume="allow",
+            embed=False,
         )
 
 
@@ -226,6 +237,7 @@ class Tracking:
         self._begin = [find_tracker(name) for name in names]
         self._folder, self._config = Path(folder), dict(config or {})
         self._trackers: list[Tracker] | None = None
+        # The step that is dispatched and not yet sent.
         self._untold: tuple[int, Mapping[str, Any]] | None = None
         self._steps = 0
 

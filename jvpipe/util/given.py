@@ -1,4 +1,4 @@
-"""Checks values that a user passes: flags, patterns, paths, and one or several whole numbers.
+"""Checks values that a user passes: flags, patterns, paths, addresses, fields and whole numbers.
 
 A number may be one of Python's types or of NumPy's.
 """
@@ -78,6 +78,39 @@ def checked_path(name: str, path: Any) -> Path:
     if max(map(len, names), default=0) > _LONGEST_NAME:
         raise ValueError(f"{name} has a name of more than {_LONGEST_NAME} bytes: {brief(text)}")
     return Path(text)
+
+
+def checked_address(name: str, address: str) -> tuple[str, int]:
+    """Returns the host and the port in a text of the form HOST:PORT.
+
+    Raises:
+        ValueError: the text has another form; the message calls the option `name`.
+
+    >>> checked_address("--coordinator", "host0:12345")
+    ('host0', 12345)
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"{name} must be HOST:PORT, such as host0:12345, not {address}")
+    return host, int(port)
+
+
+def checked_fields(name: str, texts: Iterable[str]) -> dict[str, str]:
+    """Returns the values in texts of the form NAME=VALUE, by the names of a model's fields.
+
+    Raises:
+        ValueError: a text has another form; the message calls the option `name`.
+
+    >>> checked_fields("--set", ["blocks=12"])
+    {'blocks': '12'}
+    """
+    fields = {}
+    for text in texts:
+        field, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{name} {text}: give a field of the model and its value, NAME=VALUE")
+        fields[field.strip()] = value.strip()
+    return fields
 
 
 def is_whole(value: Any) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvpipe import models
-from jvpipe.cli.train import tokens_in
+from jvpipe.cli.step_log import tokens_in
 from jvpipe.report.metrics import scalars_in
 
 

@@ -1,166 +1,36 @@
-"""Lets a command's processes meet before JAX connects them, over lines signed with a secret.
+"""Lets the processes of a run meet before JAX connects them, over lines signed with a secret.
 
 Each process connects to process 0, which checks that all have the secret and equal options,
 and tells them the port for JAX. The connections stay open during the run. If JAX loses a
 process, it ends the others at once, without a message of jvpipe's. So a separate thread
 reports a connection that ends, unless the process at its other end said farewell before.
+
+    process i                               process 0
+      greeting with a nonce   --------->
+                              <---------      greeting with a nonce
+      number, values          --------->
+                              <---------      who is missing, every few seconds
+                              <---------      the port for JAX, or why there is no run
+      (the run)                               (the run)
+      farewell                --------->
+                              <---------      farewell
 """
 
 import asyncio
-import hmac
-import json
-import os
-import secrets
 import socket
-import stat
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jvpipe.runtime.engine.disagreement import SHOWN
 from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.hosts import digest
+from jvpipe.runtime.engine.signed_lines import LINE_BYTES, AnotherSecretError, SignedLines
 from jvpipe.util.pattern import compare, whole_in
-
-VARIABLE = "JVPIPE_SECRET_FILE"
-"""The environment variable that names the secret's file if `--secret-file` is not given."""
-
-
-def read_secret(path: str | None) -> bytes:
-    """Returns the secret in a file, without white space around it; empty if no file is named.
-
-    Args:
-        path: the file of `--secret-file`; None for the file that the environment variable names.
-
-    Raises:
-        ValueError: the file is empty, cannot be read, or may be used by others than its owner.
-    """
-    named, path = (
-        ("--secret-file", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE))
-    )
-    if path is None:
-        return b""
-    try:
-        # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise ValueError(f"{named} {path} is not a file")
-            secret = file.read(LINE_BYTES + 1).strip()
-    except OSError as problem:
-        raise ValueError(f"{named} {path} cannot be read: {problem.strerror}") from problem
-    if mode & 0o077:
-        raise ValueError(
-            f"{named} {path}: others may use the file, its mode is {stat.S_IMODE(mode):04o}: chmod 600 {path}"
-        )
-    if not 0 < len(secret) <= LINE_BYTES:
-        size = "is empty" if not secret else f"has more than {LINE_BYTES} bytes"
-        raise ValueError(
-            f"{named} {path} {size}: write a secret into it, such as `openssl rand -hex 32` gives"
-        )
-    return secret
-
-
-# A connection between two processes. Each line proves that its sender has the secret.
-
-_GREETING = "jvpipe-meeting-1"
-LINE_BYTES = 1 << 16
-"""The longest line that is read, so that a stranger cannot fill the memory."""
-
-End = Literal["server", "client"]
-
-
-class AnotherSecretError(Exception):
-    """The error for a line that was not signed with the secret of the process that reads it."""
-
-
-class SignedLines:
-    """One end of a connection: lines of JSON, each signed by an HMAC that is keyed with the secret.
-
-    At the start, both ends send a new nonce. The HMAC covers a line's text and number, so that the
-    line cannot be sent again. It covers which end sends, so that the line cannot be sent back. And
-    it covers both nonces, so that the line cannot be used in another connection.
-
-    Args:
-        reader: reads from the connection.
-        writer: writes to the connection.
-        secret: the secret, which is never sent; if it is empty, anyone can sign lines.
-        end: which end of the connection this is.
-    """
-
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, end: End
-    ) -> None:
-        self._reader, self._writer, self._secret = reader, writer, secret
-        self._end: End = end
-        self._nonces, self._said, self._heard = "", 0, 0
-
-    async def greet(self) -> None:
-        """Exchanges nonces.
-
-        Raises:
-            OSError: the connection has ended.
-            ValueError: the other end does not speak this protocol.
-        """
-        mine = f"{_GREETING} {secrets.token_hex(16)}"
-        self._writer.write(f"{mine}\n".encode())
-        theirs = (await self._line()).decode()
-        if not theirs.startswith(f"{_GREETING} "):
-            raise ValueError("what answers there is not this version of jvpipe")
-        # Both ends put the nonces in the same order: first the server's, then the client's.
-        ordered = (mine, theirs) if self._end == "server" else (theirs, mine)
-        self._nonces = " ".join(ordered)
-
-    async def say(self, **words: Any) -> None:
-        """Sends a JSON object with the given entries to the other end."""
-        text = json.dumps(words).encode()
-        proof = self._proof(self._end, self._said, text)
-        self._said += 1
-        self._writer.write(proof + b" " + text + b"\n")
-        await self._writer.drain()
-
-    async def hear(self) -> dict[str, Any]:
-        """Returns the JSON object that the other end sends next.
-
-        Raises:
-            AnotherSecretError: the line is not signed with this end's secret.
-            OSError: the connection has ended.
-            ValueError: the line holds no JSON object, or is too long.
-        """
-        proof, _, text = (await self._line()).partition(b" ")
-        other: End = "client" if self._end == "server" else "server"
-        # The comparison takes equally long for any proof, so its time reveals nothing.
-        if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
-            raise AnotherSecretError
-        self._heard += 1
-        try:
-            words = json.loads(text)
-        except RecursionError as problem:
-            raise ValueError("nested too deeply") from problem
-        if not isinstance(words, dict):
-            raise ValueError("not an object")
-        return words
-
-    def close(self) -> None:
-        """Closes the connection once all lines have been sent."""
-        self._writer.close()
-
-    def _proof(self, end: End, place: int, text: bytes) -> bytes:
-        signed = f"{self._nonces} {end} {place} ".encode() + text
-        return hmac.new(self._secret, signed, "sha256").hexdigest().encode()
-
-    async def _line(self) -> bytes:
-        line = await self._reader.readline()  # raises ValueError if the line is over the limit
-        if not line.endswith(b"\n"):
-            raise ConnectionResetError("the connection was closed")
-        return line[:-1]
-
-
-# In the meeting, each process sends its number and its values, and learns the port for JAX.
 
 
 @dataclass(frozen=True)
@@ -205,7 +75,11 @@ class Given(NamedTuple):
     @property
     def parts(self) -> Parts:
         """The values in the form in which processes exchange them."""
-        return {name: [digest(value), value[:SHOWN]] for name, value in self.values}
+        return {name: _part(value) for name, value in self.values}
+
+
+def _part(value: str) -> list[str]:
+    return [digest(value), value[:SHOWN]]
 
 
 class _Side:
@@ -258,10 +132,11 @@ class _Side:
         self._is_over = True
         if self._loop is None:
             return
-        farewells = [
-            asyncio.run_coroutine_threadsafe(lines.say(farewell=True), self._loop)
-            for lines in list(self._held)
-        ]
+        farewells = []
+        # A copy, because the other thread removes connections that end.
+        for lines in list(self._held):
+            farewell = lines.say(farewell=True)
+            farewells.append(asyncio.run_coroutine_threadsafe(farewell, self._loop))
         wait(farewells, PATIENCE.farewell_s)
 
 
@@ -283,7 +158,8 @@ class MeetingServer(_Side):
         self, listener: socket.socket, kept: socket.socket, count: int, agreed: Given
     ) -> None:
         super().__init__()
-        self._listener, self._kept, self._count, self._given = listener, kept, count, agreed
+        self._listener, self._kept = listener, kept
+        self._count, self._given = count, agreed
         self._present: set[int] = set()
         self._visits: set[asyncio.Task[None]] = set()
         self._refusals: set[str] = set()
@@ -301,7 +177,8 @@ class MeetingServer(_Side):
         _port_in(self._meet(self._serve(timeout_s)))
 
     async def _serve(self, timeout_s: float) -> None:
-        self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._end_if_complete()
         # From here on, each connection is served by a task of its own.
         server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
@@ -321,7 +198,7 @@ class MeetingServer(_Side):
         """Serves a connection; closes it without an answer if a stranger has made it."""
         lines = SignedLines(reader, writer, self._given.secret, "server")
         visit = asyncio.current_task()
-        assert visit is not None, "the server runs each in a task"
+        assert visit is not None, "the server runs each visit in a task"
         self._visits.add(visit)
         try:
             if len(self._visits) <= PATIENCE.crowd:
@@ -335,6 +212,12 @@ class MeetingServer(_Side):
                 lines.close()
 
     async def _receive(self, lines: SignedLines, host: str) -> None:
+        """Lets a process in, or says why it is refused.
+
+        Args:
+            lines: this end of the connection.
+            host: the address of the process, for messages.
+        """
         try:
             async with asyncio.timeout(PATIENCE.handshake_s):
                 await lines.greet()
@@ -382,13 +265,15 @@ class MeetingServer(_Side):
                 self._present.discard(process)
 
     def _end_if_complete(self) -> None:
+        """Ends the meeting if all other processes are present."""
         if len(self._present) == self._count - 1 and not self._end.done():
             self._end.set_result({"port": self._kept.getsockname()[1]})
 
     def _missing(self) -> str:
         missing = [i for i in range(1, self._count) if i not in self._present]
+        absent = " and ".join(f"process {i}" for i in missing)
         host, port, *_ = self._listener.getsockname()
-        return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
+        return f"{absent} at {host}:{port}"
 
     def _refuse(self, whom: str) -> None:
         """Reports a refusal once, so that a process that tries again does not fill the log."""
@@ -409,7 +294,8 @@ class Attendance(_Side):
 
     def __init__(self, host: str, port: int, process: int, agreed: Given) -> None:
         super().__init__()
-        self._host, self._port, self._process, self._given = host, port, process, agreed
+        self._host, self._port = host, port
+        self._process, self._given = process, agreed
 
     def wait(self, timeout_s: float) -> int:
         """Waits for all processes, and returns the port where JAX will connect them.
@@ -499,12 +385,15 @@ def _port_in(words: Mapping[str, Any]) -> int:
 
 def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
     """Writes which values differ, those of `process` first; returns an empty text if none do."""
-    absent = ["", ""]
-    differences = [
-        f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"
-        for name, part in mine.items()
-        if part != theirs.get(name, absent)
-    ]
+    differences = []
+    for name, part in mine.items():
+        their_part = theirs.get(name, ["", ""])
+        if part != their_part:
+            here, there = (
+                f"{part[1]!r} in process {process}",
+                f"{their_part[1]!r} in process {other}",
+            )
+            differences.append(f"{name} is {here} and {there}")
     return f"the processes were not given the same: {'; '.join(differences)}" if differences else ""
 
 

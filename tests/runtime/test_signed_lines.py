@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.cli.meeting import read_secret
+from jvpipe.runtime.engine.signed_lines import read_secret
 
 
 def written(path: Path, text: bytes, mode: int = 0o600) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from jvpipe import HostLost
-from jvpipe.cli import meeting
-from jvpipe.cli.meeting import Attendance, Given, MeetingServer, SignedLines
+from jvpipe.runtime.engine import meeting
+from jvpipe.runtime.engine.meeting import Attendance, Given, MeetingServer, SignedLines
 
 HERE, LIMIT_S = "127.0.0.1", 20.0
 VALUES = [("--seed", "0"), ("--steps", "100")]

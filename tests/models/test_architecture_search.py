@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
+from jvpipe.models.architecture_search import ArchitectureSearch
 from tests.runtime.test_model_change import compiled_in
 from tests.zoo import quick_key
 

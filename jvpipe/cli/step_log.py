@@ -1,0 +1,245 @@
+"""The log of a run's steps: their metrics, in metrics.jsonl, in trackers and on the screen.
+
+A step is dispatched while the step before it still runs, and reading the metrics of a step waits
+for its end. So a step is logged only once the next one has been dispatched, unless the training
+must wait for the step anyway.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jvpipe.cli.job import Job
+from jvpipe.cli.options import kept_options
+from jvpipe.cli.outputs import Speech, places
+from jvpipe.cli.processes import Own, shared
+from jvpipe.cli.shell import StopRequest
+from jvpipe.cost.utilization import ideal_s
+from jvpipe.report import timeline
+from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
+from jvpipe.report.trackers import TrackedRun, Tracker, find_tracker
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.monitor import Measured
+from jvpipe.trace.graph import Traced
+from jvpipe.util.paths import path_name
+
+
+class Done(NamedTuple):
+    """A dispatched step: its number, its metrics, and the names of its architecture's blocks.
+
+    Only an architecture search (--nas) has such names, because it changes the model between steps.
+    """
+
+    step: int
+    metrics: dict[str, Any]
+    architecture: Sequence[str]
+
+
+class StepLog:
+    """A log of steps, which only the first process writes.
+
+    All processes must make the same calls, because each call exchanges their metrics and signals.
+
+    Args:
+        job: the run.
+        stop: notes the signals that this process receives.
+        opened: the log and its trackers are closed when this stack is closed.
+        first: the number of steps that are done.
+        speech: prints each step.
+    """
+
+    def __init__(
+        self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
+    ) -> None:
+        self._job, self._stop, self._speech = job, stop, speech
+        self._numbers, self.clock = StepNumbers(job), Clock()
+        self._dispatched: Done | None = None  # a step that is not yet logged
+        writes = job.hosts.process == 0
+        self._file = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
+        self._trackers: list[Tracker] = []
+        if writes:
+            opened.enter_context(speech.training(job.steps, first))
+            self._trackers += _trackers(job, first, opened)
+
+    def dispatched(self, done: Done) -> int | None:
+        """Takes a step that was dispatched, and logs the step before it while this one runs.
+
+        Returns:
+            The number of a signal that some process has received, or None.
+        """
+        signum = self._tell(self._dispatched, before=True)
+        self._dispatched = done
+        return signum
+
+    def ended(self, loss: float | None) -> None:
+        """Logs the last step that was dispatched, after waiting for its end.
+
+        Args:
+            loss: the loss on held-out batches after the step; None if they were not evaluated.
+        """
+        self._tell(self._dispatched, before=False, loss=loss)
+        self._dispatched = None
+
+    def failed(self) -> None:
+        """Logs the last step when this process fails, without the numbers of other processes.
+
+        The others are not waited for, because they may not get here.
+        """
+        self._tell(self._dispatched, before=False, hosts=ALONE)
+
+    def signum(self) -> int | None:
+        """Returns the number of a signal that some process has received, or None."""
+        return self._tell(None, before=False)
+
+    def _tell(
+        self,
+        done: Done | None,
+        *,
+        before: bool,
+        loss: float | None = None,
+        hosts: Hosts | None = None,
+    ) -> int | None:
+        """Logs a step; returns the number of a signal that some process has received, or None.
+
+        Args:
+            done: the step; None if there is no step to log.
+            before: whether another step has been dispatched since.
+            loss: the loss on held-out batches after the step; None if they were not evaluated.
+            hosts: the processes that exchange metrics and signals; None for all of the run.
+        """
+        ours: Own | None = None
+        if done is not None:
+            measured = self._job.pipe.session.measured(before=before)
+            metrics = self._numbers.of(done, measured, self.clock.lap_s())
+            ours = metrics, timeline.busy(measured.spans)
+        signum, line = shared(hosts or self._job.hosts, self._stop.signum, ours)
+        if line is not None and self._file is not None:
+            elapsed_s = self._file.elapsed_s + self.clock.elapsed_s()
+            line = replace(line, held_out_loss=loss, elapsed_s=elapsed_s)
+            self._file.append(line)
+            for tracker in self._trackers:
+                tracker.log(line.step, line.numbers())
+            self._speech.step(line, places(self._job.pipe))
+        return signum
+
+
+def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
+    """Yields the trackers of --track, such as TensorBoard; they close when `opened` is closed."""
+    run = TrackedRun(job.run.path, kept_options(job.options), first)
+    for name in dict.fromkeys(job.options.track):
+        tracker = find_tracker(name)(run)
+        opened.callback(tracker.close)
+        yield tracker
+
+
+class StepNumbers:
+    """A reader of the metrics of steps, as this process measures them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tokens = tokens_in(job.data.example)
+        # The model for which the ideal seconds were computed, and these seconds.
+        self._ideal: tuple[Traced | None, float | None] = None, None
+
+    def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:
+        """Returns the metrics of a step, after waiting for its end.
+
+        Args:
+            done: the step.
+            measured: the spans and seconds of its tasks.
+            seconds: the seconds that the step took.
+        """
+        job, ledger = self._job, self._job.pipe.ledger
+        ideal = self._ideal_s()
+        planned = job.pipe.session.planned
+        planned_s = planned.recompute_s if planned else 0.0
+        # An asynchronous step has several updates. The rate is that of its last one.
+        updates = done.step * len(job.learning_rates) // job.steps
+        return StepMetrics(
+            step=done.step,
+            loss=float(done.metrics["loss"]),
+            learning_rate=float(job.learning_rates[updates - 1]),
+            grad_norm=float(done.metrics.get("grad_norm", math.nan)),
+            seconds=seconds,
+            examples_per_s=job.batch_size / seconds,
+            bubble_fraction=timeline.bubble_fraction(measured.spans),
+            busy_fraction=timeline.busy_fractions(measured.spans),
+            peak_bytes={str(device): peak for device, peak in ledger.peak_bytes.items()},
+            staleness=ledger.versions.staleness(sum(job.pipe.plan.cuts)),
+            swapped_bytes=measured.swapped_bytes,
+            copy_hidden_s=measured.hidden_s,
+            copy_exposed_s=measured.exposed_s,
+            recomputed_s=measured.recomputed_s + planned_s,
+            tokens_per_s=None if self._tokens is None else self._tokens / seconds,
+            mfu=None if ideal is None else ideal / seconds,
+            aux=scalars_in(done.metrics.get("aux", ())),
+            architecture=tuple(done.architecture),
+        )
+
+    def _ideal_s(self) -> float | None:
+        """Returns the seconds of a step at the devices' peak rates; None if a rate is not known."""
+        session = self._job.pipe.session
+        traced = session.compiled.traced
+        if traced is not self._ideal[0]:
+            settings = session.settings
+            kinds = [device.device_kind for device in set(settings.devices)]
+            # This goes through every equation, so it is computed once per model.
+            self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
+        return self._ideal[1]
+
+
+_TOKENS = ("tokens", "input_ids", "inputs")
+"""The names of the leaves of a batch that hold the tokens that a model reads."""
+
+
+def tokens_in(batch: Any) -> int | None:
+    """Counts the tokens of a batch: the integers in leaves called tokens, input_ids or inputs.
+
+    A leaf has as many tokens as its first two axes have elements: examples times positions, padding
+    included. The count is None if there is no such leaf.
+
+    >>> ids, weights = np.zeros((2, 8), int), np.ones((2, 4))
+    >>> tokens_in({"inputs": ids, "tokens": ids[:, :4], "weights": weights})
+    24
+    >>> tokens_in(ids)
+    """
+    counts = []
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if path_name(path[-1:]) not in _TOKENS or len(leaf.shape) < 2:
+            continue
+        # Floating-point inputs are features, not tokens.
+        if np.issubdtype(leaf.dtype, np.integer):
+            counts.append(math.prod(leaf.shape[:2]))
+    return sum(counts) if counts else None
+
+
+class Clock:
+    """A clock for the seconds of a run and of each step.
+
+    The time of a step leaves out the work inside `standing`, such as an evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._at = time.perf_counter()
+
+    def lap_s(self) -> float:
+        """Returns the seconds since the last call, without the seconds inside `standing`."""
+        before, self._at = self._at, time.perf_counter()
+        return self._at - before
+
+    def elapsed_s(self) -> float:
+        """Returns all seconds since the clock was made."""
+        return time.perf_counter() - self._begin
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Leaves the seconds inside the context out of `lap_s`."""
+        before = time.perf_counter()
+        yield
+        self._at += time.perf_counter() - before

@@ -1,0 +1,90 @@
+"""Locks the folder of a run, so that no other run writes its checkpoints there meanwhile."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from socket import gethostname
+
+from jvpipe.util.replaced_file import replace_bytes
+
+
+class HeldError(ValueError):
+    """The error for a folder that another process has locked."""
+
+
+@contextmanager
+def held_folder(path: Path, holder: Path) -> Iterator[None]:
+    """Makes a folder if there is none, and locks it while the context is open.
+
+    The system frees the lock however the process ends. At the end of the context, the folder is
+    removed if it was made here and is still empty.
+
+    Args:
+        path: the folder.
+        holder: a file in the folder that names the process; it exists while the context is open.
+
+    Raises:
+        HeldError: another process holds the lock.
+    """
+    # The innermost folder comes first, because folders must be removed in this order.
+    new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _lock(path, descriptor, holder)
+        _write_holder(path, descriptor, holder)
+        place = place_of(path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # `descriptor` finds the folder also if it was moved
+                os.unlink(holder.name, dir_fd=descriptor)
+            with suppress(OSError):  # `rmdir` refuses a folder that is not empty
+                for folder in new_folders if place_of(path) == place else ():
+                    folder.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+def place_of(path: Path) -> tuple[int, int] | None:
+    """Returns the device and inode numbers of a path's folder; None if there is no folder.
+
+    The numbers change if the folder is moved away and another one takes its path.
+    """
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino
+
+
+def _lock(path: Path, descriptor: int, holder: Path) -> None:
+    """Locks an open folder; raises HeldError if another process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise HeldError(
+            f"another run is at work in {path}{_named(holder)}: stop it, or name another --run-dir"
+        ) from None
+
+
+def _write_holder(path: Path, descriptor: int, holder: Path) -> None:
+    """Writes the file that names this process."""
+    before = os.fstat(descriptor)
+    process = f"process {os.getpid()}, started by {os.getppid()}"
+    replace_bytes(holder, f"{process}, on {gethostname()}".encode())
+    # Writing the file has changed the folder's time of change, by which several hosts check that
+    # they see the same folder. Other hosts may still see the old time for a while, and would then
+    # refuse the folder as another one. Therefore the old time is set again.
+    with suppress(OSError):
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _named(holder: Path) -> str:
+    """Describes the process that has locked a folder, in brackets; empty if it is not known."""
+    with suppress(OSError):
+        text = holder.read_bytes()[:200].decode(errors="replace")
+        return f" ({text})" if text.isprintable() else ""
+    return ""

@@ -1,0 +1,49 @@
+"""A secret key of the user, which lies in the user's home: what it signs was made by this user."""
+
+import hashlib
+import hmac
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+_KEY_BYTES = 32
+"""The size of the key, which is that of a SHA-256 digest. A key of another size is not used."""
+
+
+def signature(text: str) -> str:
+    """Returns the HMAC of a text under the user's key; empty if there is no such key."""
+    key = _key()
+    return "" if key is None else hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes | None:
+    """Returns the user's secret key, which the first call makes.
+
+    Returns None if the key cannot be made, or if others may read or change it.
+    """
+    try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = state / "jvpipe" / "key"
+        if not path.exists():
+            _make(path)
+        seen, key = path.stat(), path.read_bytes()
+    except (OSError, RuntimeError):  # no home, or nothing can be written there
+        return None
+    is_private = seen.st_uid == os.getuid() and not seen.st_mode & 0o077
+    return key if is_private and len(key) == _KEY_BYTES else None
+
+
+def _make(path: Path) -> None:
+    """Makes the file of the key.
+
+    The file gets its name only when it is complete. If two processes make a key at the same time,
+    the second link fails, and both use the first key.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent) as file:  # only its owner can read it
+        file.write(secrets.token_bytes(_KEY_BYTES))
+        file.flush()
+        with suppress(FileExistsError):  # another process was faster
+            os.link(file.name, path)

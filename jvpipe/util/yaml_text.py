@@ -1,0 +1,54 @@
+"""Reads YAML, and says in which lines the names at the top level are."""
+
+import re
+from typing import Any
+
+from jvpipe.util.extras import extra
+
+_NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
+"""Matches numbers such as 1e-3. YAML 1.1 reads them as texts, because they have no point."""
+
+
+def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
+    r"""Reads a YAML document; returns its value, and the line of each name at the top level.
+
+    Raises:
+        ValueError: the text is not YAML, or a mapping has a name twice; the message has the line.
+
+    >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
+    ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})
+    """
+    with extra("cli"):
+        import yaml
+
+    class Loader(yaml.SafeLoader):
+        # PyYAML would take the last of equal names without a word.
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            first: dict[str, int] = {}
+            for name, _ in node.value:
+                line = _line_of(name)
+                if name.value in first:
+                    earlier = first[name.value]
+                    raise ValueError(
+                        f"line {line}: {name.value} is in line {earlier} already: take one of "
+                        "them out"
+                    )
+                first[name.value] = line
+            return super().construct_mapping(node, deep)
+
+    # The safe loader makes only plain data and runs no code from the file.
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+    loader = Loader(content)
+    try:
+        top = loader.get_single_node()
+        value = None if top is None else loader.construct_document(top)
+    except yaml.MarkedYAMLError as problem:
+        mark = problem.problem_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{where}{problem.problem}") from problem
+    names = top.value if isinstance(top, yaml.MappingNode) else []
+    return value, {str(name.value): _line_of(name) for name, _ in names}
+
+
+def _line_of(node: Any) -> int:
+    return node.start_mark.line + 1  # PyYAML counts lines from 0, and editors from 1
