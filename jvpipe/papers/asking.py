@@ -1,4 +1,4 @@
-"""Asks a planner, which is given by its name, for a plan."""
+"""Asks a planner by its name: `ask` for a plan, `ask_shapes` also for the devices of each stage."""
 
 import math
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.programs.optimizer import OptimizerCut
 
 ALL_AWAY = {"*": Fate.SWAP.value}
+"""The fates of the optimizer's state if all of it lies on the host between updates."""
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:

@@ -57,14 +57,17 @@ class Option:
     @property
     def flag(self) -> str:
         """The option's name on a command line."""
-        return f"--{self.name.strip('_').replace('_', '-')}"
+        # The name of a field ends with `_` if it would otherwise be a word of Python, as `import_`.
+        words = self.name.strip("_").replace("_", "-")
+        return f"--{words}"
 
     @property
     def kinds(self) -> tuple[Any, ...]:
         """The types that a value in a file may have."""
-        alone = get_origin(self.type) is tuple
-        parts = (self.type,) if alone else get_args(self.type) or (self.type,)
-        return tuple(get_origin(part) or part for part in parts)
+        # The arguments of `int | None` are the kinds, but those of `tuple[str, ...]` are not.
+        is_tuple = get_origin(self.type) is tuple
+        parts = () if is_tuple else get_args(self.type)
+        return tuple(get_origin(part) or part for part in parts or (self.type,))
 
     def checked(self, said: str, value: Any) -> Any:
         """Returns the value that the program uses for a given one.
@@ -110,11 +113,13 @@ def option(
 @cache
 def options_of(holder: type[Any]) -> Mapping[str, Option]:
     """Returns, by name, the options of a dataclass that any call or command in its `taker` has."""
-    every_option = {
-        one.name: replace(one.metadata["option"], name=one.name, type=one.type, default=one.default)
-        for one in fields(holder)
-    }
-    return {name: one for name, one in every_option.items() if one.takers & holder.taker}
+    options: dict[str, Option] = {}
+    for one in fields(holder):
+        defined: Option = one.metadata["option"]
+        # The same definition may serve other dataclasses, so the field completes a copy of it.
+        if defined.takers & holder.taker:
+            options[one.name] = replace(defined, name=one.name, type=one.type, default=one.default)
+    return options
 
 
 def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.runtime.state import migrate
 from jvpipe.schedules import PipeDream
-from jvpipe.session import adapt, compiled_plans, measuring
+from jvpipe.session import adapt, measuring, model_planner
 from tests import sharded
 from tests.bits import MICRO, batches_of, digest
 from tests.runtime import test_model_change as models
@@ -301,7 +301,7 @@ def shared(bytes_per_s: str) -> dict[str, Any]:
             "measured_costs",
             lambda traced, *_, **__: estimate(traced, Cluster("", device, 1)),
         ),
-        mock.patch.object(compiled_plans, "link_between", return_value=link),
+        mock.patch.object(model_planner, "link_between", return_value=link),
         mock.patch.object(measuring, "links_between", return_value=links),
     ):
         options: dict[str, Any] = {"devices": jax.devices()[:STAGES], "replicas": "auto"}

@@ -11,8 +11,6 @@ from jvpipe.util.sizes import GIB, limits_of_each
 _ALIKE = 0.98
 """Devices whose reported limits differ by little count as equal: each gets the smallest reported
 limit that is at least this share of its own."""
-
-
 _WHOLE = 0.92
 """The share of a GPU's reported memory that a plan may fill. The rest is for the gaps that the
 allocator leaves between arrays."""
@@ -81,6 +79,7 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
 
 
 def _reported(device: Device) -> int | None:
+    """Returns the bytes that a plan may use on a device; None if the device reports none."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return int(_WHOLE * limit) if limit and device.platform == "gpu" else limit
 

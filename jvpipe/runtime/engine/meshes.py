@@ -13,6 +13,7 @@ from jvpipe.trace.jaxprs import every
 from jvpipe.util.brief import brief
 
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
+"""An example for messages."""
 
 
 def inner_axes(
