@@ -334,7 +334,14 @@ def _expanded(
     layout: MicrobatchLayout,
     batch: range,
 ) -> Iterable[Operation]:
-    """Yields the operations of a task, layer by layer."""
+    """Yields the operations of a task, layer by layer.
+
+    Args:
+        expander: makes the operations.
+        task: the task.
+        layout: the layout of its micro-batch.
+        batch: the micro-batches of the step.
+    """
     layers = layout.layers(task.stage)
     m = task.microbatch
     match task.kind:
@@ -350,6 +357,13 @@ def _expanded(
 
 
 def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operation]:
+    """Yields the sum of the losses, once a layer's forward has made the last of them.
+
+    Args:
+        expander: makes the operation.
+        layer: the layer whose forward has just run.
+        batch: the micro-batches of the step.
+    """
     weight = Value(
         ValueKind.WEIGHT,
         0,
@@ -363,6 +377,11 @@ def _lowered(placer: Placer, rows: Sequence[Row], metrics: Sequence[Value]) -> L
     """Makes a step of placed rows, which yields the given metrics.
 
     Some row must have made each metric.
+
+    Args:
+        placer: has the table of buffers.
+        rows: the rows of the step.
+        metrics: the values that the step yields.
     """
     buffers = [b for b in map(placer.metric, metrics) if b is not None]
     assert len(buffers) == len(metrics), "a step makes all of its metrics"

@@ -66,6 +66,7 @@ class VeeLists:
         return tuple(self._device(d, devices, microbatches) for d in range(devices))
 
     def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
+        """Makes the list of device d."""
         match self.memory:
             case "full":
                 # The phases need at least 2 S - 1 micro-batches. If a step has fewer, extra ones
@@ -93,6 +94,11 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
     fiw             until the pipeline is full
     FIWfiw          the steady state, as long as forwards are left
     Ii, IW, w, W    the drain
+
+    Args:
+        d: the device.
+        devices: the number of devices.
+        microbatches: the number of micro-batches, at least 2 S - 1.
     """
     done = dict.fromkeys("FfIiWw", 0)
 
@@ -120,6 +126,11 @@ def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, 
 
     The same task of micro-batch m comes 6 m slots later. If two of the four slots were
     equal modulo 6, tasks of different micro-batches would collide. The `gap` prevents this.
+
+    Args:
+        memory: how much a device holds.
+        d: the device.
+        devices: the number of devices.
     """
     S = devices
     if memory == "half":

@@ -141,9 +141,11 @@ class Unrolled:
         ids = {b: i for i, b in enumerate(numbered)}
         staying = {*metrics, *(b for _, b in after)}
         self._check(before, rows, staying)
+        microbatches, _ = shift
+        buffers = [_renamed(self.buffers[b], self._spot(b, n)) for b in ids]
         lowered = Lowered(
-            rows=tuple(renumbered(freeing(rows, staying), ids, -shift[0])),
-            buffers=tuple(_renamed(self.buffers[b], self._spot(b, n)) for b in ids),
+            rows=tuple(renumbered(freeing(rows, staying), ids, -microbatches)),
+            buffers=tuple(buffers),
             persistent=len(before),
             final=tuple(ids[b] for _, b in after),
             metrics=tuple(ids[b] for b in metrics),
@@ -161,7 +163,13 @@ class Unrolled:
         rows: Sequence[Row],
         staying: set[int],
     ) -> None:
-        """Asserts that a step reads only what exists, and needs all that it begins with."""
+        """Asserts that a step reads only what exists, and needs all that it begins with.
+
+        Args:
+            before: the buffers that exist before the step, with their names.
+            rows: the rows of the step.
+            staying: the buffers that exist after the step.
+        """
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}
@@ -228,6 +236,7 @@ def dropping(drain: Step, last: Step) -> Step:
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:
+    """Returns a buffer with another name."""
     return replace(
         buffer,
         value=spot.value,

@@ -239,7 +239,13 @@ class StreamWeights(Weights):
         return Use(kind, layer.id, m, version, tied, updates)
 
     def _shifted(self, p: int, m: int, *, back: bool) -> Value:
-        """Names the shifted weights that a task would read in place of a version."""
+        """Names the shifted weights that a task would read in place of a version.
+
+        Args:
+            p: the parameter.
+            m: the micro-batch.
+            back: whether the task is a backward, rather than a forward.
+        """
         return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
 
 

@@ -121,6 +121,11 @@ class Channel:
         """Waits for a process's word; returns its name and value.
 
         Raises Disagreement if the process was started with another number of processes.
+
+        Args:
+            key: the part of the word's key that all processes share.
+            process: the process.
+            name: the name of the call, for messages.
         """
         count, at, value = self._answer(f"{key}{process}", process, name).split("\t")
         if int(count) != self.count:
@@ -189,7 +194,13 @@ class Channel:
             self._say(FAILED, told_failure(failure))
 
     def _answer(self, key: str, process: int, name: str) -> str:
-        """Waits for a process's word under a key, and returns it."""
+        """Waits for a process's word under a key, and returns it.
+
+        Args:
+            key: the key.
+            process: the process.
+            name: the name of the call, for messages.
+        """
         self._awaited = f"the {name} of {self.named(process)}"
         until_s = time.monotonic() + self.timeout_s
         while True:
@@ -210,6 +221,7 @@ class Channel:
                     raise self._timeout(process, name) from error
 
     def _timeout(self, process: int, name: str) -> HostLost:
+        """Makes the error for a process whose word has not come in time."""
         late = f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s"
         silent = self.silent(self.timeout_s / 2)
         return HostLost(f"{silent}: {late}" if silent else late)

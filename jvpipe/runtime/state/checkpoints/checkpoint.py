@@ -106,6 +106,7 @@ class Saved:
             check_state(self.meta)
 
     def _read(self, names: Collection[tuple[str, str]] | None) -> Arrays:
+        """Reads some arrays as they were written: keys as integers, and some types as bytes."""
         arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
         for file, in_file in self._contents().items():
             keys = {name: _kind_and_path(name) for name in in_file}
