@@ -16,7 +16,7 @@ and liveness take the whole step, because they look at later rows.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.examples import Batching
@@ -110,7 +110,10 @@ def _place_tasks(
     plans = [layout.plan for layout in layouts]
     batch = range(len(layouts))
     # Weights for a new plan at m are moved during m - 1, so that they have time to arrive.
-    ahead = {m - 1: plans[m] for m in batch[1:] if plans[m] is not plans[m - 1]}
+    ahead: dict[int, Plan] = {}  # by micro-batch: the plan that begins after it
+    for m, (before, after) in enumerate(pairwise(plans)):
+        if after is not before:
+            ahead[m] = after
     tasks = list(chain(*lists))
     to_accumulate = Counter(task.stage for task in tasks if KINDS[task.kind].accumulates)
     split = {(task.stage, task.microbatch) for task in tasks if task.kind is Kind.I}

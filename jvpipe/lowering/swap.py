@@ -109,7 +109,8 @@ class _Swaps:
             yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
             # The task will leave one more set, so at most one other set may be on the device.
-            while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
+            leaving = self._leaving[d]
+            while leaving and len(leaving) + len(self._back[d]) > 1:
                 yield from self._free(d)
 
     def after(self, task: Task) -> Iterator[Row]:

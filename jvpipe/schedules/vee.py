@@ -78,11 +78,12 @@ class VeeLists:
                 assert_never(self.memory)
         # A small letter (True) is a task of the second chunk.
         stage = {True: 2 * devices - 1 - d, False: d}
-        return tuple(
-            Task(stage[letter.islower()], Kind(letter.upper()), m)
-            for letter, m in work
-            if m < microbatches
-        )
+        tasks = []
+        for letter, m in work:
+            if m < microbatches:
+                kind = Kind(letter.upper())
+                tasks.append(Task(stage[letter.islower()], kind, m))
+        return tuple(tasks)
 
 
 def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -142,7 +143,12 @@ def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, 
             "I": 6 * S - 2 + gap - d,
         }
     gap = 0 if S % 3 else 2
-    return {"F": d, "f": 2 * S - 1 - d, "i": 2 * S + gap + d, "I": 4 * S - 1 + gap - d}
+    return {
+        "F": d,
+        "f": 2 * S - 1 - d,
+        "i": 2 * S + gap + d,
+        "I": 4 * S - 1 + gap - d,
+    }
 
 
 _LATER = {"i": "w", "I": "W"}

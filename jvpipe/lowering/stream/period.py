@@ -98,7 +98,9 @@ class Unrolled:
         It is the buffer's name before the step. If there is none, it is the name after the step. If
         there is none either, it is the name in the table.
         """
-        spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot
+        before = self.spots[n].get(b)
+        after = self.spots[n + 1].get(b)
+        spot = before or after or self.buffers[b].spot
         if spot.copy is Copy.STALE:
             spot = spot._replace(copy=Copy.OWN)
         return spot.shifted(*self._shift(n))

@@ -98,10 +98,10 @@ class Channel:
         before = self._key
         try:
             key = self._say(name, value)
-            words = [
-                (name, value) if other == self.process else self._heard(key, other, name)
-                for other in range(self.count)
-            ]
+            words: list[tuple[str, bytes]] = []
+            for other in range(self.count):
+                is_own = other == self.process
+                words.append((name, value) if is_own else self._heard(key, other, name))
         except (HostLost, Disagreement):
             raise
         except Exception as error:
@@ -247,7 +247,8 @@ class Channel:
             lost = self.lost()
         if not lost:
             return self.silent(self.silent_s)
-        gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
+        are = "is" if len(lost) == 1 else "are"
+        gone = f"{' and '.join(map(self.named, lost))} {are} gone"
         # A process may have left because it found another process silent. The message also names
         # the silent process. The silence that this process has measured may still be a little
         # shorter than `silent_s`, so half of `silent_s` is enough.

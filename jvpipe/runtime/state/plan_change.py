@@ -32,7 +32,8 @@ class PlanChange:
     how: str
 
     def __str__(self) -> str:
-        moved = ", ".join(f"{layer} from {a} to {b}" for layer, a, b in self.layers)
+        moves = [f"{layer} from {a} to {b}" for layer, a, b in self.layers]
+        moved = ", ".join(moves)
         return (
             f"step {self.step}, micro-batch {self.microbatch}: {self.why}; "
             f"cuts {list(self.old.cuts)} to {list(self.new.cuts)}, "

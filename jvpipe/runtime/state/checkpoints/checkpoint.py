@@ -224,7 +224,8 @@ def check_paths(
         array = saved[path]
         if array is None:
             continue
-        theirs, ours = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
+        theirs = f"{array.dtype}{list(array.shape)}"
+        ours = f"{dtype}{list(shape)}"
         if theirs != ours:
             raise ValueError(f"{other}its {part} '{path}' is {theirs}, this {whole}'s is {ours}")
     extra = sorted(set(saved) - set(expected))
