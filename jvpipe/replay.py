@@ -116,7 +116,14 @@ def _begun(
     params: Tree,
     model_state: Tree,
 ) -> Replay:
-    """Returns a replay at the start of a run, with a fresh optimizer state."""
+    """Returns a replay at the start of a run, with a fresh optimizer state.
+
+    Args:
+        session: the session of the run.
+        versions: the ledger of the run.
+        params: the parameters at the start.
+        model_state: the model state at the start.
+    """
     compiled, settings = session.compiled, session.settings
     stacks, cut = session.trees.stacks, compiled.optimizer
     split = stacks.split(params)

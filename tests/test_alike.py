@@ -25,7 +25,7 @@ ALIKE = {
     ("programs/layer:LayerPrograms", "runtime/engine/versions:Reads"),
     ("programs/optimizer:OptimizerCut", "programs/optimizer_trace:TracedOptimizer"),
     ("programs/split_backward:Halves", "programs/split_backward:_Cut"),
-    ("runtime/state/migrate:PlanChange", "runtime/state/model_change:ModelChange"),
+    ("runtime/state/model_change:ModelChange", "runtime/state/plan_change:PlanChange"),
 }
 """Those that are alike today. No pair comes in, and one that is alike no more goes out."""
 DEFINED = "option("

@@ -106,20 +106,18 @@ class Carrier(BufferTable):
             writes: the numbers of the buffers that it writes.
             run: what tells it apart from other rows of its kind and layer.
         """
-        stage = self.where.stage.get(layer, NONE)
-        self.blocks[-1].rows.append(
-            Row(
-                kind,
-                place,
-                stage,
-                layer,
-                m,
-                tuple(reads),
-                tuple(writes),
-                (),
-                run,
-            )
+        row = Row(
+            kind,
+            place,
+            self.where.stage.get(layer, NONE),
+            layer,
+            m,
+            tuple(reads),
+            tuple(writes),
+            (),
+            run,
         )
+        self.blocks[-1].rows.append(row)
 
     def metric(self, value: Value) -> int | None:
         """Returns a buffer that holds a metric, or None if no row has made the metric.

@@ -248,6 +248,12 @@ class Expander(LayerValues):
 
         They recompute dropped values, make accumulators of gradients, and correct the weights if
         the schedule does so (PipeMare).
+
+        Args:
+            layer: the layer that runs.
+            m: the micro-batch.
+            layout: the plan, fates and programs of the micro-batch.
+            signature: what the backward reads and yields.
         """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:
@@ -308,7 +314,14 @@ class Expander(LayerValues):
         m: int,
         layout: MicrobatchLayout,
     ) -> Iterator[Operation]:
-        """Recomputes an edge if the reader's stage dropped it after the forward."""
+        """Recomputes an edge if the reader's stage dropped it after the forward.
+
+        Args:
+            reader: the layer that reads the edge.
+            ref: an input of that layer.
+            m: the micro-batch.
+            layout: the plan, fates and programs of the micro-batch.
+        """
         if layout.drops(reader, ref):
             producer = self.graph.tensors[ref.index].producer
             yield from self._recompute(self.graph.layers[producer], m, layout)
@@ -318,6 +331,11 @@ class Expander(LayerValues):
 
         If inputs of the layer were dropped too, the layers that make them run first. The recursion
         ends, because the producer of an input is an earlier layer.
+
+        Args:
+            layer: the layer.
+            m: the micro-batch.
+            layout: the plan, fates and programs of the micro-batch.
         """
         if (layer.id, m) in self._recomputed:
             return

@@ -118,12 +118,13 @@ def _one(parts: Sequence[Row], kind: Kind) -> Row:
     compiler goes through the results and gives each one the next suitable input to overwrite. In
     this order that input is the buffer which the result has to overwrite.
     """
-    made: set[int] = set()
+    # A buffer that an earlier part has written does not come from outside the group.
+    written: set[int] = set()
     reads: dict[int, None] = {}
     for part in parts:
-        reads |= dict.fromkeys(b for b in part.reads if b not in made)
-        made.update(part.writes)
-    writes = dict.fromkeys(b for b in reads if b in made)
+        reads |= dict.fromkeys(b for b in part.reads if b not in written)
+        written.update(part.writes)
+    writes = dict.fromkeys(b for b in reads if b in written)
     for part in parts:
         writes |= dict.fromkeys(part.writes)
     run = GroupRun(tuple(parts))

@@ -82,7 +82,13 @@ class LayerValues:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
 
     def source(self, layer: Layer, source: Source, m: int) -> Value:
-        """Names an input, an output or a residual of a forward that its backward reads."""
+        """Names an input, an output or a residual of a forward that its backward reads.
+
+        Args:
+            layer: the layer.
+            source: one of the sources of its backward's signature.
+            m: the micro-batch.
+        """
         kind, i = source
         match kind:
             case "input":
@@ -95,7 +101,13 @@ class LayerValues:
                 assert_never(kind)
 
     def sums(self, layer: Layer, m: int, signature: Signature) -> list[Value]:
-        """Names the sums to which a backward adds its gradients."""
+        """Names the sums to which a backward adds its gradients.
+
+        Args:
+            layer: the layer.
+            m: the micro-batch.
+            signature: what the backward reads and yields.
+        """
         parameters = [layer.reads[i].index for i in signature.gradients]
         return [self.weights.gradient(p, layer.id, m) for p in parameters]
 

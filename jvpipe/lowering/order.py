@@ -184,7 +184,13 @@ class _Neighbors:
                 self._connect(parameter.owner, parameter.readers, back=True)
 
     def _connect(self, source: int, readers: Iterable[int], *, back: bool) -> None:
-        """Notes that readers wait for a layer's value; with `back`, the layer waits for readers."""
+        """Notes that readers wait for a layer's value; with `back`, the layer waits for readers.
+
+        Args:
+            source: the layer that makes the value.
+            readers: the layers that read it.
+            back: whether the layer's backward waits for the readers' backwards.
+        """
         s = self.stage[source]
         for reader in readers:
             r = self.stage[reader]

@@ -50,6 +50,7 @@ class Placement:
 
     @cached_property
     def _slices(self) -> Sequence[tuple[Examples | None, ...]]:
+        """The examples of each replica, by stage."""
         slices = []
         for replicas in self.plan.replicas:
             examples = self.graph.examples if replicas > 1 else 0  # a graph may have no batch

@@ -189,7 +189,8 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
             at = updates.position(copy.after)
             row = copy.row
             # If a layer has just moved, its state is fetched only once it is on the new host.
-            if KINDS[row.kind].link is Link.FROM_HOST and written.get(row.reads[0], at) > at:
+            is_fetch = KINDS[row.kind].link is Link.FROM_HOST
+            if is_fetch and written.get(row.reads[0], at) > at:
                 at = (*updates.visits[copy.update].at, BEFORE)
             added.setdefault(at, []).append(row)
     return [list(_with(added, g, group, moved)) for g, group in enumerate(groups)]

@@ -62,6 +62,11 @@ def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[R
     FREE waits for a copy and then ends the buffer that was copied. If the copy went to another
     process, a receipt has already waited for it. The FREE then becomes a DROP, which only ends the
     buffer.
+
+    Args:
+        row: a row of the process.
+        lowered: the step of all processes.
+        processes: the process of each place.
     """
     if row.kind is not Kind.FREE:
         return [row]

@@ -40,7 +40,13 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
 
 
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
-    """Splices the lists of one stage."""
+    """Splices the lists of one stage.
+
+    Args:
+        old: the stage's list under the old plan.
+        new: its list under the new plan.
+        microbatch: the first micro-batch that belongs to the new plan.
+    """
     remaining = {task for task in old if task.microbatch < microbatch}
     remaining |= {task for task in new if task.microbatch >= microbatch}
     order: list[Task] = []

@@ -16,7 +16,7 @@ and liveness take the whole step, because they look at later rows.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.examples import Batching
@@ -110,7 +110,10 @@ def _place_tasks(
     plans = [layout.plan for layout in layouts]
     batch = range(len(layouts))
     # Weights for a new plan at m are moved during m - 1, so that they have time to arrive.
-    ahead = {m - 1: plans[m] for m in batch[1:] if plans[m] is not plans[m - 1]}
+    ahead: dict[int, Plan] = {}  # by micro-batch: the plan that begins after it
+    for m, (before, after) in enumerate(pairwise(plans)):
+        if after is not before:
+            ahead[m] = after
     tasks = list(chain(*lists))
     to_accumulate = Counter(task.stage for task in tasks if KINDS[task.kind].accumulates)
     split = {(task.stage, task.microbatch) for task in tasks if task.kind is Kind.I}
@@ -334,7 +337,14 @@ def _expanded(
     layout: MicrobatchLayout,
     batch: range,
 ) -> Iterable[Operation]:
-    """Yields the operations of a task, layer by layer."""
+    """Yields the operations of a task, layer by layer.
+
+    Args:
+        expander: makes the operations.
+        task: the task.
+        layout: the layout of its micro-batch.
+        batch: the micro-batches of the step.
+    """
     layers = layout.layers(task.stage)
     m = task.microbatch
     match task.kind:
@@ -350,6 +360,13 @@ def _expanded(
 
 
 def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operation]:
+    """Yields the sum of the losses, once a layer's forward has made the last of them.
+
+    Args:
+        expander: makes the operation.
+        layer: the layer whose forward has just run.
+        batch: the micro-batches of the step.
+    """
     weight = Value(
         ValueKind.WEIGHT,
         0,
@@ -363,6 +380,11 @@ def _lowered(placer: Placer, rows: Sequence[Row], metrics: Sequence[Value]) -> L
     """Makes a step of placed rows, which yields the given metrics.
 
     Some row must have made each metric.
+
+    Args:
+        placer: has the table of buffers.
+        rows: the rows of the step.
+        metrics: the values that the step yields.
     """
     buffers = [b for b in map(placer.metric, metrics) if b is not None]
     assert len(buffers) == len(metrics), "a step makes all of its metrics"

@@ -109,7 +109,8 @@ class _Swaps:
             yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
             # The task will leave one more set, so at most one other set may be on the device.
-            while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
+            leaving = self._leaving[d]
+            while leaving and len(leaving) + len(self._back[d]) > 1:
                 yield from self._free(d)
 
     def after(self, task: Task) -> Iterator[Row]:
@@ -142,6 +143,13 @@ class _Swaps:
         return _forward(following) if following and KINDS[following.kind].back else None
 
     def _leave(self, forward: Task, layer: int, ids: Sequence[int]) -> Iterator[Row]:
+        """Yields the rows that begin to copy a set to the host.
+
+        Args:
+            forward: the forward that has left the set.
+            layer: the first layer of its stage, which the rows name.
+            ids: the buffers of the set; if there are none, nothing is swapped.
+        """
         if not ids:
             return
         self._layer[forward] = layer
@@ -151,11 +159,13 @@ class _Swaps:
             yield self._row(Kind.OUT, forward, b, [b], [host])
 
     def _free(self, d: int) -> Iterator[Row]:
+        """Yields the rows that wait until the oldest leaving set of a device is on the host, and free it."""
         forward = self._leaving[d].pop(0)
         for b, host in self._hosted[forward].items():
             yield self._row(Kind.FREE, forward, b, [b, host], [])
 
     def _fetch(self, forward: Task) -> Iterator[Row]:
+        """Yields the rows that begin to bring back a set, if it is on the host or on its way there."""
         d = self._device[forward.stage]
         if forward not in self._hosted or forward in self._back[d]:
             return
@@ -173,6 +183,7 @@ class _Swaps:
             )
 
     def _copy(self, b: int, copy: Copy) -> int:
+        """Adds a copy of a buffer to the table, and returns its number."""
         self._buffers.append(replace(self._buffers[b], copy=copy))
         return len(self._buffers) - 1
 
@@ -184,7 +195,15 @@ class _Swaps:
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> Row:
-        """Makes a row of a swap, at the place of the buffer."""
+        """Makes a row of a swap, at the place of the buffer.
+
+        Args:
+            kind: of the row.
+            forward: the forward that has left the set.
+            b: the buffer that is swapped.
+            reads: the buffers that the row reads.
+            writes: the buffers that it writes.
+        """
         place = self._buffers[b].place
         layer = self._layer[forward]
         return Row(

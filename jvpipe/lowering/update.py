@@ -138,7 +138,9 @@ def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
     parameters = slots.graph.parameters
     for number in range(len(slots.optimizer.update)):
         operation = slots.operation(expander, number)
-        written = (write.value for write in operation.writes)
-        made = [value for value in written if value.kind is ValueKind.PARAMETER]
-        delivers = [Delivery(value, parameters[value.index].readers) for value in made]
+        delivers = []
+        for value, *_ in operation.writes:
+            if value.kind is ValueKind.PARAMETER:
+                readers = parameters[value.index].readers
+                delivers.append(Delivery(value, readers))
         yield replace(operation, delivers=tuple(delivers))

@@ -95,7 +95,8 @@ class InterleavedLists:
         if split:  # the remaining second halves fill the drain
             first = max(0, len(backwards) - late)
             work += [(Kind.W, one) for one in backwards[first:]]
-        return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
+        tasks = [Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work]
+        return tuple(tasks)
 
     def _warm(self, hops: int, first_round: int) -> int:
         """Counts the forwards before a device begins to run forwards and backwards in turn.

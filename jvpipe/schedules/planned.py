@@ -70,6 +70,11 @@ def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
 
     Each stage needs one forward and one backward of each micro-batch; the backward may be whole or
     in two halves.
+
+    Args:
+        lists: the tasks of each device.
+        stages: the number of stages.
+        microbatches: the number of micro-batches of a step.
     """
     counts = Counter(chain(*lists))
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)

@@ -320,6 +320,11 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     """Writes the message about fewer micro-batches than devices.
 
     The idle share in it assumes that stages are equal and backwards are whole.
+
+    Args:
+        schedule: a synchronous schedule.
+        devices: the number of devices.
+        microbatches: the number of micro-batches.
     """
     # The seconds of a step, in units of a device's work on one micro-batch.
     step = devices + (microbatches - 1) / schedule.chunks
@@ -339,6 +344,7 @@ def _held(
     devices: int,
     microbatches: int,
 ) -> tuple[tuple[Holding, ...], ...]:
+    """Finds what `Schedule.held` returns. These functions are outside of the class for the cache."""
     count = microbatches
     if not schedule.synchronous:
         # After so many micro-batches the pipeline of a stream is full, and holds no more later.
@@ -356,6 +362,11 @@ def _largest_holdings(
 
     Only the moments before a task that releases something are looked at, because between them a
     device holds more with each forward.
+
+    Args:
+        tasks: the tasks of the device.
+        chunks: the number of its chunks.
+        devices: the number of devices.
     """
     current = [[0, 0] for _ in range(chunks)]
     peaks: dict[Holding, None] = {}
@@ -374,6 +385,7 @@ def _largest_holdings(
 
 @lru_cache(maxsize=256)
 def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int, ...]:
+    """Finds what `Schedule.in_flight` returns."""
     holdings = schedule.held(devices, microbatches)
     counts = []
     for stage in range(schedule.stages_on(devices)):
@@ -385,6 +397,7 @@ def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int
 
 @lru_cache(maxsize=256)
 def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
+    """Finds what `Schedule.phases` returns."""
     for tasks in schedule.lists(devices, microbatches):
         is_forward = [KINDS[task.kind].in_flight > 0 for task in tasks]
         if is_forward != sorted(is_forward, reverse=True):  # a forward comes after a backward
@@ -394,5 +407,6 @@ def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
 
 @lru_cache(maxsize=256)
 def _splits(schedule: Schedule, devices: int, microbatches: int) -> bool:
+    """Finds what `Schedule.splits` returns."""
     vectors = chain.from_iterable(schedule.held(devices, microbatches))
     return any(between for vector in vectors for _, between in vector)

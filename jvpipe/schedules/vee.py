@@ -66,6 +66,7 @@ class VeeLists:
         return tuple(self._device(d, devices, microbatches) for d in range(devices))
 
     def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
+        """Makes the list of device d."""
         match self.memory:
             case "full":
                 # The phases need at least 2 S - 1 micro-batches. If a step has fewer, extra ones
@@ -77,11 +78,12 @@ class VeeLists:
                 assert_never(self.memory)
         # A small letter (True) is a task of the second chunk.
         stage = {True: 2 * devices - 1 - d, False: d}
-        return tuple(
-            Task(stage[letter.islower()], Kind(letter.upper()), m)
-            for letter, m in work
-            if m < microbatches
-        )
+        tasks = []
+        for letter, m in work:
+            if m < microbatches:
+                kind = Kind(letter.upper())
+                tasks.append(Task(stage[letter.islower()], kind, m))
+        return tuple(tasks)
 
 
 def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -93,6 +95,11 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
     fiw             until the pipeline is full
     FIWfiw          the steady state, as long as forwards are left
     Ii, IW, w, W    the drain
+
+    Args:
+        d: the device.
+        devices: the number of devices.
+        microbatches: the number of micro-batches, at least 2 S - 1.
     """
     done = dict.fromkeys("FfIiWw", 0)
 
@@ -120,6 +127,11 @@ def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, 
 
     The same task of micro-batch m comes 6 m slots later. If two of the four slots were
     equal modulo 6, tasks of different micro-batches would collide. The `gap` prevents this.
+
+    Args:
+        memory: how much a device holds.
+        d: the device.
+        devices: the number of devices.
     """
     S = devices
     if memory == "half":
@@ -131,7 +143,12 @@ def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, 
             "I": 6 * S - 2 + gap - d,
         }
     gap = 0 if S % 3 else 2
-    return {"F": d, "f": 2 * S - 1 - d, "i": 2 * S + gap + d, "I": 4 * S - 1 + gap - d}
+    return {
+        "F": d,
+        "f": 2 * S - 1 - d,
+        "i": 2 * S + gap + d,
+        "I": 4 * S - 1 + gap - d,
+    }
 
 
 _LATER = {"i": "w", "I": "W"}

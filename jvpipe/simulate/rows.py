@@ -123,7 +123,13 @@ def _waits(
     *,
     buffers_wait: bool,
 ) -> Iterator[Sequence[int]]:
-    """Yields the rows that each row waits for, by the rules of the module's docstring."""
+    """Yields the rows that each row waits for, by the rules of the module's docstring.
+
+    Args:
+        lowered: the rows and buffers of the step.
+        occupies: the resources of each row; empty for a row that takes no time.
+        buffers_wait: as in `simulate`.
+    """
     rows, buffers = lowered.rows, lowered.buffers
     writer: dict[int, int] = {}  # by buffer: the last row that wrote it
     readers: dict[int, list[int]] = {}  # by buffer: the rows that have read it since

@@ -18,7 +18,7 @@ A device holds the swapped values of at most two micro-batches at a time. Two ru
 Nothing is swapped for a B that comes directly after its own F.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
@@ -100,6 +100,7 @@ class _Walk:
         around: Sequence[Around],
         halves: Collection[tuple[int, int]],
     ) -> None:
+        self.tasks: list[CodedTask] = []  # so far
         self.last: Codes = ()  # the task before this one on the device
         self._on = on
         self._around = around
@@ -109,8 +110,8 @@ class _Walk:
         # end. None before the first B.
         self._begun: Codes | None = None
 
-    def forward(self, task: Task, following: Task | None) -> Iterator[CodedTask]:
-        """Yields F with the copies after it.
+    def forward(self, task: Task, following: Task | None) -> None:
+        """Adds F with the copies after it.
 
         Args:
             task: the forward.
@@ -123,16 +124,16 @@ class _Walk:
         # before it have ended, too.
         room = self._outs[-2:-1]
         self.last = (code[Kind.F] + m,)
-        yield self.last[0], (*needs, *room)
+        self.tasks.append((self.last[0], (*needs, *room)))
         if self._on.swaps and not _is_own_backward(task, following):
             out = code[Kind.OUT] + m
             self._outs.append(out)
-            yield out, self.last
+            self.tasks.append((out, self.last))
         if sends:
-            yield code[Kind.SEND] + m, self.last
+            self.tasks.append((code[Kind.SEND] + m, self.last))
 
-    def backward(self, task: Task) -> Iterator[CodedTask]:
-        """Yields B or I, between the tasks that make its inputs and the copy of its result."""
+    def backward(self, task: Task) -> None:
+        """Adds B or I, between the tasks that make its inputs and the copy of its result."""
         s, kind, m = task
         code, _, answer, half_answer, _, returns = self._around[s]
         after = half_answer if (s + 1, m) in self._halves else answer
@@ -142,20 +143,20 @@ class _Walk:
             # Before its first B the device has room when the second-to-last OUT has ended.
             room = self._outs[-2:-1] if self._begun is None else self._begun
             fetch = code[Kind.IN] + m
-            yield fetch, (code[Kind.OUT] + m, *room)
+            self.tasks.append((fetch, (code[Kind.OUT] + m, *room)))
             needs = (*needs, fetch)
         if self._on.recompute:
             again = code[Kind.R] + m
-            yield again, needs
+            self.tasks.append((again, needs))
             needs = self.last = (again,)
         if after is not None:
             needs = (*needs, after + m)
         last_out = self._outs[-1:]
         self._begun = (*self.last, *needs, *last_out)
         self.last = (code[kind] + m,)
-        yield self.last[0], needs
+        self.tasks.append((self.last[0], needs))
         if returns:
-            yield code[Kind.RETURN] + m, self.last
+            self.tasks.append((code[Kind.RETURN] + m, self.last))
 
 
 def device_waits(
@@ -163,8 +164,8 @@ def device_waits(
     on: Features,
     around: Sequence[Around],
     halves: Collection[tuple[int, int]],
-) -> Iterator[CodedTask]:
-    """Yields a device's tasks in order, with the tasks that follow from them.
+) -> Sequence[CodedTask]:
+    """Returns a device's tasks in order, with the tasks that follow from them.
 
     Args:
         tasks: the list of the device.
@@ -182,22 +183,23 @@ def device_waits(
         code = around[s].code
         match kind:
             case Kind.F:
-                yield from walk.forward(task, following)
+                walk.forward(task, following)
             case Kind.B | Kind.I:
-                yield from walk.backward(task)
+                walk.backward(task)
             case Kind.W:  # it needs nothing from other stages
                 walk.last = (code[Kind.W] + m,)
-                yield walk.last[0], (code[Kind.I] + m,)
+                walk.tasks.append((walk.last[0], (code[Kind.I] + m,)))
             case Kind.U:
                 walk.last = (code[Kind.U] + m,)
                 needs: Codes = ()
                 if s in ends:
                     needs = (code[Kind.REDUCE] + ends[s].microbatch,)
-                yield walk.last[0], needs
+                walk.tasks.append((walk.last[0], needs))
             case _:
                 raise ValueError(f"task {task}: lists at the level of stages hold F, B, I, W and U")
         if ends.get(s) == task:  # the gradients of the stage are complete
-            yield code[Kind.REDUCE] + m, walk.last
+            walk.tasks.append((code[Kind.REDUCE] + m, walk.last))
+    return walk.tasks
 
 
 def _is_own_backward(task: Task, following: Task | None) -> bool:

@@ -113,11 +113,12 @@ def parts(
             rest.append(tasks[end:])
         # Tasks that are needed early follow the step's own tasks, in the order of the list.
         moved = early(tuple(first), tuple(rest))
-        pairs = zip(first, rest, strict=True)
-        part = tuple((*tasks, *(t for t in later if t in moved)) for tasks, later in pairs)
-        for tasks in part:
-            done.update(tasks)
-        result.append(part)
+        part: list[tuple[Task, ...]] = []
+        for tasks, later in zip(first, rest, strict=True):
+            needed = [task for task in later if task in moved]
+            part.append((*tasks, *needed))
+            done.update(part[-1])
+        result.append(tuple(part))
     result.append(_without(done, ended))
     return result
 

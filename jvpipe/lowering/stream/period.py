@@ -98,7 +98,9 @@ class Unrolled:
         It is the buffer's name before the step. If there is none, it is the name after the step. If
         there is none either, it is the name in the table.
         """
-        spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot
+        before = self.spots[n].get(b)
+        after = self.spots[n + 1].get(b)
+        spot = before or after or self.buffers[b].spot
         if spot.copy is Copy.STALE:
             spot = spot._replace(copy=Copy.OWN)
         return spot.shifted(*self._shift(n))
@@ -141,9 +143,11 @@ class Unrolled:
         ids = {b: i for i, b in enumerate(numbered)}
         staying = {*metrics, *(b for _, b in after)}
         self._check(before, rows, staying)
+        microbatches, _ = shift
+        buffers = [_renamed(self.buffers[b], self._spot(b, n)) for b in ids]
         lowered = Lowered(
-            rows=tuple(renumbered(freeing(rows, staying), ids, -shift[0])),
-            buffers=tuple(_renamed(self.buffers[b], self._spot(b, n)) for b in ids),
+            rows=tuple(renumbered(freeing(rows, staying), ids, -microbatches)),
+            buffers=tuple(buffers),
             persistent=len(before),
             final=tuple(ids[b] for _, b in after),
             metrics=tuple(ids[b] for b in metrics),
@@ -161,7 +165,13 @@ class Unrolled:
         rows: Sequence[Row],
         staying: set[int],
     ) -> None:
-        """Asserts that a step reads only what exists, and needs all that it begins with."""
+        """Asserts that a step reads only what exists, and needs all that it begins with.
+
+        Args:
+            before: the buffers that exist before the step, with their names.
+            rows: the rows of the step.
+            staying: the buffers that exist after the step.
+        """
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}
@@ -228,6 +238,7 @@ def dropping(drain: Step, last: Step) -> Step:
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:
+    """Returns a buffer with another name."""
     return replace(
         buffer,
         value=spot.value,

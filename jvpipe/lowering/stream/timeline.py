@@ -200,7 +200,14 @@ class StreamTimeline:
         *,
         back: bool,
     ) -> int:
-        """Returns the version by the rule of span n, but at least the oldest that still exists."""
+        """Returns the version by the rule of span n, but at least the oldest that still exists.
+
+        Args:
+            n: the number of the span.
+            layer: the layer.
+            m: the micro-batch.
+            back: whether the backward reads the version, rather than the forward.
+        """
         table = self._tables[n].backward if back else self._tables[n].forward
         version = table[self._stages[n][layer]][m]
         return max(version, self._oldest(n, layer))

@@ -231,15 +231,22 @@ class StreamWeights(Weights):
         back = KINDS[kind].back
         parameters = layer.reading(ValueKind.PARAMETER)
         assert back is not None, f"a {kind} reads no weights"
-        tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
+        tied = [p for p in parameters if self.is_tied(p, m)]
+        tied_versions = tuple((p, self.version(p, m, back=back)) for p in tied)
         updates = 0
         if any(self._shifted(p, m, back=back) in self.existing for p in parameters):
             updates = self.tau(layer.id, m) if back else self.ahead(layer.id, m)
         version = self.timeline.version(layer.id, m, back=back)
-        return Use(kind, layer.id, m, version, tied, updates)
+        return Use(kind, layer.id, m, version, tied_versions, updates)
 
     def _shifted(self, p: int, m: int, *, back: bool) -> Value:
-        """Names the shifted weights that a task would read in place of a version."""
+        """Names the shifted weights that a task would read in place of a version.
+
+        Args:
+            p: the parameter.
+            m: the micro-batch.
+            back: whether the task is a backward, rather than a forward.
+        """
         return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
 
 

@@ -168,18 +168,11 @@ def bind(
         spec_of: tells how a leaf of the batch lies over a mesh.
     """
     buffers = lowered.buffers
-    # By executable, because many rows share one: `memory_analysis` is the slowest part of binding.
-    temporary_bytes: dict[int, int] = {}
-
-    def temporary_of(executable: Any) -> int:
-        if id(executable) not in temporary_bytes:
-            needs = executable.memory_analysis()
-            temporary_bytes[id(executable)] = needs.temp_size_in_bytes
-        return temporary_bytes[id(executable)]
-
+    temporary = _TemporaryBytes()
     instructions = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
-        target, source = (_memory(buffers, ids) if ids else row.place for ids in (born, dead))
+        target = _memory(buffers, born) if born else row.place
+        source = _memory(buffers, dead) if dead else row.place
         copy = crossing_of(row) or _copy(row, buffers, devices, target, spec_of)
         run = executable_of(row) if copy is None else copy
         # A FEED copies a leaf of the batch from the host. The value that it writes names the leaf.
@@ -195,7 +188,7 @@ def bind(
             frees=dead,
             target=target,
             born_bytes=sum(buffers[b].bytes for b in born),
-            temporary_bytes=temporary_of(run) if copy is None else 0,
+            temporary_bytes=temporary.of(run) if copy is None else 0,
             source=source,
             freed_bytes=sum(buffers[b].bytes for b in dead),
             watched=calls_host(row),
@@ -204,6 +197,24 @@ def bind(
         )
         instructions.append(instruction)
     return Bound(lowered, tuple(instructions))
+
+
+class _TemporaryBytes:
+    """The bytes that executables need while they run.
+
+    Many rows share an executable. Each is asked only once, because this is the slowest part of
+    binding.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, int] = {}
+
+    def of(self, executable: Any) -> int:
+        """Returns the bytes that an executable needs beside its arguments and results."""
+        if id(executable) not in self._by_id:
+            needs = executable.memory_analysis()
+            self._by_id[id(executable)] = needs.temp_size_in_bytes
+        return self._by_id[id(executable)]
 
 
 def _copy(
@@ -300,10 +311,13 @@ def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
 
 
 def _nothing(*arrays: jax.Array) -> tuple[()]:
+    """Runs a DROP: the controller frees the buffers that end with the row."""
     return ()
 
 
 def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns a function whose calls a profiler shows by a name."""
+
     def annotated(*arrays: Any) -> Any:
         with jax.profiler.TraceAnnotation(name):
             return run(*arrays)

@@ -98,10 +98,10 @@ class Channel:
         before = self._key
         try:
             key = self._say(name, value)
-            words = [
-                (name, value) if other == self.process else self._heard(key, other, name)
-                for other in range(self.count)
-            ]
+            words: list[tuple[str, bytes]] = []
+            for other in range(self.count):
+                is_own = other == self.process
+                words.append((name, value) if is_own else self._heard(key, other, name))
         except (HostLost, Disagreement):
             raise
         except Exception as error:
@@ -121,6 +121,11 @@ class Channel:
         """Waits for a process's word; returns its name and value.
 
         Raises Disagreement if the process was started with another number of processes.
+
+        Args:
+            key: the part of the word's key that all processes share.
+            process: the process.
+            name: the name of the call, for messages.
         """
         count, at, value = self._answer(f"{key}{process}", process, name).split("\t")
         if int(count) != self.count:
@@ -189,7 +194,13 @@ class Channel:
             self._say(FAILED, told_failure(failure))
 
     def _answer(self, key: str, process: int, name: str) -> str:
-        """Waits for a process's word under a key, and returns it."""
+        """Waits for a process's word under a key, and returns it.
+
+        Args:
+            key: the key.
+            process: the process.
+            name: the name of the call, for messages.
+        """
         self._awaited = f"the {name} of {self.named(process)}"
         until_s = time.monotonic() + self.timeout_s
         while True:
@@ -210,6 +221,7 @@ class Channel:
                     raise self._timeout(process, name) from error
 
     def _timeout(self, process: int, name: str) -> HostLost:
+        """Makes the error for a process whose word has not come in time."""
         late = f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s"
         silent = self.silent(self.timeout_s / 2)
         return HostLost(f"{silent}: {late}" if silent else late)
@@ -235,7 +247,8 @@ class Channel:
             lost = self.lost()
         if not lost:
             return self.silent(self.silent_s)
-        gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
+        are = "is" if len(lost) == 1 else "are"
+        gone = f"{' and '.join(map(self.named, lost))} {are} gone"
         # A process may have left because it found another process silent. The message also names
         # the silent process. The silence that this process has measured may still be a little
         # shorter than `silent_s`, so half of `silent_s` is enough.

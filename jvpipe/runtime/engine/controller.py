@@ -149,9 +149,9 @@ class Controller:
     def _dispatch(self, bound: Bound, table: list[Any], feeds: Feeds, at: Moment) -> None:
         """Dispatches every row, and keeps the table of arrays.
 
-        Each row adds the arrays that it makes to the table, and removes those that it frees. This
-        loop is the bottleneck of models with small layers, so it has no calls or look-ups that a
-        row does not need.
+        The table has the array of each buffer, and None for a buffer that is not made yet. Each row
+        adds the arrays that it makes, and removes those that it frees. This loop is the bottleneck
+        of models with small layers, so it has no calls or look-ups that a row does not need.
         """
         monitor, live, peak = self.monitor, self.ledger.live, self.ledger.peak
         persistent = bound.lowered.persistent
@@ -217,6 +217,7 @@ class Controller:
         instructions: Sequence[Instruction],
         at: Moment,
     ) -> None:
+        """Tells the monitor and the transport that a step begins."""
         self._step = at.step
         if self.monitor is not None:
             self.monitor.begin(lowered, instructions, self.ledger.live, named=self.profiled)

@@ -120,6 +120,7 @@ class _Blocked:
         return any(map(condition, earlier))
 
     def _has_inputs(self, row: Row) -> bool:
+        """Tells whether all that a row reads has been made or, for rows that wait, has come."""
         if row.kind is Kind.FREE:
             # The copy was dispatched earlier. If the table lacks it, it was already used and freed.
             copy = self.table[row.reads[1]]

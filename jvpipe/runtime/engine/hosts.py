@@ -144,7 +144,8 @@ class Hosts(Channel):
             )
         # Every process now has the digests of all, so all find the same first part that differs.
         columns = zip(*digests, strict=True)
-        at = next(i for i, column in enumerate(columns) if len({d for _, d in column}) > 1)
+        counts = [len({of_text for _, of_text in column}) for column in columns]
+        at = next(i for i, count in enumerate(counts) if count > 1)
         part, text = parts[at]
         texts = [word.decode() for word in self.exchange(f"{name}: {part}", text.encode())]
         other = next(i for i, theirs in enumerate(texts) if theirs != text)
@@ -325,7 +326,8 @@ class Hosts(Channel):
         words = [json.loads(word) for word in self.exchange("address", mine.encode())]
         self.names = [name for _, name, _ in words]
         others = {i: word for i, word in enumerate(words) if i != self.process}
-        pulses.begin(self.process, {i: Pulse(*pulse) for i, (_, _, pulse) in others.items()})
+        their_pulses = {i: Pulse(*pulse) for i, (_, _, pulse) in others.items()}
+        pulses.begin(self.process, their_pulses)
         return {i: server for i, (server, _, _) in others.items()}
 
 

@@ -72,7 +72,9 @@ class LaidPlan:
         self.persistent = where.lasting
         fates = Fates.of(graph, self.plan)
         # The residuals that each layout keeps. The second layout is that of the last micro-batch.
-        shares: list[Share | Fates] = [fates, "all"] if self.plan.keep_last else [fates]
+        shares: list[Share | Fates] = [fates]
+        if self.plan.keep_last:
+            shares.append("all")
         self.programs = [self._layer_programs(share) for share in shares]
         self.replicas: Replicas | None = None
         if self.plan.replicated:
@@ -149,7 +151,8 @@ class LaidPlan:
         plans = [self.plan]
         if self.plan.keep_last:
             plans.append(self.plan.without_fates())
-        usual, *last = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
+        layouts = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
+        usual, *last = layouts
         others = self.microbatches - len(last)
         return [*[usual] * others, *last]
 

@@ -107,6 +107,13 @@ class LossWatch:
         self._has_warned = True
 
     def _described(self, losses: Losses, i: int, value: float) -> str:
+        """Describes a loss, for messages.
+
+        Args:
+            losses: the losses of the step.
+            i: the number of the loss among them.
+            value: the loss.
+        """
         stages = losses.plan.stages
         last = len(stages) - 1
         number = self._controller.first_step + losses.step
@@ -121,6 +128,7 @@ class LossWatch:
         )
 
     def _value(self, loss: jax.Array) -> float:
+        """Reads a loss; raises the controller's error if its computation has failed."""
         try:
             return float(loss)
         except Exception as error:

@@ -279,6 +279,12 @@ class Monitor:
         """Yields the spans of a row: one, or one for each layer of a group.
 
         The time of a group is divided in proportion to the layers' weights.
+
+        Args:
+            lowered: the rows of the step.
+            row: one of them.
+            start_s: when it started.
+            end_s: when it ended.
         """
         weights = [self._weight(part) for part in row.parts]
         at_s = start_s
@@ -289,11 +295,20 @@ class Monitor:
 
     def _weight(self, part: Row) -> float:
         """Returns how long a layer's part of a group takes, relative to the other parts."""
-        known = 0 <= part.layer < len(self._layer_s)
-        of_layer = self._layer_s[part.layer] if known else 0.0
-        return (KINDS[part.kind].weight or 1.0) * (of_layer or 1.0)
+        has_seconds = 0 <= part.layer < len(self._layer_s)
+        of_layer = self._layer_s[part.layer] if has_seconds else 0.0
+        of_kind = KINDS[part.kind].weight
+        return (of_kind or 1.0) * (of_layer or 1.0)
 
     def _span(self, lowered: Lowered, row: Row, start_s: float, end_s: float) -> Span:
+        """Makes the span of a row, or of one layer of a group.
+
+        Args:
+            lowered: the rows of the step.
+            row: the row of the layer.
+            start_s: when it started.
+            end_s: when it ended.
+        """
         args: dict[str, int] = {"layer": row.layer, "microbatch": row.microbatch}
         if row.kind in WATCHED:
             args["bytes"] = sum(lowered.buffers[b].bytes for b in row.writes)

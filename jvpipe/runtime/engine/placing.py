@@ -290,6 +290,7 @@ class Placing:
         return making[::-1], lacking
 
     def _piece_keys(self, piece: Piece) -> _PieceKeys:
+        """Finds the device of an initializing piece, and the keys of what it reads and writes."""
         layer = NONE if piece.layer is None else piece.layer
         # If a layer has no state, its piece makes only small values, so it may run on any device.
         device = self._places.get(layer, self._home)

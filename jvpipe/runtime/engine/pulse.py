@@ -56,6 +56,7 @@ class Pulses:
         return 0.0 if heard_s is None else time.monotonic() - heard_s
 
     def _tell(self, process: int, others: Mapping[int, Pulse]) -> None:
+        """Sends pulses to the other processes, as long as this one lives."""
         while True:
             for other in others.values():
                 try:
@@ -65,6 +66,7 @@ class Pulses:
             time.sleep(BEAT_S)
 
     def _hear(self, others: set[int]) -> None:
+        """Notes when pulses of the other processes come."""
         senders = {f"{self.own.word} {other}".encode(): other for other in others}
         while True:
             try:

@@ -111,7 +111,14 @@ class Reading:
         return start_s, end_s
 
     def _expose(self, row: Row, place: int, start_s: float, dispatched_s: float) -> None:
-        """Adds the time by which copies to and from the host delayed a program, if any."""
+        """Adds the time by which copies to and from the host delayed a program, if any.
+
+        Args:
+            row: the row of the program.
+            place: the number of its queue.
+            start_s: when it started.
+            dispatched_s: when it was dispatched.
+        """
         others = [self.made_s.get(b, 0.0) for b in row.reads if b not in self.fetched]
         inputs_s = max(others, default=0.0)
         # A FREE waits for a copy, and so delays the dispatch of later rows. Without the copy, the

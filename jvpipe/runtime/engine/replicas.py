@@ -154,8 +154,19 @@ class Replicas:
         layers: Sequence[int],
         split: Mapping[int, SplitSignature],
     ) -> SliceLayout:
+        """Returns the signatures of layers on one slice.
+
+        Args:
+            layout: the number of the layout.
+            examples: the slice.
+            layers: the layers that run on the slice.
+            split: as in `layouts`.
+        """
         programs = {i: self.programs(layout, examples, i) for i in layers}
-        halves = {i: p.halves.signature for i, p in programs.items() if i in split and p.halves}
+        halves: dict[int, SplitSignature] = {}
+        for i, of_layer in programs.items():
+            if i in split and of_layer.halves:
+                halves[i] = of_layer.halves.signature
         for i in split.keys() & set(layers):
             assert _interfaces(halves[i]) == _interfaces(split[i]), "it splits as the whole does"
         signatures = {i: of_layer.signature for i, of_layer in programs.items()}
@@ -208,8 +219,9 @@ class Replicas:
 
         An entry is None if a single device makes the whole value.
         """
-        graph, batching = self.traced.graph, self.batching
-        spreads = {Value(ValueKind.LOSS, i): batching.loss for i in range(1 + graph.weighted)}
+        batching = self.batching
+        losses = 1 + self.traced.graph.weighted
+        spreads = {Value(ValueKind.LOSS, i): batching.loss for i in range(losses)}
         spreads |= {Value(ValueKind.AUX, i): spread for i, spread in enumerate(batching.aux)}
         parts: list[Parts | None] = []
         for value, spread in spreads.items():

@@ -29,9 +29,13 @@ def agree_on_rows(
     Raises:
         Disagreement: some rows differ.
     """
-    if compiled.hosts is not None:
-        texts = ["\n".join(map(_in_words, rows.whole)) for rows in (*compiled.bounds, *changes)]
-        compiled.hosts.agree(name, [(f"rows {i}", text) for i, text in enumerate(texts)])
+    if compiled.hosts is None:
+        return
+    parts: list[tuple[str, str]] = []
+    for i, bound in enumerate((*compiled.bounds, *changes)):
+        text = "\n".join(map(_in_words, bound.whole))
+        parts.append((f"rows {i}", text))
+    compiled.hosts.agree(name, parts)
 
 
 def _in_words(row: Row) -> str:

@@ -155,8 +155,10 @@ class Limits:
         devices: Sequence[Device],
         idle: str,
     ) -> None:
+        """Raises MemoryLimitExceeded if a device would hold more bytes than its limit."""
         limits = [limit] * len(peaks) if isinstance(limit, int) else limit
-        over = [peak.bytes - limit for peak, limit in zip(peaks, limits, strict=True)]
+        pairs = zip(peaks, limits, strict=True)
+        over = [peak.bytes - of_device for peak, of_device in pairs]
         if max(over) <= 0:
             return
         d = over.index(max(over))
@@ -166,6 +168,7 @@ class Limits:
         raise _exceeded(str(devices[d]), peaks[d], limits[d], idle, fullest)
 
     def _check_host(self, peak: Peak, limit: int, idle: str) -> None:
+        """Raises MemoryLimitExceeded if the host would hold more bytes than its limit."""
         parked = parked_bytes(self.parked)
         if peak.bytes + parked <= limit:
             return
@@ -181,7 +184,15 @@ def _exceeded(
     idle: str,
     fullest: int,
 ) -> MemoryLimitExceeded:
-    """Returns the error; the limit that it suggests is enough for `fullest` bytes on a device."""
+    """Returns the error; the limit that it suggests is enough for `fullest` bytes on a device.
+
+    Args:
+        place: the name of the device, or of the host.
+        peak: the most bytes that it would hold.
+        limit: its limit in bytes.
+        idle: for a peak outside of all tasks, says when it occurs.
+        fullest: the most bytes that any device would hold.
+    """
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(

@@ -75,7 +75,9 @@ class State:
         sizes: dict[str, list[int]] = {}
         for x in here:
             sizes.setdefault(_place_in_words(x), []).append(x.nbytes)
-        rows = [(on, len(of_one), format_bytes(sum(of_one))) for on, of_one in sizes.items()]
+        rows = []
+        for on, of_one in sizes.items():
+            rows.append((on, len(of_one), format_bytes(sum(of_one))))
         table = columns([("on", "arrays", "bytes"), *sorted(rows)])
         return f"{title}\n{table}" if rows else title
 
@@ -204,7 +206,9 @@ def _made_leaf(
     """
     needed = jaxprs.prune(eqns, [out])
     # An array that needs no equations was computed before, so its program only returns it.
-    inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in env]
+    inputs = list(jaxprs.free_variables(needed))
+    if not inputs:
+        inputs = [v for v in jaxprs.variables([out]) if v in env]
 
     def run(*values: Any) -> list[Any]:
         inner = dict(zip(inputs, values, strict=True))

@@ -29,7 +29,6 @@ import jax
 
 from jvpipe.ir.buffers import Lowered, Peak
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import TaskLists
 from jvpipe.lowering.splice import spliced
 from jvpipe.lowering.step import divided_move, lower_move, lower_step
@@ -43,47 +42,12 @@ from jvpipe.runtime.engine.placing import name_of
 from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Name, State
 from jvpipe.runtime.engine.transport import to_host
+from jvpipe.runtime.state.plan_change import PlanChange, moved_layers
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 
 UNFORESEEN = -1
 """The number of stream steps of a migration whose moment cannot be foreseen. No stream has this
 number, so `Migration.foresaw` is false, and the migration is prepared again once it is due."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanChange:
-    """A change from one plan to another.
-
-    Attributes:
-        step: the step at which the plan changed.
-        microbatch: the first micro-batch of that step under the new plan.
-        why: the reason, for the history.
-        old: the plan before.
-        new: the plan after.
-        layers: the layers that moved: (layer, device before, device after).
-        moved_bytes: how many bytes the copies carried.
-        how: "inside" a step; "between" two steps; or "by host": between two steps as well, but
-            through the host's memory, because some device could not hold the layers that leave it
-            together with the layers that arrive.
-    """
-
-    step: int
-    microbatch: int
-    why: str
-    old: Plan
-    new: Plan
-    layers: tuple[tuple[int, int, int], ...]
-    moved_bytes: int
-    how: str
-
-    def __str__(self) -> str:
-        moved = ", ".join(f"{layer} from {a} to {b}" for layer, a, b in self.layers)
-        return (
-            f"step {self.step}, micro-batch {self.microbatch}: {self.why}; "
-            f"cuts {list(self.old.cuts)} to {list(self.new.cuts)}, "
-            f"{self.moved_bytes:,} bytes moved {self.how}; "
-            f"{f'layers {moved}' if moved else 'only fates changed'}"
-        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +156,13 @@ def prepare_migration(
 
 
 def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[str]:
-    """Returns the ways in which a change of plan may be made, in the order of preference."""
+    """Returns the ways in which a change of plan may be made, in the order of preference.
+
+    Args:
+        old: the plan in use.
+        new: the plan to come.
+        starts_inside: whether the change comes within a step, or while micro-batches are in flight.
+    """
     ways = ["between"]
     # Replicas work on slices, and a step cannot mix slices with whole micro-batches.
     if starts_inside and not (old.plan.replicated or new.plan.replicated):
@@ -371,33 +341,14 @@ def state_after_failed_move(
     return replace(state, arrays=tuple(arrays))
 
 
-def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
-    """Returns the layers that change devices: (layer, device before, device after).
-
-    If a layer has replicas, the result has only the first device that it leaves and the first
-    device to which it comes.
-
-    >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
-    ((1, 0, 1),)
-    """
-    before, after = _devices_of(old), _devices_of(new)
-    moved = []
-    for layer, places in before.items():
-        left = [d for d in places if d not in after[layer]]
-        entered = [d for d in after[layer] if d not in places]
-        if left or entered:
-            first_left, *_ = left or places
-            first_entered, *_ = entered or after[layer]
-            moved.append((layer, first_left, first_entered))
-    return tuple(moved)
-
-
-def _devices_of(plan: Plan) -> dict[int, tuple[int, ...]]:
-    return {layer: stage.devices for stage in plan.stages for layer in stage.layers}
-
-
 def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowered, Bound]:
-    """Returns a step whose micro-batches run under the new plan from `microbatch` on."""
+    """Returns a step whose micro-batches run under the new plan from `microbatch` on.
+
+    Args:
+        old: the plan of the first micro-batches.
+        new: the plan of the others.
+        microbatch: the first micro-batch under the new plan.
+    """
     # The layouts of the new plan are numbered after those of the old plan.
     before = old.layouts()[:microbatch]
     after = new.layouts(len(old.programs))[microbatch:]

@@ -153,7 +153,13 @@ class Replay:
         return reads
 
     def _read(self, layer: Layer, ref: Ref, kind: Kind) -> Any:
-        """Returns a value that a layer reads; a parameter in the version that the ledger names."""
+        """Returns a value that a layer reads; a parameter in the version that the ledger names.
+
+        Args:
+            layer: the layer.
+            ref: the value.
+            kind: F or B: whether the forward or the backward reads it.
+        """
         if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
         use = self._at[kind, layer.id]
@@ -250,7 +256,13 @@ class Replay:
             cotangents[layer.reads[i].index] = x
 
     def _source(self, layer: Layer, source: Source, inputs: Sequence[Any]) -> Any:
-        """Returns the value that a backward takes from one source of its signature."""
+        """Returns the value that a backward takes from one source of its signature.
+
+        Args:
+            layer: the layer.
+            source: the source.
+            inputs: the values that the layer's forward read.
+        """
         kind, i = source
         if kind == "residual":
             return self._residuals[layer.id][i]

@@ -46,9 +46,11 @@ def pack(arrays: Arrays) -> Packed:
     packed = Packed({}, [], [])
     for kind, named in arrays.items():
         for name, array in named.items():
-            words = np.asarray(jax.random.key_data(array) if is_key(array) else array, order="C")
             if is_key(array):
-                packed.keys.append([kind, name, str(jax.random.key_impl(array))])
+                implementation = str(jax.random.key_impl(array))
+                packed.keys.append([kind, name, implementation])
+                array = jax.random.key_data(array)
+            words = np.asarray(array, order="C")
             # Types that the format lacks become bytes. `raw` keeps the type and the shape.
             if not _is_native(words):
                 packed.raw.append([kind, name, str(words.dtype), words.shape])
@@ -92,7 +94,14 @@ def unpack(
 
 @contextmanager
 def _converting(kind: str, name: str, array: np.ndarray, goal: str) -> Iterator[None]:
-    """Turns an error in converting an array into a ValueError that names the array."""
+    """Turns an error in converting an array into a ValueError that names the array.
+
+    Args:
+        kind: the kind of the array.
+        name: its path.
+        array: the array as it was read.
+        goal: the type that it is converted to, for the message.
+    """
     try:
         yield
     except (TypeError, ValueError) as problem:
@@ -148,6 +157,7 @@ def read(file: Path, names: Collection[str]) -> dict[str, np.ndarray]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    """Opens a file of arrays; raises ValueError for whatever is wrong with it."""
     try:
         with safe_open(file, framework="numpy") as opened:
             yield opened

@@ -56,6 +56,7 @@ class Writer:
             raise failure
 
     def _run(self, write: Callable[[], None]) -> None:
+        """Runs a write in the thread, and keeps its error for the next call."""
         try:
             write()
         except BaseException as error:

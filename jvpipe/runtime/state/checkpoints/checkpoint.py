@@ -106,6 +106,7 @@ class Saved:
             check_state(self.meta)
 
     def _read(self, names: Collection[tuple[str, str]] | None) -> Arrays:
+        """Reads some arrays as they were written: keys as integers, and some types as bytes."""
         arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
         for file, in_file in self._contents().items():
             keys = {name: _kind_and_path(name) for name in in_file}
@@ -223,7 +224,8 @@ def check_paths(
         array = saved[path]
         if array is None:
             continue
-        theirs, ours = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
+        theirs = f"{array.dtype}{list(array.shape)}"
+        ours = f"{dtype}{list(shape)}"
         if theirs != ours:
             raise ValueError(f"{other}its {part} '{path}' is {theirs}, this {whole}'s is {ours}")
     extra = sorted(set(saved) - set(expected))

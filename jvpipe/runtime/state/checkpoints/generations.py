@@ -132,6 +132,7 @@ def adding_path(path: Path) -> Iterator[None]:
 
 @cache
 def _warn(path: Path, reason: str) -> None:
+    """Warns that a path cannot be deleted. The cache lets each warning appear once."""
     _log.warning(
         "%s cannot be deleted (%s): that is tried again at the next checkpoint",
         path,

@@ -40,6 +40,7 @@ _ARRAYS = {
 
 
 def _plan(where: str, data: Any) -> None:
+    """Raises ValueError unless data are a plan, as `Plan.to_json` writes it."""
     try:
         Plan.from_json(data)
     except ValueError as problem:

@@ -81,18 +81,38 @@ def _begin(folder: Path) -> str:
 
 
 def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
-    """Writes this process's part, and forces it to the disk."""
+    """Writes this process's part, and forces it to the disk.
+
+    Args:
+        draft: the folder of the draft.
+        process: the number of this process.
+        arrays: its arrays.
+
+    Raises:
+        ValueError: the draft is not in the folder that this process sees.
+    """
     if not draft.is_dir():
         raise ValueError(_elsewhere(draft.parent, process))
-    file, packed = draft / f"part-{process:04d}.safetensors", array_file.pack(arrays)
+    file = draft / f"part-{process:04d}.safetensors"
+    packed = array_file.pack(arrays)
     array_file.write(file, packed, draft.parent)
     generations.sync(file)
-    size, digest = file.stat().st_size, generations.file_digest(file)
+    size = file.stat().st_size
+    digest = generations.file_digest(file)
     return _Part(file.name, size, digest, packed.keys, packed.raw)
 
 
 def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> None:
-    """Makes the draft with the parts of all processes the newest generation."""
+    """Makes the draft with the parts of all processes the newest generation.
+
+    Args:
+        draft: the folder of the draft.
+        parts: the part of each process.
+        meta: further entries of `meta.json`.
+
+    Raises:
+        ValueError: a part is not in the folder that the first process sees.
+    """
     # The first process finds all parts only if the path is the same folder in all processes.
     for process, part in enumerate(parts):
         file = draft / part.file
@@ -111,6 +131,7 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
 
 
 def _elsewhere(folder: Path, process: int) -> str:
+    """Writes the message for a process that sees another folder under the same path."""
     return (
         f"{folder} is another folder in process {process} than in the first one: "
         "a checkpoint of several processes needs a folder that all see"

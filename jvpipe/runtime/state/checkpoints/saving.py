@@ -255,6 +255,7 @@ def saved_inputs(
 
 
 def _saved_key(path: str | Path, meta: Mapping[str, Any]) -> jax.Array:
+    """Returns the key of a saved run; raises DamageError if its words do not make one."""
     shape, impl = meta["key"]
     words = np.asarray(meta["words"], np.uint32)
     key = jax.numpy.asarray(words.reshape(shape))

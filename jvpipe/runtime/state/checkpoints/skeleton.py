@@ -115,6 +115,7 @@ def _container(name: str, kept: Any, children: list[Any]) -> Tree:
 
 
 def _dump(tree: Tree) -> Any:
+    """Returns a tree as JSON; raises TypeError if it cannot be written."""
     kind = type(tree)
     if tree is None:
         return {"none": 0}
