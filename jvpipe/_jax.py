@@ -128,8 +128,9 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
     The function has no derivative. On CPUs, the compiler is kept from merging it into its caller.
-    Other compilers merge it, and choose layouts that suit the readers of its results, so that
-    kernels differ. So there its results get the layout that arrays have between programs.
+    Other compilers merge it. They would choose memory layouts that suit the readers of its results,
+    and kernels that suit these layouts. To prevent this, its results get the layout that arrays
+    have between programs.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -228,7 +229,10 @@ _EXACT: Mapping[str, dict[str, str | bool]] = {
 
 @cache
 def exact(platform: str) -> dict[str, str | bool]:
-    """Returns compiler options that make a value bitwise identical in all programs that compute it."""
+    """Returns compiler options that make a value bitwise identical in all programs that compute it.
+
+    Returns no options for a platform that needs none, and for a version without these options.
+    """
     options = _EXACT.get("gpu" if platform == "cuda" else platform)
     if not options:
         return {}
@@ -265,7 +269,12 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies a few bytes to a device; on CPUs, in the calling thread."""
+    """Returns a function that copies a few bytes to a device; on CPUs, in the calling thread.
+
+    Args:
+        source: the device that has the bytes.
+        device: the device that gets them.
+    """
     copy = copier(device)
     on_cpus = source.platform == device.platform == "cpu"
     if _put_host is None or isinstance(device, DeviceGroup) or not on_cpus:
@@ -403,6 +412,7 @@ def _compiled_sizes(
     device: Device,
     flags: dict[str, str | bool],
 ) -> tuple[str, tuple[int, ...]]:
+    """Compiles a program under some compiler options; returns what `compiled_sizes` does."""
     options = _jaxlib.CompileOptions()
     options.num_replicas = 1
     options.num_partitions = 1

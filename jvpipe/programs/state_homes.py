@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import TracedOptimizer
-from jvpipe.programs.ownership import Input, check_owned, destinations
+from jvpipe.programs.ownership import check_owned, destinations
 from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.places import Input
 from jvpipe.programs.slot_program import EVERYWHERE, SlotProgram
 
 
