@@ -19,7 +19,7 @@ from jax.extend import core as _core
 from jax.interpreters import mlir
 from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
 
-# Files that use devices take most of them from here, with the rest of what they need of JAX.
+# Most files that need devices need other names of this file, too, and import both from here.
 from jvpipe.util.devices import Device as Device
 from jvpipe.util.devices import DeviceGroup as DeviceGroup
 from jvpipe.util.devices import devices_in as devices_in
@@ -94,7 +94,10 @@ def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
     return [(frame.file_name, frame.function_name) for frame in traceback.frames]
 
 
-def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_operands(
+    eqn: JaxprEqn,
+    values: Sequence[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits values, one for each operand of a `scan`, into constants, carry and scanned arrays."""
     if "ft_in" in eqn.params:  # JAX 0.11
         consts, carry, xs = eqn.params["ft_in"].update(values).unpack()

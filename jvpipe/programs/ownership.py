@@ -1,15 +1,15 @@
 """The homes of an optimizer's equations: one layer, everywhere, or the global program.
 
-An equation runs at one of three homes. If its operands belong to one layer, it runs with
-that layer. If all operands are copies that every layer has, it runs everywhere: each layer
-that needs the result computes it. If its operands belong to several layers, it runs with
-the layer of the only large operand, or in the global program if none is large. Only values
-under `SMALL_BYTES`, and vectors of which each layer has one, may leave their layer.
+An equation runs at one of three homes. If its operands belong to one layer, it runs with that
+layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
+the result computes it. If its operands belong to several layers, it runs with the layer of the only
+large operand, or in the global program if none is large. Only values under `SMALL_BYTES`, and
+vectors of which each layer has one, may leave their layer.
 
-Layers and the global program take turns, in phases (see `jvpipe.programs.places`). One pass over the
-equations, in their order, places all of them: a place depends on the operands' places, and on which
-layers' results need the equation (`destinations`). A second pass moves some equations to the global
-program (`send_early`).
+Layers and the global program take turns, in phases (see `jvpipe.programs.places`). One pass over
+the equations, in their order, places all of them: a place depends on the operands' places, and on
+which layers' results need the equation (`destinations`). A second pass moves some equations to the
+global program (`send_early`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

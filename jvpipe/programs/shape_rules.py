@@ -1,7 +1,8 @@
 """Rules for equations that change shapes or work along some axes, if their operand is in parts.
 
-A rule says how the equation runs on each part by itself. For example, [6, 4] in 3 parts along axis 0
-is transposed in 3 parts, and the results are parts of [4, 6] along axis 1.
+A rule says how the equation runs on each part by itself. For example, an array of shape (6, 4) in 3
+parts along axis 0 is transposed part by part, and the results are 3 parts of an array of shape
+(4, 6) along axis 1.
 """
 
 import math
@@ -28,8 +29,8 @@ def on_a_part(
         count: the number of parts.
 
     Returns:
-        The parameters of the equation that runs on a part, and the axis along which the whole result
-        is then cut; None if the parts do not stay apart, or if the equation has no rule.
+        The parameters of the equation that runs on a part, and the axis along which the whole
+        result is then cut; None if the parts do not stay apart, or if the equation has no rule.
     """
     rule = _RULES.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, axis, count)

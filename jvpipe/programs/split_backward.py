@@ -1,8 +1,8 @@
 """A layer's backward as two programs: I yields the cotangents of inputs, and W the gradients.
 
 Other stages wait for the cotangents alone, so W may run later. In the table, sources are values of
-the forward that the backward reads, and sums are the accumulators of gradients. Several layers may
-read an input of this layer. The input's partial sum is then the sum of the later layers' cotangents.
+the forward that the backward reads, and sums are the accumulators of gradients. If later layers
+read an input of this layer, too, its partial sum is the sum of their cotangents.
 
     program    takes                                        yields
     whole      sources, cotangents, partial sums, sums      sums, cotangents of inputs

@@ -1,4 +1,4 @@
-"""The homes of an optimizer's slots: which layer has each gradient, parameter and leaf of the state.
+"""The homes of an optimizer's slots: the layers of gradients, parameters and leaves of the state.
 
 A parameter belongs to its owner, and so do its gradients and the state that mirrors it. A placed
 update shows that some other leaves of the state, too, are made and read by a single layer: they

@@ -62,7 +62,7 @@ def straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Traces a function again, with its branches and derivative rules expanded, and calls inlined."""
+    """Traces a function again; branches and derivative rules are expanded, and calls inlined."""
 
     def run(*values: Any) -> list[Any]:
         return jaxprs.evaluate(closed, values, _expand)

@@ -1,8 +1,8 @@
 """Devices, groups of devices that act as one, and the places of arrays on them.
 
 How a group holds an array is written as a spec: for each dimension, the axes of the group along
-which the array is cut. On a group of two devices with the axis "x", an array of shape (4, 6) can lie
-in three ways:
+which the array is cut. An array of shape (4, 6) can lie in three ways on a group of two devices
+with the axis "x":
 
     spec         each device has
     ()           the whole array
