@@ -19,7 +19,7 @@ from jax.extend import core as _core
 from jax.interpreters import mlir
 from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
 
-# Files that use devices take most of them from here, with the rest of what they need of JAX.
+# Most files that need devices need other names of this file, too, and import both from here.
 from jvpipe.util.devices import Device as Device
 from jvpipe.util.devices import DeviceGroup as DeviceGroup
 from jvpipe.util.devices import devices_in as devices_in
@@ -94,7 +94,10 @@ def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
     return [(frame.file_name, frame.function_name) for frame in traceback.frames]
 
 
-def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_operands(
+    eqn: JaxprEqn,
+    values: Sequence[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits values, one for each operand of a `scan`, into constants, carry and scanned arrays."""
     if "ft_in" in eqn.params:  # JAX 0.11
         consts, carry, xs = eqn.params["ft_in"].update(values).unpack()
@@ -128,8 +131,9 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
     The function has no derivative. On CPUs, the compiler is kept from merging it into its caller.
-    Other compilers merge it, and choose layouts that suit the readers of its results, so that
-    kernels differ. So there its results get the layout that arrays have between programs.
+    Other compilers merge it. They would choose memory layouts that suit the readers of its results,
+    and kernels that suit these layouts. To prevent this, its results get the layout that arrays
+    have between programs.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -228,7 +232,10 @@ _EXACT: Mapping[str, dict[str, str | bool]] = {
 
 @cache
 def exact(platform: str) -> dict[str, str | bool]:
-    """Returns compiler options that make a value bitwise identical in all programs that compute it."""
+    """Returns compiler options that make a value bitwise identical in all programs that compute it.
+
+    Returns no options for a platform that needs none, and for a version without these options.
+    """
     options = _EXACT.get("gpu" if platform == "cuda" else platform)
     if not options:
         return {}
@@ -265,7 +272,12 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies a few bytes to a device; on CPUs, in the calling thread."""
+    """Returns a function that copies a few bytes to a device; on CPUs, in the calling thread.
+
+    Args:
+        source: the device that has the bytes.
+        device: the device that gets them.
+    """
     copy = copier(device)
     on_cpus = source.platform == device.platform == "cpu"
     if _put_host is None or isinstance(device, DeviceGroup) or not on_cpus:
@@ -403,6 +415,7 @@ def _compiled_sizes(
     device: Device,
     flags: dict[str, str | bool],
 ) -> tuple[str, tuple[int, ...]]:
+    """Compiles a program under some compiler options; returns what `compiled_sizes` does."""
     options = _jaxlib.CompileOptions()
     options.num_replicas = 1
     options.num_partitions = 1

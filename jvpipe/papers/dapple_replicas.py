@@ -12,9 +12,9 @@ Legend, in the paper's symbols where it has them:
     AR_s        seconds of the all-reduce of stage s's gradients over its devices
 
 Each plan for (j, g) is extended by one more stage, which ends at layer j' and takes m' more
-devices, g'. Three policies each propose which m' devices (`dapple_policies.py`). If the extended plan's L is
-less than T_PL(j', g + g'), the plan replaces the one for (j', g + g') (equation 5). Only one plan
-is kept for each (j, g), so the least L of all plans is not always found.
+devices, g'. Three policies (`dapple_policies.py`) each propose which m' devices. If the extended
+plan's L is less than T_PL(j', g + g'), the plan replaces the one for (j', g + g') (equation 5).
+Only one plan is kept for each (j, g), so the least L of all plans is not always found.
 
 L is at least M (F_s + B_s) for every stage, because a stage works on each of the M micro-batches.
 So extensions are left out if this bound is not below the best plan's L.

@@ -116,7 +116,7 @@ class Knapsack:
         pairs = zip(self.layers, smallest, strict=True)
         more = [[x.bytes - least for x in layer] for layer, least in pairs]
         divisor = reduce(gcd, chain.from_iterable(more)) or 1
-        # A micro-batch never takes more than its share of the limit, nor more than its largest items.
+        # A micro-batch takes at most its share of the limit, and at most its largest items.
         of_microbatch = limit_bytes // k
         everything = sum(map(max, more))
         largest = min(of_microbatch, everything)

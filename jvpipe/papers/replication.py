@@ -184,7 +184,14 @@ class _Program:
         m: int,
         last: int,
     ) -> Grid:
-        """Returns T^k(., ., last) for a stage that is on the last `last` of m parts."""
+        """Returns T^k(., ., last) for a stage that is on the last `last` of the first m parts.
+
+        Args:
+            k: the level.
+            behind: see the legend; here it is that of all of the level's parts.
+            m: the number of parts of the pipeline.
+            last: how many of them the stage is on.
+        """
         inside = self.cost(k - 1, self._behind(k, behind, m, last))
         reduce_s = (last - 1) * self.levels[k - 1].ring_s
         return np.maximum(inside, reduce_s) / last

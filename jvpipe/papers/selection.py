@@ -152,7 +152,7 @@ class Selection:
         held_bytes = changes.held_bytes[i:j]
         self.held_bytes = sum(of_layer[0] for of_layer in held_bytes)
         self.swapped_bytes = sum(x.swapped for x in now)
-        self._given = segments.given(i)[i:j].tolist()
+        self._freed_bytes = segments.given(i)[i:j].tolist()
 
     def later_s(self, layer: int) -> float:
         """Returns the forward and backward seconds of the stage's layers after one of them."""
@@ -166,10 +166,10 @@ class Selection:
         Backwards run from the last layer to the first. Each needs its working bytes, and may use
         the bytes that the backwards of later layers have freed.
         """
-        peak, left = 0, 0
-        choices = self.choices[::-1]
-        given = self._given[::-1]
-        for layer, choice, freed in zip(reversed(self.layers), choices, given, strict=True):
+        peak = 0
+        left = 0
+        rows = zip(self.layers, self.choices, self._freed_bytes, strict=True)
+        for layer, choice, freed in reversed(list(rows)):
             now = self.changes.layers[layer][choice]
             peak = max(peak, now.working - left)
             left += now.left + int(freed)

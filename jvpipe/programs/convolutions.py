@@ -125,11 +125,12 @@ def _last(
     feature: int,
     *space: int,
 ) -> tuple[int, ...]:
+    """Returns the axes of an array in the library's order, with features last."""
     return (batch, *space, feature)
 
 
 def _first(usual: Sequence[int]) -> tuple[int, ...]:
-    """Returns the axes of an array with features last, in JAX's order: batch, features, space."""
+    """Returns the axes of an array with features last as JAX orders them: batch, features, space."""
     return (usual[0], usual[-1], *usual[1:-1])
 
 

@@ -1,4 +1,4 @@
-"""Arrays that are passed on without being made: in parts (`Rows`), or as one of equal slices (`Even`).
+"""Arrays that are passed on in parts (`Rows`), or as one of many equal slices (`Even`).
 
 Three forms of the array [[1, 1], [2, 2]]:
 
@@ -138,7 +138,7 @@ def cut_shape(shape: Shape, axis: int, count: int) -> Shape:
 
 
 def broadcast(array: jax.Array, shape: Shape) -> jax.Array:
-    """Returns an array that is repeated along its axes of one element until it has a given shape."""
+    """Returns an array that is repeated along its axes of one element to have a given shape."""
     if jax.numpy.shape(array) == shape:
         return array
     return jax.lax.broadcast_in_dim(array, shape, range(len(shape)))

@@ -19,8 +19,8 @@ from typing import Any
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
-from jvpipe.programs.ownership import Home, Output, Placement
 from jvpipe.programs.pieces import Part, Piece, Slot, SlotKind
+from jvpipe.programs.places import Home, Output, Placement
 from jvpipe.trace import jaxprs
 from jvpipe.trace.primitives import is_cheap
 

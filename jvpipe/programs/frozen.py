@@ -30,12 +30,28 @@ from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.trace import jaxprs
 
 _AS_IT_IS = frozenset(
-    "broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split()  # noqa: SIM905
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "reshape",
+        "stop_gradient",
+    }
 )
 """Primitives that yield their operand, if the shape stays and the new type holds every value."""
-_OF_ZEROS = _AS_IT_IS | frozenset(
-    "add add_any sub neg concatenate expand_dims rev slice squeeze transpose".split()  # noqa: SIM905
-)
+_OF_ZEROS = _AS_IT_IS | {
+    "add",
+    "add_any",
+    "sub",
+    "neg",
+    "concatenate",
+    "expand_dims",
+    "rev",
+    "slice",
+    "squeeze",
+    "transpose",
+}
 """Primitives that make zeros of zeros."""
 
 

@@ -1,14 +1,14 @@
 """The program of a group: it runs the programs of consecutive layers, each as a call of its own.
 
-So one dispatch serves several layers. Two forwards F0 and F1, with a tensor t0 between them and
+One dispatch then serves several layers. Two forwards F0 and F1, with a tensor t0 between them and
 residuals r0 and r1, become one:
 
     alone      F0: x -> t0, r0        F1: t0 -> t1, r1
     a group    x -> r0, t1, r1
 
 The tensor t0 becomes temporary memory of the group, unless another program reads it. The compiler
-optimizes nothing across calls. So a layer's results in a group are bitwise identical with its
-results alone.
+optimizes nothing across calls. So the results of a layer in a group are bitwise identical to those
+of the layer alone.
 """
 
 from collections.abc import Hashable, Sequence

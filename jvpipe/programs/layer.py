@@ -16,9 +16,9 @@ frozen, and `active` marks the outputs that would then get cotangents. Given the
 cotangents. `share` is the factor of the loss on a replica's slice of the micro-batch.
 
 The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. The
-backward (`jvpipe.programs.layer_backward`) recomputes everything else. Results are bitwise identical
-for any choice of candidates, because a candidate has the same value whether it was kept or
-recomputed (`jvpipe.programs.layer_values`).
+backward (`jvpipe.programs.layer_backward`) recomputes everything else. Results are bitwise
+identical for any choice of candidates, because a candidate has the same value whether it was kept
+or recomputed (`jvpipe.programs.layer_values`).
 """
 
 from collections.abc import Collection, Hashable, Sequence

@@ -2,8 +2,8 @@
 
 A candidate may be kept by the forward or recomputed by the backward, and both programs have to give
 the same value. So its value comes from a call that is compiled alike in all programs (see
-`jvpipe.programs.outline`), and only its derivative comes from the layer's own equations. A candidate
-also passes an optimization barrier, so the compiler never fuses it with its readers.
+`jvpipe.programs.outline`), and only its derivative comes from the layer's own equations. A
+candidate also passes an optimization barrier, so the compiler never fuses it with its readers.
 """
 
 from collections.abc import Sequence
@@ -56,8 +56,8 @@ def run_layer(body: Body, inputs: Sequence[Any]) -> list[Any]:
     return results
 
 
-# Has the value of the second argument and the derivative of the first. The two arguments differ only
-# by how they are rounded.
+# Has the value of the second argument and the derivative of the first. The two arguments differ
+# only by how they are rounded.
 _valued = jax.custom_jvp(lambda differentiable, value: value)
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 

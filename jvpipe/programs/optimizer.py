@@ -38,8 +38,8 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import TracedOptimizer, paths_of
-from jvpipe.programs.ownership import Input
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
+from jvpipe.programs.places import Input
 from jvpipe.programs.slot_program import EVERYWHERE, SlotProgram, slot_programs
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.programs.state_homes import check_homes, homes_of, settled

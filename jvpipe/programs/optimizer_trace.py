@@ -162,7 +162,16 @@ class _View:
         values: Sequence[Any],
         state: Tree,
     ) -> tuple[list[Any], Tree]:
-        """Returns the values of all parameters after an update, and the new state."""
+        """Returns the values of all parameters after an update, and the new state.
+
+        Args:
+            grads: the gradients of the parameters that the optimizer sees.
+            values: the values of all parameters.
+            state: the optimizer's state.
+
+        Raises:
+            ValueError: the optimizer does not return updates in the tree of the parameters.
+        """
         import optax  # late, as above
 
         params = self.params(values)
@@ -252,9 +261,14 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
 
 
 def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
-    """Returns the answer of an optimizer's `update`.
+    """Returns the answer of an optimizer's `update`, which must be (updates, state).
 
-    Raises ValueError unless it is (updates, state), the updates in the tree of the parameters.
+    Args:
+        answer: what `update` returned.
+        tree: the tree of the parameters, which the updates must have, too.
+
+    Raises:
+        ValueError: the answer is not such a pair.
     """
     is_pair = isinstance(answer, tuple) and len(answer) == 2
     if is_pair and jax.tree.structure(answer[0]) == tree:
@@ -273,7 +287,13 @@ def mean(
     by: Any,
     dtype: Any,
 ) -> jax.Array:
-    """Returns a gradient: the sum of its accumulators, divided by a number."""
+    """Returns a gradient: the sum of its accumulators, divided by a number.
+
+    Args:
+        parts: the accumulators.
+        by: the number.
+        dtype: the type of the gradient.
+    """
     return (functools.reduce(jnp.add, parts) / by).astype(dtype)
 
 

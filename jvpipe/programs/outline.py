@@ -39,6 +39,8 @@ class Call:
 
     @cached_property
     def _closed(self) -> ClosedJaxpr:
+        """The equations as a function of the call's inputs."""
+
         def run(*values: Any) -> list[Any]:
             env = dict(zip(self.inputs, values, strict=True))
             jaxprs.run_jaxpr(self.eqns, env)

@@ -1,82 +1,28 @@
 """The homes of an optimizer's equations: one layer, everywhere, or the global program.
 
-An equation runs at one of three homes. If its operands belong to one layer, it runs with
-that layer. If all operands are copies that every layer has, it runs everywhere: each layer
-that needs the result computes it. If its operands belong to several layers, it runs with
-the layer of the only large operand, or in the global program if none is large. Only values
-under `SMALL_BYTES`, and vectors of which each layer has one, may leave their layer.
+An equation runs at one of three homes. If its operands belong to one layer, it runs with that
+layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
+the result computes it. If its operands belong to several layers, it runs with the layer of the only
+large operand, or in the global program if none is large. Only values under `SMALL_BYTES`, and
+vectors of which each layer has one, may leave their layer.
 
-Layers and the global program take turns, in phases. In each phase the layers run first and send
-values to the global program; the global program of the same phase reads them; the layers read its
-results in the next phase. One pass over the equations, in their order, places all of them: a place
-depends on the operands' places, and on which layers' results need the equation (`destinations`). A
-second pass moves some equations to the global program (`send_early`).
+Layers and the global program take turns, in phases (see `jvpipe.programs.places`). One pass over
+the equations, in their order, places all of them: a place depends on the operands' places, and on
+which layers' results need the equation (`destinations`). A second pass moves some equations to the
+global program (`send_early`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
-from jvpipe.programs.pieces import Slot
+from jvpipe.programs.places import Home, Input, Output, Place, Placement
 from jvpipe.programs.scans import SplitScan, split_scan
 from jvpipe.programs.transformations import transformation
 from jvpipe.trace import jaxprs
 
-Home = int | Literal["everywhere", "global"]
-"""A layer by its number, everywhere, or the global program."""
 SMALL_BYTES = 1024
 """Only smaller values, and vectors of which each layer has one, may leave their layer."""
-
-
-class Place(NamedTuple):
-    """The home at which a value is made, and the phase in which it is made."""
-
-    home: Home
-    phase: int
-
-    def ready(self, reader: Home) -> int:
-        """Returns the first phase in which a layer or the global program can read the value."""
-        if self.home == "everywhere":
-            # Layers read a result of the global program one phase later than the global program
-            # itself does. The phase of a value that is made everywhere is that of the layers.
-            return max(self.phase - 1, 0) if reader == "global" else self.phase
-        return self.phase + (reader not in ("global", self.home))
-
-
-class Input(NamedTuple):
-    """The home of an input of the optimizer, and the path of its parameter if it has one."""
-
-    home: Home
-    parameter: str = ""
-
-
-@dataclass(frozen=True)
-class Output:
-    """A result of the optimizer.
-
-    Attributes:
-        atom: the value.
-        home: where it is needed; "everywhere" means wherever a copy of it lies.
-        slot: its name.
-    """
-
-    atom: Atom
-    home: Home
-    slot: Slot
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The place of every variable, and the scans that have to be split first, by position."""
-
-    places: Mapping[Var, Place]
-    splits: Mapping[int, SplitScan]
-
-    def of(self, atom: Atom) -> Place:
-        """Returns the place of an atom; constants are everywhere."""
-        return Place("everywhere", 0) if isinstance(atom, _jax.Literal) else self.places[atom]
 
 
 def place_operands(
@@ -177,7 +123,11 @@ class _Placing:
         self.reductions: set[Var] = set()  # numbers made of arrays, or of other such numbers
 
     def place(self, index: int, eqn: JaxprEqn) -> None:
-        """Places the next equation, whose position is `index`."""
+        """Places the next equation, whose position is `index`.
+
+        Raises:
+            ValueError: the equation has side effects, or mixes large arrays of several layers.
+        """
         if eqn.effects:
             raise ValueError(
                 f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in {transformation(eqn)}"
@@ -297,7 +247,11 @@ class _Placing:
         eqn: JaxprEqn,
         operands: Mapping[Var, Place],
     ) -> None:
-        """Places the results of a scan over several layers as if each layer had its own scan."""
+        """Places the results of a scan over several layers as if each layer had its own scan.
+
+        Raises:
+            ValueError: the equation is not a scan, or a result depends on several layers.
+        """
         layers: list[frozenset[int]] = []
         for v in eqn.invars:
             home = operands[v].home if isinstance(v, Var) else "everywhere"

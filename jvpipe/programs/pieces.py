@@ -183,6 +183,7 @@ class Part:
         )
 
     def _traced(self) -> ClosedJaxpr:
+        """Traces the program of the piece at the shapes of the arrays that it takes."""
         # A slot that is not a vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
         shapes = []
@@ -194,6 +195,7 @@ class Part:
         return jax.make_jaxpr(self._run)(*shapes)
 
     def _run(self, *arrays: jax.Array) -> list[Any]:
+        """Runs the equations on the arrays of `reads`; returns the vectors, then other values."""
         array_of = dict(zip(self.reads, arrays, strict=True))
         env = {**self.constants}
         for var, slot in self.read.items():
@@ -211,6 +213,7 @@ class Part:
         return packed + list(map(_strong, results))
 
     def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        """Returns the shape and type of a vector."""
         variables = self.vectors[slot]
         length = sum(map(jaxprs.size_of, variables))
         return jax.ShapeDtypeStruct((length,), _jax.aval(variables[0]).dtype)
@@ -221,6 +224,7 @@ class Part:
         slot: Slot,
         var: Var,
     ) -> jax.Array:
+        """Returns a value out of the vector in which it was packed."""
         start, _ = self._span(slot, var)
         flat = jax.lax.slice(
             vector,

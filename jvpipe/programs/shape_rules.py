@@ -1,7 +1,8 @@
 """Rules for equations that change shapes or work along some axes, if their operand is in parts.
 
-A rule says how the equation runs on each part by itself. For example, [6, 4] in 3 parts along axis 0
-is transposed in 3 parts, and the results are parts of [4, 6] along axis 1.
+A rule says how the equation runs on each part by itself. For example, an array of shape (6, 4) in 3
+parts along axis 0 is transposed part by part, and the results are 3 parts of an array of shape
+(4, 6) along axis 1.
 """
 
 import math
@@ -28,8 +29,8 @@ def on_a_part(
         count: the number of parts.
 
     Returns:
-        The parameters of the equation that runs on a part, and the axis along which the whole result
-        is then cut; None if the parts do not stay apart, or if the equation has no rule.
+        The parameters of the equation that runs on a part, and the axis along which the whole
+        result is then cut; None if the parts do not stay apart, or if the equation has no rule.
     """
     rule = _RULES.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, axis, count)
@@ -44,8 +45,10 @@ def _broadcast_in_dim(
     axis: int,
     count: int,
 ) -> tuple[Params, int]:
+    """Follows the axis to its place in the result, whose shape is that of a part."""
     target = int(eqn.params["broadcast_dimensions"][axis])
-    return {"shape": cut_shape(eqn.params["shape"], target, count)}, target
+    shape = cut_shape(eqn.params["shape"], target, count)
+    return {"shape": shape}, target
 
 
 def _reshape(
@@ -62,7 +65,8 @@ def _reshape(
     # product in front of both axes is 2, and 3 parts divide the size 3.
     if eqn.params["dimensions"] is not None:
         return None
-    before = math.prod(_jax.aval(eqn.invars[0]).shape[:axis])
+    operand = _jax.aval(eqn.invars[0])
+    before = math.prod(operand.shape[:axis])
     shape = eqn.params["new_sizes"]
     for target, size in enumerate(shape):
         is_there = math.prod(shape[:target]) == before
@@ -76,7 +80,9 @@ def _transpose(
     axis: int,
     count: int,
 ) -> tuple[Params, int]:
-    return {}, list(eqn.params["permutation"]).index(axis)
+    """Follows the axis to its place in the result."""
+    permutation = list(eqn.params["permutation"])
+    return {}, permutation.index(axis)
 
 
 def _without(name: str) -> _Rule:
@@ -116,10 +122,13 @@ def _slice(
     axis: int,
     count: int,
 ) -> tuple[Params, int] | None:
-    size = _jax.aval(eqn.invars[0]).shape[axis]
-    if _jax.aval(eqn.outvars[0]).shape[axis] != size:
+    """Slices each part along the other axes, if the result has all of this axis."""
+    operand = _jax.aval(eqn.invars[0])
+    result = _jax.aval(eqn.outvars[0])
+    if result.shape[axis] != operand.shape[axis]:
         return None
-    return {"limit_indices": cut_shape(eqn.params["limit_indices"], axis, count)}, axis
+    limits = cut_shape(eqn.params["limit_indices"], axis, count)
+    return {"limit_indices": limits}, axis
 
 
 def _pad(
@@ -127,17 +136,19 @@ def _pad(
     axis: int,
     count: int,
 ) -> tuple[Params, int] | None:
-    return None if any(eqn.params["padding_config"][axis]) else ({}, axis)
+    """Pads each part along the other axes, if nothing is padded along this one."""
+    padding = eqn.params["padding_config"][axis]
+    return None if any(padding) else ({}, axis)
 
 
 REDUCTIONS = frozenset(
     f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")
 )
-
-
+"""Equations that reduce an array along some axes; the results of parts can be reduced again."""
+_CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys([*REDUCTIONS, "argmax", "argmin"], _without("axes")),
-    **dict.fromkeys(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"], _along("axis")),
+    **dict.fromkeys(_CUMULATIVE, _along("axis")),
     "broadcast_in_dim": _broadcast_in_dim,
     "pad": _pad,
     "reshape": _reshape,

@@ -14,8 +14,9 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import TracedOptimizer
-from jvpipe.programs.ownership import Input, Output, Placement, place_operands
+from jvpipe.programs.ownership import place_operands
 from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.places import Input, Output, Placement
 from jvpipe.programs.transformations import scope_of
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten

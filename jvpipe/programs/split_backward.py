@@ -1,8 +1,8 @@
 """A layer's backward as two programs: I yields the cotangents of inputs, and W the gradients.
 
 Other stages wait for the cotangents alone, so W may run later. In the table, sources are values of
-the forward that the backward reads, and sums are the accumulators of gradients. Several layers may
-read an input of this layer. The input's partial sum is then the sum of the later layers' cotangents.
+the forward that the backward reads, and sums are the accumulators of gradients. If later layers
+read an input of this layer, too, its partial sum is the sum of their cotangents.
 
     program    takes                                        yields
     whole      sources, cotangents, partial sums, sums      sums, cotangents of inputs
@@ -10,7 +10,7 @@ read an input of this layer. The input's partial sum is then the sum of the late
     W          sources, cotangents, handed values, sums     sums
 
 I hands W the values that W needs and that are costly to compute, such as products. W computes cheap
-values again. The results of the two halves are bitwise identical with those of the whole backward,
+values again. The results of the two halves are bitwise identical to those of the whole backward,
 for two reasons. First, behind each handed value stands an optimization barrier, in the whole
 backward too, so the compiler never fuses a handed value with its readers. Second, values that both
 halves compute are made by calls that are compiled alike in all three programs
@@ -73,10 +73,10 @@ class _Cut:
         for eqn in eqns:
             # If a value can be handed, so can the result of a barrier that reads the value. Then
             # the second half reads the result of the barrier, and does not repeat the barrier.
-            holds = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
-            holds_back = holds and _is_barrier(eqn)
-            is_costly = eqn.effects or holds_back or not is_cheap(eqn)
-            if id(eqn) in in_first and is_costly:
+            reads_one = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
+            is_barrier_of_one = reads_one and _is_barrier(eqn)
+            runs_once = eqn.effects or is_barrier_of_one or not is_cheap(eqn)
+            if id(eqn) in in_first and runs_once:
                 can_be_handed.update(eqn.outvars)
             else:
                 again.append(eqn)
@@ -110,7 +110,8 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
         if id(eqn) in shared:
             eqns.append(shared[id(eqn)].equation())
         else:
-            eqns += _held(eqn, [v for v in eqn.outvars if v in handed])
+            handed_here = [v for v in eqn.outvars if v in handed]
+            eqns += _with_barrier(eqn, handed_here)
     needed = jaxprs.prune(eqns, jaxpr.outvars)
     return ClosedJaxpr(jaxpr.replace(eqns=needed), backward.consts)
 
@@ -139,7 +140,7 @@ def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
     return {id(eqns[i]): call for i, call in by_position.items()}
 
 
-def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
+def _with_barrier(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
     """Yields an equation, and a barrier behind some of its results, `values`.
 
     In front of the barrier, `values` get the memory layout of arrays that one program hands to

@@ -2,8 +2,8 @@
 
 A loss that scans over layers has the parameters of these layers stacked in one array. Each slice of
 the array belongs to a layer, but the optimizer is to see the stacks that the user gave it. So the
-optimizer is traced over the stacks, and the trace is run on slices (`jvpipe.programs.slicewise`) as far as its
-equations leave the slices apart.
+optimizer is traced over the stacks, and the trace is run on slices
+(`jvpipe.programs.slicewise`) as far as its equations leave the slices apart.
 """
 
 from collections.abc import Collection, Sequence

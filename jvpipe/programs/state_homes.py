@@ -1,4 +1,4 @@
-"""The homes of an optimizer's slots: which layer has each gradient, parameter and leaf of the state.
+"""The homes of an optimizer's slots: the layers of gradients, parameters and leaves of the state.
 
 A parameter belongs to its owner, and so do its gradients and the state that mirrors it. A placed
 update shows that some other leaves of the state, too, are made and read by a single layer: they
@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import TracedOptimizer
-from jvpipe.programs.ownership import Input, check_owned, destinations
+from jvpipe.programs.ownership import check_owned, destinations
 from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.places import Input
 from jvpipe.programs.slot_program import EVERYWHERE, SlotProgram
 
 

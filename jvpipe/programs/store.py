@@ -197,7 +197,8 @@ class ProgramStore:
         Args:
             programs: pairs of a program's key and a device; unknown pairs count as 0.
         """
-        return sum((self._compile_s.get(each, 0.0) for each in programs), 0.0)
+        seconds = [self._compile_s.get(pair, 0.0) for pair in programs]
+        return sum(seconds, 0.0)
 
     def text(
         self,
@@ -210,7 +211,7 @@ class ProgramStore:
         Args:
             program: the program.
             device: the device that it is for.
-            platform: the platform that it is lowered for; that of the device unless given.
+            platform: the platform that it is lowered for; None stands for the device's.
         """
         return self._lower(program, device, platform).as_text()
 
@@ -221,17 +222,24 @@ class ProgramStore:
         *,
         wide: bool,
     ) -> Any:
+        """Compiles a program, and notes the seconds that this takes.
+
+        Args:
+            program: the program.
+            device: the device that it is for.
+            wide: whether JAX has 64-bit types in the thread that asked for the program.
+        """
         options: Any = _jax.exact(device.platform)
         start_s = time.perf_counter()
         with jax.enable_x64(wide):
-            executable = self._lower(program, device).compile(compiler_options=options)
+            lowered = self._lower(program, device)
+            executable = lowered.compile(compiler_options=options)
         self._compile_s[program.key, device] = time.perf_counter() - start_s
         if all(_jax.is_plain(x.dtype) or is_key(x) for x in program.inputs):
             return executable
-        fn, donated = program.fn, program.donated
         again = jax.jit(
-            fn,
-            donate_argnums=donated,
+            program.fn,
+            donate_argnums=program.donated,
             keep_unused=True,
             compiler_options=options,
         )
@@ -243,8 +251,10 @@ class ProgramStore:
         device: Device,
         platform: str | None = None,
     ) -> Any:
+        """Lowers a program; `text` has the arguments."""
         inputs = []
-        for array, spec in zip(program.inputs, chain(program.takes, repeat(())), strict=False):
+        specs = chain(program.takes, repeat(()))  # inputs without a spec are not cut
+        for array, spec in zip(program.inputs, specs, strict=False):
             sharding = _jax.sharding_on(device, spec)
             inputs.append(
                 jax.ShapeDtypeStruct(

@@ -62,6 +62,8 @@ def straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Traces a function again; branches and derivative rules are expanded, and calls inlined."""
+
     def run(*values: Any) -> list[Any]:
         return jaxprs.evaluate(closed, values, _expand)
 
@@ -69,17 +71,21 @@ def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """Runs an equation, which is expanded if it has a branch or a derivative rule."""
     with jax.named_scope(scope_of(eqn)):
         return _EXPANDED.get(eqn.primitive.name, _jax.bind)(eqn, values)
 
 
 def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """Runs all branches, and picks the results of one."""
     index, *operands = values
     branches = eqn.params["branches"]
     results = [jaxprs.evaluate(branch, operands, _expand) for branch in branches]
+    # Like `cond`, this takes the nearest branch if the index is out of range.
     last = np.int32(len(branches) - 1)
     which = jax.lax.clamp(np.int32(0), index, last)
-    return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
+    by_result = zip(*results, strict=True)
+    return [jax.lax.select_n(which, *cases) for cases in by_result]
 
 
 def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:

@@ -1,10 +1,11 @@
 """Names the transformation that each equation of an optimizer comes from.
 
 A transformation is a part of an optimizer with an `init` and an `update` of its own, such as
-`clip_by_global_norm`. When JAX traces an optimizer, each equation records the call stack under which
-it was made, and this module finds the transformation in that call stack. If the equations are traced
-again, the new call stacks do not show it. So they are traced again under a name scope (`scope_of`)
-that ends with the transformation. Messages and `OptimizerCut.cross_layer` use these names.
+`clip_by_global_norm`. When JAX traces an optimizer, each equation records the call stack under
+which it was made, and this module finds the transformation in that call stack. If the equations are
+traced again, the new call stacks do not show it. So they are traced again under a name scope
+(`scope_of`) that ends with the transformation. Messages and `OptimizerCut.cross_layer` use these
+names.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Devices, groups of devices that act as one, and the places of arrays on them.
 
 How a group holds an array is written as a spec: for each dimension, the axes of the group along
-which the array is cut. On a group of two devices with the axis "x", an array of shape (4, 6) can lie
-in three ways:
+which the array is cut. An array of shape (4, 6) can lie in three ways on a group of two devices
+with the axis "x":
 
     spec         each device has
     ()           the whole array
@@ -122,7 +122,11 @@ def first_of(device: Device) -> Device:
 
 
 @cache
-def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | None = None) -> Any:
+def sharding_on(
+    device: Device,
+    spec: tuple[Any, ...] = (),
+    memory_kind: str | None = None,
+) -> Any:
     """Returns the sharding of an array on a device, or over the devices of a group.
 
     Args:
@@ -141,7 +145,9 @@ def spec_of(array: jax.Array) -> tuple[Any, ...]:
 
 
 def placed(
-    like: jax.ShapeDtypeStruct, device: Device, spec: tuple[Any, ...] = ()
+    like: jax.ShapeDtypeStruct,
+    device: Device,
+    spec: tuple[Any, ...] = (),
 ) -> jax.ShapeDtypeStruct:
     """Returns a shape and type with a place on a device or over a group.
 
@@ -159,7 +165,13 @@ def is_own(device: Device) -> bool:
 
 
 def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies to the memory `space`, or to the default if there is none."""
+    """Returns a function that copies an array to another memory of a device.
+
+    Args:
+        device: a device or a group.
+        space: the kind of the memory, such as `pinned_host`. A device without such a memory copies
+            to its default one.
+    """
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = space if space in kinds else device.default_memory().kind
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
