@@ -118,6 +118,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _link(table: "_Table", name: str, needed: bool) -> Link:
+    """Reads a link; a link that is missing and not needed takes no time."""
     if name not in table.entries and not needed:
         return INFINITE
     link = table.inner(name, "a link: a table with bytes_per_s")
@@ -208,6 +209,7 @@ def _cores(device: "_Table", like: Accelerator) -> tuple[int, Tiling | None]:
 
 
 def _preset(table: "_Table", key: str, name: str) -> Accelerator:
+    """Returns the device of a preset; `key` is where the table names the preset."""
     if name not in PRESETS:
         raise table.wrong(key, did_you_mean("hardware", name, list(PRESETS)))
     return PRESETS[name].device

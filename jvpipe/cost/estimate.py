@@ -148,6 +148,7 @@ def _options(
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:
+    """Estimates the seconds of both halves of a layer's backward."""
     halves = programs.halves
     assert halves is not None
     return roofline.seconds(halves.input, device), roofline.seconds(halves.weight, device)
@@ -168,6 +169,7 @@ def _update_s(piece: Piece, device: Accelerator) -> float:
 
 
 def _work(programs: LayerPrograms, device: Accelerator) -> Work:
+    """Estimates the work of a layer that keeps all candidates, without its update."""
     return Work(
         roofline.seconds(programs.forward, device),
         roofline.seconds(programs.backward, device),

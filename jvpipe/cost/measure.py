@@ -210,6 +210,7 @@ def _to_measure(
 
 
 def _work(runs: Runs, programs: LayerPrograms) -> Work:
+    """Returns the measured work of a layer that keeps all candidates, without its update."""
     forward = runs[forward_program(programs, recompute=True).key]
     backward = runs[backward_program(programs).key]
     return Work(
@@ -221,6 +222,7 @@ def _work(runs: Runs, programs: LayerPrograms) -> Work:
 
 
 def _update_s(runs: Runs, piece: Piece) -> float:
+    """Returns the measured seconds of a piece of the optimizer."""
     return runs[piece_program(piece).key].seconds
 
 
@@ -302,6 +304,7 @@ def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, Closed
 
 
 def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
+    """Returns the measured seconds of both halves of a layer's backward."""
     halves = input_program(programs), weight_program(programs)
     input_s, weight_s = (runs[half.key].seconds for half in halves)
     return input_s, weight_s
@@ -317,6 +320,12 @@ def _estimated(
 
     For each program that was run, the measured seconds are divided by the roofline's. The
     pace is the median of these ratios.
+
+    Args:
+        store: the store that compiles programs, to report their temporary bytes.
+        device: the device that would run them.
+        runs: the programs that were run.
+        programs: all programs with their jaxprs, by key.
     """
     missing = [key for key in programs if key not in runs]
     if not missing:

@@ -71,7 +71,9 @@ def _tpu(
 ) -> Accelerator:
     """Makes a TPU from its data sheet.
 
-    On TPUs, products of float32 run as bfloat16 unless a program asks for more precision.
+    On TPUs, products of float32 run as bfloat16 unless a program asks for more precision. So
+    `tflops` is one rate for both. The other arguments are those of `_gpu`, and `scratch_mib`, the
+    size of the on-chip memory.
     """
     rates = {"float32": tflops, "bfloat16": tflops}
     chip = _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)

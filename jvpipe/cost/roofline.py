@@ -182,7 +182,14 @@ class Kernels:
         platform: str,
         fuses: bool,
     ) -> set[Var]:
-        """Finds the first names of the values that reach memory."""
+        """Finds the first names of the values that reach memory.
+
+        Args:
+            eqns: the equations of a program.
+            outputs: the results of the program.
+            platform: `cuda`, `tpu` or `cpu`.
+            fuses: whether the framework fuses elementwise operations into other kernels.
+        """
         # A value reaches memory if it is a result of the program, if its equation cannot be fused
         # into the kernel of a reader, or if a reader can only read its operands from memory.
         needed = list(jaxprs.variables(outputs))

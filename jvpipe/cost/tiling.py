@@ -86,7 +86,10 @@ def _waves_s(
     flops_per_s: float,
     result_bytes_per_s: float,
 ) -> float:
-    """Estimates the seconds of a product with the best size of tiles and number of parts."""
+    """Estimates the seconds of a product with the best size of tiles and number of parts.
+
+    The arguments are those of `product_s`.
+    """
     core_flops_per_s = flops_per_s / cores
     sums_bytes = 4 * product.b * product.m * product.n
     least = math.inf

@@ -98,7 +98,14 @@ class DeviceFates:
         cells: Sequence[Cell],
         asked: Moments,
     ) -> Fates | None:
-        """Chooses fates for the stages of one device; keeps everything if that fits."""
+        """Chooses fates for the stages of one device; keeps everything if that fits.
+
+        Args:
+            problem: gives the order of tasks and the limits.
+            d: the device.
+            cells: its stages.
+            asked: for each device, the moments at which its fates must fit.
+        """
         moments = asked[d]
         keeping = [self._keeping(problem, cell) for cell in cells]
         limit = problem.limit_of(d)
@@ -134,7 +141,14 @@ class DeviceFates:
         lot: Lot,
         room: float,
     ) -> Fates | None:
-        """Searches for the fastest fates that fit `room` bytes; None if none were found."""
+        """Searches for the fastest fates that fit; None if none were found.
+
+        Args:
+            problem: gives the costs and the host's limit.
+            d: the device, whose prices of an earlier search are used again.
+            lot: the layers of the device.
+            room: the bytes that its layers may hold.
+        """
         keeping = [0] * len(problem.costs.layers)
         stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
         # If no choice swaps, the seconds of the link are the same for all fates, and are left out.

@@ -232,6 +232,8 @@ class Growth:
         ) -> None:
             # Row `closed` is BEYOND or a row like it, and row `opened` is the matching OPEN row. A
             # choice that continues a run grows out of `opened`, any other choice out of `closed`.
+            # The need of the earlier layers becomes less by `less`. While the new layer runs,
+            # `beside` is held in addition to what it works with.
             before = np.repeat(
                 states[closed][:, None],
                 len(columns),

@@ -199,7 +199,7 @@ def _room_bytes(limit: int | None, stages: Sequence[StageCost]) -> float:
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yields the early values that `stage_cost.waiting_bytes` counts, each as in `Loads.early`."""
+    """Yields the early values that `stage_bytes.waiting_bytes` counts, each as in `Loads.early`."""
     for s, (i, j) in enumerate(pairwise(bounds)):
         for edge in problem.costs.edges_at(i, j):
             is_read = any(i <= reader < j for reader in edge.readers)

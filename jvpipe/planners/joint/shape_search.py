@@ -212,6 +212,12 @@ class _Search:
 
         The devices of a unit are placed together. If a unit has several devices, there is one more
         ground, for stages of one device each.
+
+        Args:
+            size: examples of a micro-batch.
+            cuts: where stages may begin or end.
+            units: the most units into which the devices are divided, unless the user has fixed the
+                number of stages.
         """
         orders = self.shapes.orders
         pins = self.shapes.pins

@@ -252,6 +252,11 @@ def _steps_s(
 
     A synchronous step ends with its last task. A stream is timed at each stage, from the end of one
     backward to the end of a later one (`stream_window`), and the slowest stage counts.
+
+    Args:
+        problem: gives the schedule and the micro-batches.
+        stream: the tasks.
+        ends_s: for each task, when it ends in each run.
     """
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)

@@ -191,7 +191,14 @@ class LocalSegments:
         microbatches: int,
         again: bool,
     ) -> KeepAll:
-        """Makes the segments of three equal stages; of fewer if there are fewer layers."""
+        """Makes the segments of three equal stages; of fewer if there are fewer layers.
+
+        Args:
+            b: how many examples the local batch has.
+            replicas: how many devices each stage has.
+            microbatches: how many micro-batches a step has.
+            again: whether everything is recomputed; if not, everything is kept.
+        """
         costs = self.shapes.local.at(b)
         if again:
             costs = computing_again(costs)

@@ -395,6 +395,7 @@ class Decision:
         )
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
+        """Returns the fates of a layer's values, by name; `costs` are those of its stage."""
         choice = self.choices[layer]
         options = costs.layers[layer].options
         if choice >= 0:
