@@ -104,9 +104,9 @@ def fixed_batches(
     the last example with `weights` of 0 fill it.
     """
     whole = max(1, len(records) // batch_size) * batch_size
-    examples = [
-        transform(record, np.random.default_rng(i)) for i, record in enumerate(records[:whole])
-    ]
+    examples = []
+    for i, record in enumerate(records[:whole]):
+        examples.append(transform(record, np.random.default_rng(i)))
     last = examples[-1]
     # All batches have one shape, so that one program evaluates them. A mean ignores weight 0.
     filler = {**last, "weights": np.zeros_like(last["weights"])}

@@ -166,7 +166,10 @@ class TwoBranches(nnx.Module):
         y = normed(self.norm, x)
         # Each branch has two keys, even without an operation, so that a mutation of one branch
         # does not change the keys of the other.
-        branches = ((self.left, keys[0], keys[1]), (self.right, keys[2], keys[3]))
+        branches = (
+            (self.left, keys[0], keys[1]),
+            (self.right, keys[2], keys[3]),
+        )
         for branch, inner, outer in branches:
             if branch is not None:
                 x = x + dropped(self.dropout, branch(y, inner), outer)
@@ -207,8 +210,11 @@ def params_of(
         kinds[name] = kind_of(config, block)
     # A checksum of the name, not a count: a mutation must not change the numbers of other
     # parts.
-    numbers = {name: zlib.crc32(name.encode()) for name in kinds}
-    return {name: kind.init(jax.random.fold_in(key, numbers[name])) for name, kind in kinds.items()}
+    params = {}
+    for name, kind in kinds.items():
+        number = zlib.crc32(name.encode())
+        params[name] = kind.init(jax.random.fold_in(key, number))
+    return params
 
 
 def loss_of(

@@ -100,7 +100,9 @@ class Lstm(nnx.Module):
         ) -> tuple[tuple[State, State], State]:
             h, c = state
             i, f, g, o = jnp.split(gates_in + h @ kernel, 4, axis=-1)  # [B, D] each
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            kept = jax.nn.sigmoid(f) * c
+            entering = jax.nn.sigmoid(i) * jnp.tanh(g)
+            c = kept + entering
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
 
@@ -180,7 +182,9 @@ class Attention(nnx.Module):
     def __call__(self, x: Vectors, read: Vectors, lengths: Int[Array, "B"]) -> Vectors:
         """Mixes the vectors of `read` for each step of `x`. `lengths` hides padding of `read`."""
         # All pairs of steps of decoder and encoder, [B, T, T, D]: the model's largest array.
-        hidden = jnp.tanh(self.queries(x)[:, :, None] + self.keys(read)[:, None])
+        queries = self.queries(x)[:, :, None]
+        keys = self.keys(read)[:, None]
+        hidden = jnp.tanh(queries + keys)
         # Weight normalization (arXiv:1602.07868, equation 2) learns a length and a direction.
         length = self.length[...] * jax.lax.rsqrt(jnp.sum(self.output[...] ** 2))
         output = self.output[...] * length

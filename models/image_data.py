@@ -119,7 +119,9 @@ def _share_loss(share: float, held_out: Sequence[Batch]) -> float:
     weights = np.concatenate([batch["weights"] for batch in held_out])
     masked = np.concatenate([batch["masks"].mean((1, 2)) for batch in held_out])
     share = min(max(share, 1e-6), 1 - 1e-6)  # log 0 is not finite
-    nats = -masked * np.log(share) - (1 - masked) * np.log(1 - share)
+    inside = -masked * np.log(share)
+    outside = (1 - masked) * np.log(1 - share)
+    nats = inside - outside
     return float(nats @ weights / weights.sum())
 
 

@@ -60,7 +60,7 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     settings.only("attention_dropout", 0.0)
     settings.only("use_bidirectional_attention", None, False)
     settings.only("is_encoder_decoder", False)
-    length = 512  # of a record, unless the model has fewer positions
+    length = 512  # the length of a record, unless the model has fewer positions
     fields = {
         "blocks": settings["num_hidden_layers"],
         "width": settings["hidden_size"],
@@ -103,7 +103,8 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
         spans = "".join(map(kinds.__getitem__, listed))
     elif "sliding_window_pattern" in usual:
         period = every or usual["sliding_window_pattern"]
-        spans = "".join("LG"[i % period == 0] for i in range(1, blocks + 1))
+        numbers = range(1, blocks + 1)
+        spans = "".join("L" if i % period else "G" for i in numbers)
     else:
         spans = ("G" * first + "L" * blocks)[:blocks]
     if "L" not in spans:
@@ -118,9 +119,10 @@ def _period(letters: str) -> str:
     >>> _period("LLGLLGLL")
     'LLG'
     """
-    starts = (letters[:n] for n in range(1, len(letters) + 1))
+    count = len(letters)
+    starts = (letters[:n] for n in range(1, count + 1))
     # The text itself is the last candidate, so there is always a result.
-    return next(start for start in starts if (start * len(letters))[: len(letters)] == letters)
+    return next(start for start in starts if (start * count)[:count] == letters)
 
 
 def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:

@@ -42,12 +42,15 @@ def masked_digits(side: int) -> Masked:
     waves = drawn_images(side, 7)
 
     def placed(i: int) -> tuple[Canvas, Float32[np.ndarray, "3"]]:
-        draw, across = np.random.default_rng((3, i)), 8 * times
+        draw = np.random.default_rng((3, i))
+        across = 8 * times
         y, x = draw.integers(0, side - across + 1, 2)
         canvas = np.zeros((side, side), np.float32)
         block = np.ones((times, times), np.float32)
         # Each pixel of the digit becomes a block of pixels.
-        canvas[y : y + across, x : x + across] = np.kron(ink[i], block)
+        rows = slice(y, y + across)
+        columns = slice(x, x + across)
+        canvas[rows, columns] = np.kron(ink[i], block)
         return canvas, draw.normal(size=3).astype(np.float32)
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
@@ -59,8 +62,9 @@ def masked_digits(side: int) -> Masked:
         # Drawn again from the same seed, so image and mask agree although nothing is stored.
         return (placed(i)[0] >= 0.5).astype(np.float32)
 
-    digest = hashlib.sha256(f"digits {side} {waves.digest}".encode() + ink.tobytes()).hexdigest()
-    return Masked(len(ink), image, mask, digest)
+    name = f"digits {side} {waves.digest}"
+    digest = hashlib.sha256(name.encode() + ink.tobytes())
+    return Masked(len(ink), image, mask, digest.hexdigest())
 
 
 def mask_folders(path: Path, side: int) -> Masked:

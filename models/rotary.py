@@ -70,5 +70,6 @@ def turned(x: Heads, rates: Float[Array, "P"]) -> Heads:
     angles = positions * rates[None, None, None]  # [1, T, 1, P]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=3)
-    both = [a * cos - b * sin, a * sin + b * cos]
-    return jnp.concatenate(both, axis=3).astype(x.dtype)
+    first = a * cos - b * sin
+    second = a * sin + b * cos
+    return jnp.concatenate([first, second], axis=3).astype(x.dtype)

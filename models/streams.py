@@ -58,9 +58,9 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
         )
     # The smallest number of rows that hold 1 / `one_in` of the characters. All rows do, so
     # there is such a number; but at least one row must be left to train on.
-    held_out = next(i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
-    held_out = min(held_out, len(head) - 1)
-    return Head(tuple(head[:held_out]), tuple(head[held_out:]))
+    enough = (i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
+    count = min(next(enough), len(head) - 1)
+    return Head(tuple(head[:count]), tuple(head[count:]))
 
 
 class Rows(grain.IterDataset):

@@ -320,7 +320,8 @@ def _sources(config: Any) -> dict[str, Source]:
         sources |= table_of(f"{half}_distances.table", first)
         sources |= norm_of(f"{last_part}.norm", f"{half}.final_layer_norm", bias=False)
         for i in range(config.blocks):
-            ours, theirs = f"{half}.{i:03}", f"{half}.block.{i}.layer"
+            ours = f"{half}.{i:03}"
+            theirs = f"{half}.block.{i}.layer"
             sources |= _block(config, ours, theirs, decodes=half == "decoder")
     if not config.tied:
         sources |= linear_of("head.output", _HEAD.removesuffix(".weight"), bias=False)
@@ -346,7 +347,8 @@ def _attention(ours: str, theirs: str, kind: str) -> dict[str, Source]:
     """Returns the sources of an attention and of the norm before it."""
     sources = norm_of(f"{ours}_norm", f"{theirs}.layer_norm", bias=False)
     for part in ("queries", "keys", "values", "output"):
-        sources |= linear_of(f"{ours}.{part}", f"{theirs}.{kind}.{part[0]}", bias=False)
+        letter = part[0]  # transformers names the four maps q, k, v and o
+        sources |= linear_of(f"{ours}.{part}", f"{theirs}.{kind}.{letter}", bias=False)
     return sources
 
 

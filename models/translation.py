@@ -65,7 +65,9 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
             f"there are no two files such as train.{source} and train.{target} in '{path}': name a folder of them, and "
             f"languages other than {languages} by --set languages=..."
         )
-    texts = {name: _read(path / f"{name}.{source}", path / f"{name}.{target}") for name in names}
+    texts = {}
+    for name in names:
+        texts[name] = _read(path / f"{name}.{source}", path / f"{name}.{target}")
     held_out = texts.pop("valid", None)
     train = [pair for name in texts for pair in texts[name]]
     return _split(train) if held_out is None else Parallel(tuple(train), tuple(held_out))
@@ -148,8 +150,10 @@ def pack_pairs(pairs: Pairs, tokenizer: Tokenizer, tokens: int) -> Records:
             a, b = source.ids, target.ids
             if 0 < len(a) < tokens and 0 < len(b) < tokens:
                 row = np.full(2 * tokens + 1, _NONE, np.int32)
-                row[: len(a) + 1] = [*a, marks.end]
-                row[tokens : tokens + len(b) + 2] = [marks.start, *b, marks.end]
+                left = [*a, marks.end]
+                right = [marks.start, *b, marks.end]
+                row[: len(left)] = left
+                row[tokens : tokens + len(right)] = right
                 rows.append(row)
     return np.stack(rows) if rows else np.zeros((0, 2 * tokens + 1), np.int32)
 

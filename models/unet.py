@@ -175,7 +175,8 @@ def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[st
     masks, weights = batch["masks"], batch["weights"]
     # Equals -m log s(x) - (1 - m) log(1 - s(x)), the cross entropy of a sigmoid s, but cannot
     # overflow.
-    nats = jnp.mean(jax.nn.softplus(logits) - masks * logits, (1, 2))  # [B]
+    pixel_nats = jax.nn.softplus(logits) - masks * logits
+    nats = jnp.mean(pixel_nats, (1, 2))  # [B]
     predicted = (logits > 0).astype(jnp.float32)
     both, either = (
         jnp.sum(weights * jnp.sum(pixels, (1, 2)))

@@ -91,10 +91,12 @@ class Convolution:
         if self.shifted:
             # With strides of 2, each half of the channels reads other pixels (factorized
             # reduction).
-            moved = jnp.pad(x[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
+            padding = ((0, 0), (0, 1), (0, 1), (0, 0))
+            moved = jnp.pad(x[:, 1:, 1:], padding)
             one, other = jnp.split(kernel, 2, axis=3)  # [H, W, C, D / 2] each
-            both = [convolved(x, one, self.strides), convolved(moved, other, self.strides)]
-            y = jnp.concatenate(both, axis=3)
+            first = convolved(x, one, self.strides)
+            second = convolved(moved, other, self.strides)
+            y = jnp.concatenate([first, second], axis=3)
         else:
             y = convolved(x, kernel, self.strides)
         return batch_norm(p, averages, y, training)
@@ -118,7 +120,8 @@ def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image
     mean, variance = averages["mean"], averages["variance"]
     if training:
         # Here a batch is a micro-batch, so more micro-batches mean statistics of fewer images.
-        mean, variance = jnp.mean(wide, (0, 1, 2)), jnp.var(wide, (0, 1, 2))
+        mean = jnp.mean(wide, (0, 1, 2))
+        variance = jnp.var(wide, (0, 1, 2))
         averages = {
             "mean": 0.9 * averages["mean"] + 0.1 * mean,
             "variance": 0.9 * averages["variance"] + 0.1 * variance,

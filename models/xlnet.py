@@ -103,7 +103,8 @@ class Attention(nnx.Module):
         self.inputs = linear(config, rngs, D, 2 * D, bias=False)
         self.distances = linear(config, rngs, D, D, bias=False)
         self.output = linear(config, rngs, D, D, bias=False)
-        self.of_tokens, self.of_distances = nnx.Param(jnp.zeros(D)), nnx.Param(jnp.zeros(D))
+        self.of_tokens = nnx.Param(jnp.zeros(D))
+        self.of_distances = nnx.Param(jnp.zeros(D))
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Rows, at: Int[Array, "B Q"], bias: Seen, key: Key) -> Rows:

@@ -80,7 +80,11 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _flag(fields: dict[str, str], name: str, default: bool) -> bool:
-    """Returns a field that is true or false; raises ValueError if it is something else."""
+    """Returns a field that is true or false; `default` if there is no such field.
+
+    Raises:
+        ValueError: the field is something else.
+    """
     value = fields.get(name, str(default)).lower()
     if value not in ("true", "false"):
         raise ValueError(f"{name} must be true or false, not '{value}'")

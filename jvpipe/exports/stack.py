@@ -87,10 +87,13 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 
 
 def _check_alike(outline: Outline, stack: BlockStack) -> None:
-    """Raises ValueError unless the blocks have equally many values and about equally many bytes.
+    """Checks that blocks have equally many values and about equally many bytes.
 
     Only the last layer of the last block may have another number of values. A norm or a gather that
     comes before the head is traced into this layer.
+
+    Raises:
+        ValueError: a block differs from the first one.
     """
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
     values = [[len(layer.values) for layer in block] for block in blocks]
@@ -215,10 +218,13 @@ def _check_rounds(
     devices: int,
     microbatches: int,
 ) -> None:
-    """Raises ValueError if a device has several stages and micro-batches come in uneven rounds.
+    """Checks that micro-batches come in even rounds if a device has several stages.
 
     A round is as many micro-batches as there are devices. If the last round is smaller, jvpipe and
     the other systems order its tasks differently.
+
+    Raises:
+        ValueError: the last round is smaller.
     """
     if rule.chunks > 1 and microbatches % devices:
         rounds = microbatches // devices + 1

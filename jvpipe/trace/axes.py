@@ -55,6 +55,38 @@ _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.sp
 """The class of each primitive that has one."""
 
 
+def grown_axis(
+    shape: Sequence[int],
+    other: Sequence[int],
+    examples: int,
+    fewer: int,
+) -> Axis | str:
+    """Returns the axis of a value whose size follows the number of examples.
+
+    Args:
+        shape: the shape of the value in a trace on some number of examples.
+        other: its shape in a trace on another number.
+        examples: the number of examples of the first trace.
+        fewer: the number of examples of the other trace.
+
+    Returns:
+        None if no size differs. If sizes differ in any other way, a text that says so.
+
+    >>> grown_axis((4, 8), (2, 8), 4, 2), grown_axis((8,), (8,), 4, 2)
+    (0, None)
+    """
+    pairs = zip(shape, other, strict=False)
+    axes = [axis for axis, (a, b) in enumerate(pairs) if a != b]
+    same_rank = len(shape) == len(other)
+    if same_rank and not axes:
+        return None
+    if same_rank and len(axes) == 1:
+        (axis,) = axes
+        if shape[axis] * fewer == other[axis] * examples:
+            return axis
+    return f"makes {list(shape)} of {examples} examples and {list(other)} of {fewer}"
+
+
 def along_after(
     eqn: JaxprEqn,
     axes: Sequence[Axis],
@@ -185,6 +217,11 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
     The product of the sizes in front of the examples' axis must be the same before and
     after. Then the new axis begins where the old one began, and it holds whole examples in
     their order.
+
+    Args:
+        eqn: the reshape.
+        axis: the axis of the examples in its operand.
+        grown: the axis of the result whose size grows with the number of examples, if any.
     """
     before = _jax.aval(eqn.invars[0]).shape
     after = _jax.aval(eqn.outvars[0]).shape

@@ -84,6 +84,12 @@ def _cuts_at(
     """Returns the cuts at one scale; a run that is still large is cut again by itself.
 
     The recursion ends because each run between two cuts is shorter than the whole.
+
+    Args:
+        eqns: the equations, in order.
+        weighted: marks the weighted operations.
+        window: see `_narrow`.
+        skip: see `_narrow`.
     """
     cuts = _narrow(eqns, weighted, window, skip)
     if not cuts:

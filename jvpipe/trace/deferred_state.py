@@ -16,7 +16,7 @@ torchgpipe's `DeferredBatchNorm`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -109,46 +109,28 @@ def _change(
     leaf: RunningLeaf,
     microbatches: int,
 ) -> _Change:
-    """Makes the equations that add up sums and, in the last micro-batch, change the leaf."""
+    """Makes the equations that add up sums and, in the last micro-batch, change the leaf.
+
+    Args:
+        traces: the loss at the shapes of a micro-batch and of a whole batch.
+        leaf: a running statistic of a batch norm.
+        microbatches: the number of micro-batches of a batch.
+    """
     before = state_before(traces.micro, leaf.index)
     sum_eqns = [traces.eqns[x.eqn] for x in leaf.sums]
     sums = [eqn.outvars[0] for eqn in sum_eqns]
-
-    def update(
-        old: Array,
-        parts: list[Array],
-        seen: Array,
-        so_far: list[Array],
-    ) -> Any:
-        """Returns the leaf's value, and the counter and the sums for the next micro-batch."""
-        after = _added(
-            leaf.sums,
-            seen,
-            so_far,
-            [part.astype(jnp.float32) for part in parts],
-        )
-        is_last = seen + 1 == microbatches
-        value = jnp.where(
-            is_last,
-            _ended(traces, leaf, old, after),
-            old,
-        )
-        # The last micro-batch of a batch sets the counter and the sums to 0, for the next batch.
-        counters = [seen + 1, *after]
-        return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
-
     shapes = [_jax.aval(var).shape for var in sums]
     totals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     number = jax.ShapeDtypeStruct((), jnp.int32)
     closed = flatten(
-        update,
+        partial(_updated, traces, leaf, microbatches),
         _jax.aval(before),
         list(map(_jax.aval, sums)),
         number,
         totals,
     )
-    # The first arguments of `update` are values that the loss makes. The others, the counter and
-    # the sums so far, become new inputs of the loss: the added leaves.
+    # The first inputs are values that the loss makes. The others, the counter and the sums so far,
+    # become new inputs of the loss: the added leaves.
     reads = [before, *sums]
     names = dict(zip(closed.jaxpr.invars, reads, strict=False))
     eqns = jaxprs.renamed(closed.jaxpr.eqns, names)
@@ -161,6 +143,36 @@ def _change(
         closed.jaxpr.invars[len(reads) :],
         results,
     )
+
+
+def _updated(
+    traces: TwoTraces,
+    leaf: RunningLeaf,
+    microbatches: int,
+    old: Array,
+    parts: list[Array],
+    seen: Array,
+    so_far: list[Array],
+) -> Any:
+    """Returns the leaf's value, and the counter and the sums for the next micro-batch.
+
+    Args:
+        traces: the loss at the shapes of a micro-batch and of a whole batch.
+        leaf: a running statistic of a batch norm.
+        microbatches: the number of micro-batches of a batch.
+        old: the leaf's value before the micro-batch.
+        parts: the sums of this micro-batch.
+        seen: how many micro-batches of the batch came before.
+        so_far: the sums of these micro-batches.
+    """
+    wide = [part.astype(jnp.float32) for part in parts]
+    after = _added(leaf.sums, seen, so_far, wide)
+    is_last = seen + 1 == microbatches
+    ended = _ended(traces, leaf, old, after)
+    value = jnp.where(is_last, ended, old)
+    # The last micro-batch of a batch sets the counter and the sums to 0, for the next batch.
+    counters = [seen + 1, *after]
+    return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
 
 
 def _added(

@@ -140,7 +140,16 @@ def _parts(
     has_aux: bool,
     has_state: bool,
 ) -> tuple[Any, Any, Any]:
-    """Returns value, model state and aux of a loss; None for a part that the loss does not have."""
+    """Returns value, model state and aux of a loss; None for a part that the loss does not have.
+
+    Args:
+        out: what the user's function returned.
+        has_aux: whether it returns aux.
+        has_state: whether it returns the model state.
+
+    Raises:
+        ValueError: it returned another number of parts.
+    """
     count = 1 + has_aux + has_state
     if count == 1:
         return out, None, None
@@ -156,6 +165,7 @@ def _parts(
 
 
 def _check_loss(loss: Any) -> None:
+    """Checks that the value of a loss is a real scalar, or a `Weighted` of two scalars."""
     for part in loss if isinstance(loss, Weighted) else (loss,):
         if not isinstance(part, (jax.Array, int, float, np.ndarray, np.generic)):
             hint = "; say has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
@@ -178,6 +188,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_aux(aux: Tree) -> None:
+    """Checks that aux consists of arrays that a device can hold, and has no typed keys."""
     check_leaves(aux, "leaf of aux")
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if isinstance(leaf, jax.Array) and is_key(leaf):
@@ -187,6 +198,7 @@ def _check_aux(aux: Tree) -> None:
 
 
 def _check_state(old: Tree, new: Tree) -> None:
+    """Checks that the new model state has the structure, shapes and types of the old one."""
     old_tree = jax.tree.structure(old)
     new_tree = jax.tree.structure(new)
     if old_tree != new_tree:
@@ -204,6 +216,7 @@ def _check_state(old: Tree, new: Tree) -> None:
 
 
 def _check_effects(closed: ClosedJaxpr) -> None:
+    """Checks that a loss makes no calls of the host that must run once, or in order."""
     for eqn in jaxprs.every(closed.jaxpr.eqns):
         name = eqn.primitive.name
         if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):

@@ -98,7 +98,11 @@ def _made(value: _Value) -> Atom:
 
 
 class _Line:
-    """The flat list of equations so far, and the constants that they read."""
+    """The flat list of equations so far, and the constants that they read.
+
+    In its methods, `call` is the source location of the call that has an equation, and None outside
+    all calls. `source` is the location that new equations get.
+    """
 
     def __init__(self, calls: Mapping[str, str]) -> None:
         self.calls = calls
@@ -189,7 +193,13 @@ class _Line:
         values: Sequence[_Value],
         call: Any,
     ) -> _Stack | None:
-        """Returns the result of an equation as a stack; None if the equation makes no stack."""
+        """Returns the result of an equation as a stack; None if the equation makes no stack.
+
+        Args:
+            eqn: the equation.
+            values: its operands.
+            call: the source location of the call around it.
+        """
         name, params = eqn.primitive.name, eqn.params
         if name in JITS and params["name"] == "stack_layers":
             return self._stack_of(values, _jax.joined_source(call, eqn), layers=True)
@@ -231,7 +241,15 @@ class _Line:
         xs: Sequence[_Value],
         source: Any,
     ) -> list[_Value]:
-        """Appends the iterations of a scan over layers, and returns the results of the scan."""
+        """Appends the iterations of a scan over layers, and returns the results of the scan.
+
+        Args:
+            eqn: the scan.
+            constants: what all iterations read.
+            carry: what the first iteration reads from the one before.
+            xs: the arrays or stacks of which each iteration reads one slice.
+            source: the location that new equations get.
+        """
         body, rows = eqn.params["jaxpr"], range(eqn.params["length"])
         ys: dict[int, list[_Value]] = {}
         # A reversed scan runs from the last slice to the first, but its stacked results,

@@ -62,6 +62,8 @@ _LINEAR = (
     "rev",
 )
 """Primitives that are linear in their operand."""
+_ZERO_OF_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "neg", "copy")
+"""Primitives whose result counts as zero if their operand does."""
 
 
 class Beside(StrEnum):
@@ -148,6 +150,20 @@ def summed_axes(power: int) -> Lies:
             return Lies(Over.MEAN)
         case _:
             return Lies(Over.MIXED, excess=power)
+
+
+def makes_zero(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
+    """Tells whether a result is zero because operands are.
+
+    Args:
+        eqn: the equation that makes the result.
+        ins: how its operands lie.
+        in_rule: whether the equation is in a derivative rule. Only there a product counts.
+    """
+    name = eqn.primitive.name
+    if name == "mul" and in_rule:
+        return any(x.is_zero for x in ins)
+    return name in _ZERO_OF_ZERO and all(x.is_zero for x in ins)
 
 
 def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:

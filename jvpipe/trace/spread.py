@@ -26,7 +26,7 @@ from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
 from jvpipe.trace import jaxprs
 from jvpipe.trace.alike import Alike
-from jvpipe.trace.axes import along_after
+from jvpipe.trace.axes import along_after, grown_axis
 from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.factors import factor_power
 from jvpipe.trace.loops import LOOPS
@@ -39,6 +39,7 @@ from jvpipe.trace.reductions import (
     Lies,
     counted,
     guarded,
+    makes_zero,
     open_of,
     power_after,
     reduced,
@@ -61,7 +62,6 @@ _CALLS = (
     "custom_vjp_call",
 )
 _RULES = ("custom_jvp_call", "custom_vjp_call")
-_ZERO_OF_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "neg", "copy")
 _POSITIONS = ("start_indices", "padding_config")
 _GIVES = "gives single examples what was made of several of them"
 _IN_FIRST = {
@@ -175,7 +175,7 @@ class Spreading:
             return LOOPS[name](self, eqn, small, ins)
         results = zip(eqn.outvars, small.outvars, strict=True)
         grown = [self._grown(eqn, a, b) for a, b in results]
-        is_zero = _makes_zero(eqn, ins, in_rule=self._rule)
+        is_zero = makes_zero(eqn, ins, in_rule=self._rule)
         plain = self._plainly(eqn, ins, grown)
         outs = [self._normalized(eqn, ins, lies) for lies in plain]
         return [replace(lies, is_zero=is_zero) for lies in outs]
@@ -257,22 +257,27 @@ class Spreading:
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
-        """Returns the axis whose size follows the number of examples; None if no size differs."""
-        a = _jax.aval(atom).shape
-        b = _jax.aval(small).shape
-        pairs = zip(a, b, strict=False)
-        axes = [i for i, (x, y) in enumerate(pairs) if x != y]
-        if len(a) == len(b) and not axes:
-            return None
-        if len(a) == len(b) and len(axes) == 1:
-            (axis,) = axes
-            if a[axis] * self.fewer == b[axis] * self.examples:
-                return axis
-        sizes = f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}"
-        raise self.refused(eqn, sizes)
+        """Returns the axis whose size follows the number of examples; None if no size differs.
+
+        Args:
+            eqn: the equation that makes the value, for messages.
+            atom: the value.
+            small: the same value in the other trace.
+        """
+        shapes = _jax.aval(atom).shape, _jax.aval(small).shape
+        axis = grown_axis(*shapes, self.examples, self.fewer)
+        if isinstance(axis, str):
+            raise self.refused(eqn, axis)
+        return axis
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result lies that has the examples' axis though no operand has it."""
+        """Returns how a result lies that has the examples' axis though no operand has it.
+
+        Args:
+            eqn: the equation that makes the result.
+            axis: the examples' axis in the result; None if this result has no such axis.
+            ins: how the operands lie.
+        """
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
@@ -403,13 +408,6 @@ class Spreading:
 
 def _is_inexact(atom: Atom) -> bool:
     return jnp.issubdtype(_jax.aval(atom).dtype, jnp.inexact)
-
-
-def _makes_zero(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
-    """Tells whether a result is zero because operands are; a product counts only in a rule."""
-    if eqn.primitive.name == "mul" and in_rule:
-        return any(x.is_zero for x in ins)
-    return eqn.primitive.name in _ZERO_OF_ZERO and all(x.is_zero for x in ins)
 
 
 def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
