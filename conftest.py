@@ -66,7 +66,7 @@ CHECKING = (
     "jvpipe.session.session",
     "jvpipe.session.engine",
     "jvpipe.session.checkpoints",
-    "jvpipe.session.devices",
+    "jvpipe.session.checked_settings",
     "jvpipe.session.question",
     "jvpipe.session.measuring",
     "jvpipe.runtime.engine.feeds",
@@ -82,7 +82,7 @@ CHECKING = (
 HOT = (
     "jvpipe.planners.model.stage_bytes",
     "jvpipe.planners.model.stage_cost",
-    "jvpipe.lowering.stream.timeline",
+    "jvpipe.lowering.stream.stream_timeline",
 )
 check("jvpipe", (*CHECKING, *HOT))
 install_import_hook(shaped_modules(), "beartype.beartype")

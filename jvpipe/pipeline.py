@@ -22,7 +22,7 @@ from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import check_loss, checked_moment, checked_plan
-from jvpipe.session.devices import settings_of
+from jvpipe.session.checked_settings import settings_of
 from jvpipe.session.options import PIPELINE, checked
 from jvpipe.session.session import Session, switch_model
 from jvpipe.session.trigger import checked_rule

@@ -15,7 +15,7 @@ from jvpipe.ir.use import Use
 from jvpipe.pipeline import Pipeline
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.versions import VersionLedger
-from jvpipe.runtime.state.replay import Replay
+from jvpipe.runtime.state.one_device import Replay
 from jvpipe.session.session import Session
 from jvpipe.trace.loss import key_words
 

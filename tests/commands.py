@@ -16,9 +16,9 @@ from tests.forks import Fork, Main, forked
 
 def train(arguments: Sequence[str]) -> int:
     """What `python -m jvpipe.train` does."""
-    from jvpipe.cli import train
+    from jvpipe.cli import train_command
 
-    return train.main(list(arguments))
+    return train_command.main(list(arguments))
 
 
 @contextmanager

@@ -20,7 +20,13 @@ import jax
 
 LIMIT_S = 240
 STACKS_S = 200  # a process that still runs then says where all its threads stand
-IMPORTED = ("jvpipe.cli.train", "jvpipe.models.bert", "grain", "tokenizers", "tests.hosts.worker")
+IMPORTED = (
+    "jvpipe.cli.train_command",
+    "jvpipe.models.bert",
+    "grain",
+    "tokenizers",
+    "tests.hosts.worker",
+)
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(IMPORTED))
 Main = Callable[[Sequence[str]], int | None]

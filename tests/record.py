@@ -31,7 +31,7 @@ import optax
 
 import jvpipe
 from jvpipe import _jax
-from jvpipe.cli import plan as plan_command
+from jvpipe.cli import plan_command
 from jvpipe.ir.buffers import Lowered
 from jvpipe.schedules import PipeDream, PipeMare, Schedule, TwoBW, XPipe
 from tests.bits import MICRO, batches_of, digest

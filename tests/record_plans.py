@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jvpipe
-from jvpipe.cli import plan as plan_command
+from jvpipe.cli import plan_command
 
 Record = dict[str, Any]
 SCHEDULES = (

@@ -125,15 +125,15 @@ def test_no_imports_go_in_a_circle() -> None:
 
 def test_files_and_functions_are_small() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert [path.name for path, count in lines.items() if count > 530] == []
-    assert median(lines.values()) <= 150
+    assert [path.name for path, count in lines.items() if count > 450] == []
+    assert median(lines.values()) <= 155
     functions = [
         f"{path.name}:{node.name}"
         for path, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 80
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
     ]
-    assert functions == []
+    assert functions == ["forecasts.py:plan_for"], "its docstring is the reference of its arguments"
 
 
 def test_what_jax_does_not_promise_is_touched_in_one_file() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.cli.plan import main
+from jvpipe.cli.plan_command import main
 from tests.profiles.test_operator_graph import operator_graph
 
 GRAPH = """\

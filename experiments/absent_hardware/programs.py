@@ -17,7 +17,7 @@ from jvpipe.cost.compiling import compiler_of
 from jvpipe.cost.target_store import TargetStore
 from jvpipe.cost.targets import target_of
 from jvpipe.cost.temporaries import temporary_bytes
-from jvpipe.programs.model import backward_program, forward_program, layer_programs
+from jvpipe.programs.model_programs import backward_program, forward_program, layer_programs
 from jvpipe.programs.store import shared_store
 
 

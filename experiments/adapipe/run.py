@@ -17,10 +17,10 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.models import load
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 
 STAGES, GROUP = 8, 8
 MICRO_BATCHES = 32

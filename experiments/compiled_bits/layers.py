@@ -22,7 +22,7 @@ from jvpipe._jax import absent_device
 from jvpipe.cost.targets import Target
 from jvpipe.models import load
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import (
+from jvpipe.programs.model_programs import (
     Share,
     backward_program,
     forward_program,

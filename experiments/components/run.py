@@ -15,10 +15,10 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Edge, LayerCost, Option
 from jvpipe.models import load
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 
 CLUSTER, DEVICES, MICRO_BATCHES = find_cluster("2080ti"), 8, 32

@@ -26,14 +26,14 @@ from jvpipe.papers.asking import ask_shapes
 from jvpipe.papers.pipedream_replicas import one_each
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.shape_bound import least_step_s
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.model.stage_cost import evaluate_decision
-from jvpipe.planners.planned import Planned
-from jvpipe.planners.shape_reasons import shape_of
+from jvpipe.planners.model.stage_simulation import simulated_step_s
+from jvpipe.planners.planned_problem import Planned
+from jvpipe.planners.shape_reasons import pipeline_shape
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.session.question import Question
@@ -136,7 +136,7 @@ def shapes_of(model: str, batch: int, configuration: str, overlaps: bool = False
 
 def short(shapes: Shapes, problem: Problem, decision: Decision) -> str:
     """A plan in a cell."""
-    shape = shape_of(problem, shapes.batch // problem.microbatches)
+    shape = pipeline_shape(problem, shapes.batch // problem.microbatches)
     if shape.kind == "data parallel":
         return f"DP on {shape.replicas[0]}"
     layers = ":".join(str(j - i) for i, j in pairwise(decision.bounds))
@@ -146,7 +146,7 @@ def short(shapes: Shapes, problem: Problem, decision: Decision) -> str:
 
 def kind_s(planned: Planned, kind: str) -> str:
     """The seconds of the best plan of a kind of shape over those of the best plan."""
-    if shape_of(planned.problem).kind == kind:
+    if pipeline_shape(planned.problem).kind == kind:
         return "1.00"
     if kind not in planned.shapes:
         return "does not fit"

@@ -4,7 +4,7 @@ from typing import Any
 
 from jvpipe import models, plan_for
 from jvpipe.exports.beside import judged
-from jvpipe.exports.stack import Layout, plan_of, stack_of
+from jvpipe.exports.stack import Layout, stack_of, stacked_plan
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.session.forecasts import Forecast
@@ -51,7 +51,7 @@ def forecast_of(name: str, size: str, fields: dict[str, Any], schedule: str) -> 
 
 def their_plan(layout: Any, outline: Outline) -> Plan:
     """The plan of a default layout."""
-    return plan_of(layout(stack_of(outline, strict=False).blocks), outline)
+    return stacked_plan(layout(stack_of(outline, strict=False).blocks), outline)
 
 
 def main() -> None:

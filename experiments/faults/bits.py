@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from experiments.faults.runs import LIMIT_S, Run, page
-from jvpipe.cli import train
+from jvpipe.cli import train_command
 
 STEPS = 6
 OPTIONS = (
@@ -82,7 +82,7 @@ def resumed(run: Run) -> str:
             signal.alarm(LIMIT_S)
             code = 1
             try:
-                code = train.main(
+                code = train_command.main(
                     ["--run-dir", str(run.path), "--resume", "--export", str(_exported(run))]
                 )
             except BaseException:

@@ -20,7 +20,7 @@ from jvpipe import _jax
 from jvpipe.cost.compiling import Compiler
 from jvpipe.cost.targets import TARGETS
 from jvpipe.models import load
-from jvpipe.programs.model import backward_program, forward_program, layer_programs
+from jvpipe.programs.model_programs import backward_program, forward_program, layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.trace.model import trace_model
 

@@ -14,15 +14,15 @@ from itertools import product
 from experiments.planners.questions import question
 from jvpipe import Plan
 from jvpipe.ir.buffers import Lowered
-from jvpipe.ir.kinds import KINDS, Link
+from jvpipe.ir.kinds import KINDS, CopyLink
 from jvpipe.ir.rows import Row
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
-from jvpipe.programs.model import layer_programs
+from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import lists_of
-from jvpipe.simulate.rows import simulate
+from jvpipe.simulate.simulator import simulate
 
 MICROBATCHES, DRAWS, SPREAD = 8, 6, 0.3
 
@@ -56,7 +56,7 @@ def over(step: Lowered, forward_s: Sequence[float], copy_s: float) -> float:
 
     def seconds(row: Row) -> float:
         info = KINDS[row.kind]
-        if info.link is Link.PEER:
+        if info.link is CopyLink.PEER:
             return copy_s
         return info.weight * forward_s[row.stage] / layers[row.stage] if info.weight else 0.0
 

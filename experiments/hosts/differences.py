@@ -113,7 +113,7 @@ def faults(name: str, process: int, word: Word) -> list[str]:
 
 def process(arguments: Sequence[str]) -> int:
     """One process, given its odd part and the options; tells when it came and what it said; returns its exit code."""
-    from jvpipe.cli import train
+    from jvpipe.cli import train_command
 
     os.environ["ODD"], *given = arguments
     begin = jax.distributed.initialize
@@ -125,7 +125,7 @@ def process(arguments: Sequence[str]) -> int:
     _tell("came", time.monotonic())
     met = mock.patch.object(jax.distributed, "initialize", initialize)
     with met, mock.patch.object(sys, "stderr", Heard(sys.stderr)):
-        return train.main(given)
+        return train_command.main(given)
 
 
 class Heard(io.TextIOBase):

@@ -134,11 +134,11 @@ def lines_of(path: Path) -> int:
 
 def process(arguments: Sequence[str]) -> int:
     """One process of the run, whose connections are closed by SIGUSR1; returns the exit code."""
-    from jvpipe.cli import train
+    from jvpipe.cli import train_command
 
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # of threads to come, too
     threading.Thread(target=_cut_when_told, daemon=True).start()
-    return train.main(list(arguments))
+    return train_command.main(list(arguments))
 
 
 def _cut_when_told() -> None:

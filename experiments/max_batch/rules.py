@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, LayerCost, Shared
 from jvpipe.papers.dawnpiper import try_dawnpiper as dawnpiper
-from jvpipe.papers.gpipe import gpipe
-from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.gpipe_cuts import gpipe_cuts
+from jvpipe.papers.pipedream_cuts import pipedream
 from jvpipe.papers.vpipe import try_vpipe as vpipe
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of
@@ -75,7 +75,7 @@ def _unless_infeasible(
 
 
 ATTEMPTS: dict[str, Callable[[Problem], Decision | None]] = {
-    "gpipe": _unless_infeasible(gpipe),
+    "gpipe": _unless_infeasible(gpipe_cuts),
     "pipedream": _unless_infeasible(pipedream),
     "vpipe": vpipe,
     "dawnpiper": dawnpiper,

@@ -24,7 +24,7 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.models import Workload
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.model import Model, trace_model

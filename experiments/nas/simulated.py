@@ -23,10 +23,10 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.models.architecture import Architecture
 from jvpipe.models.workload import Workload
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
-from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.planners.model.stage_simulation import simulated_step_s
+from jvpipe.programs.optimizer_pieces import cut_optimizer
 from jvpipe.programs.store import ProgramStore
 from jvpipe.schedules import find_schedule
 

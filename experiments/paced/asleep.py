@@ -17,9 +17,9 @@ import optax
 
 from experiments.schedules.clock import step_s
 from jvpipe.cost.measure import measure_programs
-from jvpipe.ir.kinds import KINDS, Link
+from jvpipe.ir.kinds import KINDS, CopyLink
 from jvpipe.ir.rows import Row
-from jvpipe.simulate.rows import simulate
+from jvpipe.simulate.simulator import simulate
 
 FORWARD_S, BACKWARD_S, UPDATE_S, WIDTH = 0.03, 0.06, 0.05, 32
 STEPS, BOUND = 7, 0.03
@@ -159,7 +159,7 @@ def by_rows_s(pipe: Any) -> float:
     def seconds_of(row: Row) -> float:
         if id(row) in programs:
             return runs[programs[id(row)].key].seconds
-        sent = row.writes if KINDS[row.kind].link is Link.PEER else ()
+        sent = row.writes if KINDS[row.kind].link is CopyLink.PEER else ()
         return link.seconds(sum(lowered.buffers[b].bytes for b in sent))
 
     return simulate(lowered, seconds_of).step_s

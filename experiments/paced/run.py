@@ -20,7 +20,7 @@ def main() -> None:
     from jvpipe.cost.measure import measured_costs
     from jvpipe.ir.plan import Plan
     from jvpipe.ir.rows import Row
-    from jvpipe.simulate.rows import simulate
+    from jvpipe.simulate.simulator import simulate
 
     loss_fn, params = layers.paced_loss(((FORWARD_S, BACKWARD_S),) * LAYERS), layers.params(LAYERS)
     print(

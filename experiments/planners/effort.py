@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 from unittest import mock
 
-from jvpipe.cost import effort as cost_effort
+from jvpipe.cost import measuring_effort as cost_effort
 from jvpipe.planners import splitting
 from jvpipe.planners.joint import effort, order_refine
 from jvpipe.session import planning

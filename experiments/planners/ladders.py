@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 
 from experiments.planners.profiles import profiles_folder
-from jvpipe.cli import plan
+from jvpipe.cli import plan_command
 
 DRAWN, RUNGS, STAGES = 8, 10, 4
 SCHEDULES = ("1f1b", "zb-h1", "auto")
@@ -45,7 +45,7 @@ def planned(arguments: Sequence[str]) -> Planned | None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
-            code = plan.main([*arguments, "--json", str(out)])
+            code = plan_command.main([*arguments, "--json", str(out)])
         assert code in (0, 1), said.getvalue()
         told = json.loads(out.read_text())
     if not told["feasible"]:

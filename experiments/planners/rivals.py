@@ -23,10 +23,10 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import SCHEDULES, find_schedule
 from jvpipe.session.question import on_cluster

@@ -7,7 +7,7 @@ import sys
 import time
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import StageLoad
 
 STAGES = 64

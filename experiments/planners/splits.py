@@ -9,8 +9,8 @@ from dataclasses import replace
 from experiments.planners.questions import question
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.planners.answer import Answer
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.session.forecast import asked, with_splits
 
 MODELS = (("bert", "large", 16), ("gpt2", "770m", 2))

@@ -15,9 +15,9 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
 from jvpipe.papers.registry import PLANNERS
 from jvpipe.planners.answer import Answer
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.session.forecast import asked

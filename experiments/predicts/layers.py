@@ -13,7 +13,7 @@ from jvpipe.cost.hardware import Accelerator
 from jvpipe.ir.values import ValueKind
 from jvpipe.models import load
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import layer_programs
+from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.inline import merged_equations

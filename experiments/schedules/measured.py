@@ -70,7 +70,7 @@ def measured(devices: int, name: str) -> Measured:
     import jvpipe
     from experiments.migration import naps
     from experiments.schedules import layers
-    from jvpipe.simulate.rows import simulate
+    from jvpipe.simulate.simulator import simulate
 
     count = PER_DEVICE * devices
     pipe = jvpipe.Pipeline(

@@ -23,9 +23,9 @@ from jvpipe.cost.hardware import Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.joint.order_search import find_order
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules.auto import given_lists, lines_of
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.vee import VSchedule

@@ -25,11 +25,11 @@ from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.even import balanced
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules.gpipe import GPIPE
 from jvpipe.schedules.interleaved import ZBH1, Interleaved
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB

@@ -16,10 +16,10 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import Cluster
 from jvpipe.models import Workload, load
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from jvpipe.session.question import on_cluster
 

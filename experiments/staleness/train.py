@@ -10,7 +10,7 @@ import jax
 import jvpipe
 from experiments.staleness.subjects import MICRO_BATCHES, Batch, Subject
 from jvpipe.schedules import PipeMare, Schedule, find_schedule
-from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import StageLoad
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0  # of the whole model on one device, per micro-batch

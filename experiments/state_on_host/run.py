@@ -14,18 +14,18 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.buffers import Lowered, peaks
-from jvpipe.ir.kinds import KINDS, Kind, Link
+from jvpipe.ir.kinds import KINDS, CopyLink, Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
 from jvpipe.models import load
 from jvpipe.planners.user_fates import with_state_fates
-from jvpipe.programs.model import layer_programs
+from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.schedules.planned import lists_of
 from jvpipe.session.question import Question
-from jvpipe.simulate.rows import Links, links_between_devices, simulate
+from jvpipe.simulate.simulator import Links, links_between_devices, simulate
 
 GIB, CLUSTER = 2**30, find_cluster("h100")
 Subject = tuple[str, str, dict[str, Any]]
@@ -52,9 +52,9 @@ def seconds(row: Row, lowered: Lowered, costs: Costs, cluster: Cluster) -> float
         case Kind.U:
             touched = size + sum(lowered.buffers[b].bytes for b in row.reads)
             return touched / cluster.device.memory_bytes_per_s
-        case _ if info.link in (Link.TO_HOST, Link.FROM_HOST):
+        case _ if info.link in (CopyLink.TO_HOST, CopyLink.FROM_HOST):
             return cluster.host.seconds(size)
-        case _ if info.link is Link.PEER:
+        case _ if info.link is CopyLink.PEER:
             return cluster.peer.seconds(size)
         case _:
             return 0.0

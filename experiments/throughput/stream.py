@@ -22,7 +22,7 @@ import optax  # noqa: E402
 import jvpipe  # noqa: E402
 from experiments.throughput import data, model  # noqa: E402
 from jvpipe.ir.span import Span  # noqa: E402
-from jvpipe.report.timeline import COMPUTE  # noqa: E402
+from jvpipe.report.chrome_trace import COMPUTE  # noqa: E402
 
 WARM, STEPS = 3, 8
 

@@ -16,10 +16,10 @@ from jvpipe.cost.presets import PRESETS
 from jvpipe.models import load
 from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 
 GIB = 2**30

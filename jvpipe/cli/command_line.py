@@ -17,7 +17,7 @@ from typing import Any, NoReturn, get_args
 
 import jvpipe
 from jvpipe import models
-from jvpipe.cli.options import NOT_KEPT, TrainOptions, check_each
+from jvpipe.cli.command_options import NOT_KEPT, TrainOptions, check_each
 from jvpipe.cli.outputs import check_figure, check_new_folder, check_writable
 from jvpipe.cli.own_model import ENTRY_POINTS
 from jvpipe.cli.run_folder import MARK, RECORDED, RunDir, check_made_here
@@ -29,7 +29,7 @@ from jvpipe.session.options import PipelineOptions, options_of
 from jvpipe.util.brief import brief
 from jvpipe.util.extras import MissingExtraError
 from jvpipe.util.names import did_you_mean
-from jvpipe.util.option import Group, Option
+from jvpipe.util.option import Group, PipelineOption
 from jvpipe.util.yaml_text import read_yaml
 
 _WORDS = {
@@ -87,7 +87,7 @@ def read_options(
 
 
 def add_options(
-    parser: argparse.ArgumentParser, options: Mapping[str, Option]
+    parser: argparse.ArgumentParser, options: Mapping[str, PipelineOption]
 ) -> list[argparse.Action]:
     """Adds `--version` and options to a parser, each option in its group.
 
@@ -120,7 +120,7 @@ def add_options(
     return actions
 
 
-def _help(option: Option) -> str:
+def _help(option: PipelineOption) -> str:
     """Writes the help of an option for argparse, with the default in brackets if there is one."""
     line = option.help if not option.default else f"{option.help} ({option.default})"
     return line.replace("%", "%%")
@@ -135,7 +135,7 @@ def _word(holder: type[PipelineOptions], word: str) -> str:
     return f"--{name}{equals}{value}"
 
 
-def _is_needless(options: Mapping[str, Option], word: str) -> bool:
+def _is_needless(options: Mapping[str, PipelineOption], word: str) -> bool:
     """Tells whether a word is a former option that has no effect any more, and warns if so."""
     if word != "--no-lossy" or "lossy" not in options:
         return False
@@ -157,7 +157,7 @@ def _warn(message: str) -> None:
     print("warning:", message, file=sys.stderr)
 
 
-def _of_text(option: Option, text: Any) -> Any:
+def _of_text(option: PipelineOption, text: Any) -> Any:
     """Converts the value of an option to the option's type; raises ValueError if it cannot."""
     if isinstance(text, list):
         return tuple(text)

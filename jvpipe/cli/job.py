@@ -22,7 +22,7 @@ import numpy as np
 import jvpipe
 from jvpipe import models
 from jvpipe.cli import outputs
-from jvpipe.cli.options import (
+from jvpipe.cli.command_options import (
     FIXED,
     TrainOptions,
     agreed_options,
@@ -173,7 +173,7 @@ def _updates_in_step(schedule_name: str, microbatches: int) -> int:
     return 1 if schedule.synchronous else microbatches // schedule.period(microbatches)
 
 
-class _Asked(NamedTuple):
+class _RunRequest(NamedTuple):
     """What the options and the folder of a resumed run ask for.
 
     Attributes:
@@ -189,7 +189,7 @@ class _Asked(NamedTuple):
     from_file: bool
 
 
-def _asked(options: TrainOptions) -> _Asked:
+def _asked(options: TrainOptions) -> _RunRequest:
     """Reads the folder of a resumed run and the file of `--plan`; completes the options."""
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
     before = resumed.read_config() if resumed else dataclasses.asdict(TrainOptions())
@@ -199,11 +199,11 @@ def _asked(options: TrainOptions) -> _Asked:
         plan = kept_plan(resumed.plan, by_name, before)
     options = replace(options, microbatches=options.microbatches or USUAL_MICROBATCHES)
     if plan is None:
-        return _Asked(replace(options, stages=options.stages_asked), before, None, False)
+        return _RunRequest(replace(options, stages=options.stages_asked), before, None, False)
     schedule = find_schedule(plan.schedule or options.schedule)
     stages = options.stages if options.shares else pipeline_length(plan, schedule)
     options = replace(options, stages=stages, schedule=schedule.name)
-    return _Asked(options, before, plan, from_file is not None)
+    return _RunRequest(options, before, plan, from_file is not None)
 
 
 def _start(

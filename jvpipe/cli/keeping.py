@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import jvpipe
+from jvpipe.cli.command_options import MOST
 from jvpipe.cli.job import Job
-from jvpipe.cli.options import MOST
 from jvpipe.cli.processes import Watch
 from jvpipe.runtime.engine.losses import nan_leaves
 from jvpipe.runtime.state.checkpoints.background import Writer

@@ -238,7 +238,7 @@ class Speech:
             self._display.update(metrics, places)
 
 
-def places(pipe: Pipeline) -> dict[str, DeviceRow]:
+def rows_by_device(pipe: Pipeline) -> dict[str, DeviceRow]:
     """Returns the present layers and the memory limit of each device, by the device's name."""
     layers = defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jvpipe
-from jvpipe.cli import plan, train
+from jvpipe.cli import plan_command, train_command
 from jvpipe.cli.command_line import add_options, names, names_by_option
-from jvpipe.cli.options import TrainOptions
+from jvpipe.cli.command_options import TrainOptions
 from jvpipe.session.options import PipelineOptions, options_of
 from jvpipe.util.extras import extra
 from jvpipe.util.names import did_you_mean
 
-_OPTIONS = {"train": TrainOptions, "plan": plan.PlanOptions}
+_OPTIONS = {"train": TrainOptions, "plan": plan_command.PlanOptions}
 
 
 def _print_completion(arguments: Sequence[str]) -> int:
@@ -28,7 +28,11 @@ def _print_completion(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS = {"train": train.main, "plan": plan.main, "completion": _print_completion}
+_COMMANDS = {
+    "train": train_command.main,
+    "plan": plan_command.main,
+    "completion": _print_completion,
+}
 _OVERVIEW = """\
 python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
 python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs

@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.options import TrainOptions, agreed_options
+from jvpipe.cli.command_options import TrainOptions, agreed_options
 from jvpipe.cli.shell import ExitCode
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Hop, Level, Picture, Span
+from jvpipe.report.chrome_trace import Busy
 from jvpipe.report.metrics import StepMetrics
-from jvpipe.report.timeline import Busy
 from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
 from jvpipe.runtime.engine.meeting import PATIENCE, Attendance, Given, MeetingServer
 from jvpipe.runtime.engine.signed_lines import read_secret

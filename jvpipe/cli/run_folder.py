@@ -14,7 +14,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from jvpipe.cli.options import DECIDES
+from jvpipe.cli.command_options import DECIDES
 from jvpipe.cli.own_model import is_installed
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.state.checkpoints.checkpoint import (

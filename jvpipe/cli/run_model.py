@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jvpipe import models
-from jvpipe.cli.options import TrainOptions
+from jvpipe.cli.command_options import TrainOptions
 from jvpipe.cli.own_model import USUAL_RATE
 from jvpipe.models.architecture_search import ArchitectureSearch
 from jvpipe.models.recipe import Recipe

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jvpipe.cli.command_options import kept_options
 from jvpipe.cli.job import Job
-from jvpipe.cli.options import kept_options
-from jvpipe.cli.outputs import Speech, places
+from jvpipe.cli.outputs import Speech, rows_by_device
 from jvpipe.cli.processes import Own, shared
 from jvpipe.cli.shell import StopRequest
 from jvpipe.cost.utilization import ideal_s
-from jvpipe.report import timeline
+from jvpipe.report import chrome_trace
 from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
 from jvpipe.report.trackers import TrackedRun, Tracker, find_tracker
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
@@ -117,7 +117,7 @@ class StepLog:
         if done is not None:
             measured = self._job.pipe.session.measured(before=before)
             metrics = self._numbers.of(done, measured, self.clock.lap_s())
-            ours = metrics, timeline.busy(measured.spans)
+            ours = metrics, chrome_trace.busy(measured.spans)
         signum, line = shared(hosts or self._job.hosts, self._stop.signum, ours)
         if line is not None and self._file is not None:
             elapsed_s = self._file.elapsed_s + self.clock.elapsed_s()
@@ -125,7 +125,7 @@ class StepLog:
             self._file.append(line)
             for tracker in self._trackers:
                 tracker.log(line.step, line.numbers())
-            self._speech.step(line, places(self._job.pipe))
+            self._speech.step(line, rows_by_device(self._job.pipe))
         return signum
 
 
@@ -168,8 +168,8 @@ class StepNumbers:
             grad_norm=float(done.metrics.get("grad_norm", math.nan)),
             seconds=seconds,
             examples_per_s=job.batch_size / seconds,
-            bubble_fraction=timeline.bubble_fraction(measured.spans),
-            busy_fraction=timeline.busy_fractions(measured.spans),
+            bubble_fraction=chrome_trace.bubble_fraction(measured.spans),
+            busy_fraction=chrome_trace.busy_fractions(measured.spans),
             peak_bytes={str(device): peak for device, peak in ledger.peak_bytes.items()},
             staleness=ledger.versions.staleness(sum(job.pipe.plan.cuts)),
             swapped_bytes=measured.swapped_bytes,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from jvpipe._jax import Device
 from jvpipe.cost.costs import Option
 from jvpipe.ir.fates import left_by
-from jvpipe.programs.model import backward_program, partial_inputs
+from jvpipe.programs.model_programs import backward_program, partial_inputs
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 

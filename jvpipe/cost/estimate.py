@@ -3,7 +3,7 @@
 Nothing is compiled or allocated. Seconds come from the roofline (`roofline.py`), and temporary
 bytes from rules about what compilers do (`temporaries.py`). The device's compiler may have been
 asked about some programs. Where it reports more temporary bytes than the rules give, its numbers
-count (`said.py`). Layers with equal programs are estimated once.
+count (`reported_temporaries.py`). Layers with equal programs are estimated once.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,20 @@ from jvpipe.cost import roofline
 from jvpipe.cost.costs import Costs, Option
 from jvpipe.cost.frontier import layer_options, recomputes
 from jvpipe.cost.hardware import Accelerator, Cluster
-from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
-from jvpipe.cost.said import Said, with_said_options, with_said_updates, with_said_work
+from jvpipe.cost.model_costs import Work, costs_of, own_inputs, split_costs, with_update_seconds
+from jvpipe.cost.reported_temporaries import (
+    Said,
+    with_said_options,
+    with_said_updates,
+    with_said_work,
+)
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.cost.tiles import in_tiles
 from jvpipe.cost.utilization import product_flops
 from jvpipe.ir.layers import LayerGraph, Signature
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import layer_programs
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.model_programs import layer_programs
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import ProgramStore, shared_store
 from jvpipe.trace.graph import Traced

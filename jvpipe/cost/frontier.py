@@ -17,8 +17,8 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe.cost.costs import Option
-from jvpipe.cost.effort import OPTIONS
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.measuring_effort import OPTIONS
 from jvpipe.cost.recompute import Recompute, recompute_of
 from jvpipe.ir.plan import Fate
 from jvpipe.programs.layer import LayerPrograms
@@ -81,7 +81,7 @@ def layer_options(
         # The options of layers with equal programs and inputs of equal size differ only in names.
         key = id(recompute), input_bytes
         if key not in cache:
-            options = options_of(recompute, input_bytes)
+            options = recompute_options(recompute, input_bytes)
             if measured:
                 options = calibrated(options, measured[layer.id])
             cache[key] = options
@@ -91,7 +91,7 @@ def layer_options(
     return by_layer
 
 
-def options_of(
+def recompute_options(
     recompute: Recompute,
     input_bytes: int = 0,
     count: int = OPTIONS.options,

@@ -18,7 +18,7 @@ _SMALL = 4
 """A buffer is small if it takes less than 1 / `_SMALL` of the on-chip memory."""
 
 
-class Buffer(NamedTuple):
+class HeapBlock(NamedTuple):
     """Bytes that are in use from step `first` to step `last`, both included."""
 
     bytes: int
@@ -33,18 +33,18 @@ class Room(NamedTuple):
     written: int
 
 
-def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Buffer]:
+def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list[HeapBlock]:
     """Returns the buffers that do not lie in a result.
 
     Buffers are placed in order of falling size, and equal ones in order of falling last step. Each
     one goes into the smallest result that has room for it, if there is one.
 
-    >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
+    >>> without_lodgers([HeapBlock(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
     [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]
     """
     # Results are in order of rising size, so the first one with room is the smallest.
     in_order = sorted(rooms)
-    lodgers: list[list[Buffer]] = [[] for _ in in_order]
+    lodgers: list[list[HeapBlock]] = [[] for _ in in_order]
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
         for room, there in zip(in_order, lodgers, strict=True):
@@ -59,7 +59,7 @@ def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Bu
     return left
 
 
-def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
+def peak_bytes(buffers: Sequence[HeapBlock], scratch_bytes: int) -> int:
     """Counts the most bytes that buffers take at once.
 
     Args:
@@ -67,7 +67,7 @@ def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
         scratch_bytes: the on-chip memory of a TPU. Small buffers lie there as far as they fit. All
             other bytes count.
 
-    >>> peak_bytes([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 2, 2)], 0)
+    >>> peak_bytes([HeapBlock(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 2, 2)], 0)
     8
     """
     changes: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelStep:
     """A kernel, or several kernels that a compiler joins into one.
 
     Attributes:
@@ -34,7 +34,7 @@ class Step:
     own_bytes: int = 0
 
 
-class Program:
+class KernelProgram:
     """The equations of a program with their kernels.
 
     Args:
@@ -69,7 +69,7 @@ class Program:
         return ((self.eqns[i], kernel) for i, kernel in self.kernels.of.items())
 
 
-def shape_of(v: Atom) -> Shape:
+def dims_of(v: Atom) -> Shape:
     """Returns the shape of a value."""
     return _jax.aval(v).shape
 
@@ -80,7 +80,7 @@ def loop_of(eqn: JaxprEqn) -> Shape | None:
         return None
     is_reduction = eqn.primitive.name in REDUCTIONS
     looped = eqn.invars[0] if is_reduction else eqn.outvars[0]
-    return shape_of(looped)
+    return dims_of(looped)
 
 
 def is_batched(eqn: JaxprEqn) -> bool:

@@ -14,8 +14,8 @@ import jax
 
 from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive, surroundings
-from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.example_inputs import example_of
+from jvpipe.cost.measuring_effort import MEASURING
 from jvpipe.programs.store import Program, ProgramStore
 
 

@@ -17,8 +17,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jvpipe._jax import Device
 from jvpipe.cost.archive import Archive, surroundings
-from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.cost.measuring_effort import MEASURING
 
 _SMALL, _LARGE = 2**16, 2**24  # bytes
 

@@ -20,14 +20,14 @@ from jvpipe.cost import roofline
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs, Option
-from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.example_inputs import example_of
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
-from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
+from jvpipe.cost.measuring_effort import MEASURING
+from jvpipe.cost.model_costs import Work, costs_of, own_inputs, split_costs, with_update_seconds
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.cost.recompute import Recompute
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import (
+from jvpipe.programs.model_programs import (
     Share,
     backward_program,
     forward_program,
@@ -37,7 +37,7 @@ from jvpipe.programs.model import (
     piece_program,
     weight_program,
 )
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jvpipe._jax import Jaxpr, JaxprEqn, Var
-from jvpipe.cost.effort import OPTIONS
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.measuring_effort import OPTIONS
 from jvpipe.cost.roofline import equation_seconds
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace import jaxprs

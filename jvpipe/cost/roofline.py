@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
-from jvpipe.cost.products import product_of
+from jvpipe.cost.matrix_products import product_of
 from jvpipe.cost.tiling import product_s
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged_equations

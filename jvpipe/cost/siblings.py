@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 from jvpipe import _jax
 from jvpipe._jax import Var
-from jvpipe.cost.kernel_steps import Shape, Step
+from jvpipe.cost.kernel_steps import KernelStep, Shape
 
 
-def with_siblings(steps: Sequence[Step]) -> list[Step]:
+def with_siblings(steps: Sequence[KernelStep]) -> list[KernelStep]:
     """Joins siblings into one step each, at the place of the last sibling if possible.
 
     A step joins the first group that loops over the same shape and reads the same large array. A
@@ -35,7 +35,7 @@ def with_siblings(steps: Sequence[Step]) -> list[Step]:
     return joined
 
 
-def _waits(steps: Sequence[Step]) -> list[int]:
+def _waits(steps: Sequence[KernelStep]) -> list[int]:
     """Returns for each step the set of all steps that it waits for; binary digit j is step j."""
     maker = {v: i for i, step in enumerate(steps) for v in step.writes}
     behind = [0] * len(steps)
@@ -46,7 +46,7 @@ def _waits(steps: Sequence[Step]) -> list[int]:
 
 
 def _may_join(
-    steps: Sequence[Step],
+    steps: Sequence[KernelStep],
     behind: Sequence[int],
     i: int,
     group: Sequence[int],
@@ -111,8 +111,8 @@ def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[li
         yield ready
 
 
-def _joined(several: Sequence[Step]) -> Step:
+def _joined(several: Sequence[KernelStep]) -> KernelStep:
     """Makes one step of several."""
     reads = frozenset[Var]().union(*(step.reads for step in several))
     writes = frozenset[Var]().union(*(step.writes for step in several))
-    return Step(reads, writes, several[0].loop, sum(step.own_bytes for step in several))
+    return KernelStep(reads, writes, several[0].loop, sum(step.own_bytes for step in several))

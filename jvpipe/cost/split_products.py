@@ -11,7 +11,7 @@ constants are those of XLA (`splitk_rewriter`), so they change only if XLA chang
                with zeros.
 """
 
-from jvpipe.cost.products import Product
+from jvpipe.cost.matrix_products import Product
 
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5

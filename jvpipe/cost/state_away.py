@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jvpipe.cost.costs import Costs
 from jvpipe.ir.fates import UPDATES_HELD
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 
 
 def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]) -> Costs:

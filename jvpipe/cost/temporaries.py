@@ -45,9 +45,9 @@ from dataclasses import replace
 
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
-from jvpipe.cost.heap import Buffer, Room, peak_bytes, without_lodgers
-from jvpipe.cost.kernel_steps import Program, Shape, Step, loop_of, shape_of
-from jvpipe.cost.products import product_of
+from jvpipe.cost.heap import HeapBlock, Room, peak_bytes, without_lodgers
+from jvpipe.cost.kernel_steps import KernelProgram, KernelStep, Shape, dims_of, loop_of
+from jvpipe.cost.matrix_products import product_of
 from jvpipe.cost.roofline import DEAR, REDUCTIONS, SCATTERS, nbytes
 from jvpipe.cost.siblings import with_siblings
 from jvpipe.cost.split_products import split_bytes
@@ -81,7 +81,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     jaxpr = merged_equations(closed).jaxpr
     if device.platform != "cpu":
         jaxpr = _without_twins(jaxpr)
-    program = Program(jaxpr, device.platform)
+    program = KernelProgram(jaxpr, device.platform)
     steps = list(_steps(program, device))
     # Values without a buffer of their own: results, and what lies in a result or inside a kernel.
     elsewhere = program.results
@@ -109,9 +109,9 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     for v, begin in first.items():
         if v not in elsewhere:
             end = last.get(v, begin)
-            buffers.append(Buffer(size(v), begin, end))
+            buffers.append(HeapBlock(size(v), begin, end))
     for i, step in enumerate(steps):
-        buffers.append(Buffer(step.own_bytes, i, i))
+        buffers.append(HeapBlock(step.own_bytes, i, i))
     if device.platform == "cuda":
         buffers = without_lodgers(buffers, _rooms(program, steps, elsewhere))
     return peak_bytes(buffers, device.scratch_bytes)
@@ -136,7 +136,7 @@ def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def _steps(program: Program, device: Accelerator) -> Iterator[Step]:
+def _steps(program: KernelProgram, device: Accelerator) -> Iterator[KernelStep]:
     """Yields a step for each kernel, in the order of equations, with the copies that it makes."""
     turned = _turned_scatters(program) if device.platform == "cuda" else set[Var]()
     for eqn, kernel in program.with_kernels():
@@ -147,10 +147,10 @@ def _steps(program: Program, device: Accelerator) -> Iterator[Step]:
         elif device.platform == "cuda" and _copies_filter(eqn):
             copied = program.inputs & program.roots(eqn.invars[1:])
         own_bytes = _own_bytes(eqn, device) + sum(map(nbytes, copied))
-        yield Step(frozenset(kernel.reads), frozenset(writes), loop_of(eqn), own_bytes)
+        yield KernelStep(frozenset(kernel.reads), frozenset(writes), loop_of(eqn), own_bytes)
 
 
-def _turned_scatters(program: Program) -> set[Var]:
+def _turned_scatters(program: KernelProgram) -> set[Var]:
     """Returns the results of scatters that are transposed, which takes a copy.
 
     A scatter's result has the layout of the array that it updates.
@@ -177,11 +177,11 @@ def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
         return split_bytes(product, device.cores)
     if name == "select_and_scatter_add" and device.platform == "cuda":
         pooled = eqn.invars[0]
-        return (1 + len(shape_of(pooled))) * nbytes(pooled)
+        return (1 + len(dims_of(pooled))) * nbytes(pooled)
     return 0
 
 
-def _summed_across(program: Program) -> dict[Var, set[Var]]:
+def _summed_across(program: KernelProgram) -> dict[Var, set[Var]]:
     """Finds values made with an exponential or the like, and reduced over different axes.
 
     Returns the reductions of each value. Values that reach memory anyway are left out.
@@ -200,7 +200,7 @@ def _summed_across(program: Program) -> dict[Var, set[Var]]:
         loop = loop_of(eqn)
         if loop is None:
             continue
-        as_large = (shape_of(v) == loop for v in dear & read)
+        as_large = (dims_of(v) == loop for v in dear & read)
         if name in DEAR or any(as_large):
             dear.update(eqn.outvars)
     across = {}
@@ -211,7 +211,7 @@ def _summed_across(program: Program) -> dict[Var, set[Var]]:
     return across
 
 
-def _with_once(steps: Iterable[Step], once: Mapping[Var, set[Var]]) -> list[Step]:
+def _with_once(steps: Iterable[KernelStep], once: Mapping[Var, set[Var]]) -> list[KernelStep]:
     """Returns steps in which the first reduction of each value of `once` also writes the value.
 
     The later reductions read it from memory.
@@ -231,7 +231,7 @@ def _with_once(steps: Iterable[Step], once: Mapping[Var, set[Var]]) -> list[Step
     return marked
 
 
-def _inside_results(program: Program) -> set[Var]:
+def _inside_results(program: KernelProgram) -> set[Var]:
     """Finds values that lie in a result's memory, as the rule `results` says.
 
     If the kernel adds a value to an input, the result overwrites that input. Then only
@@ -261,7 +261,7 @@ def _inside_results(program: Program) -> set[Var]:
     return inside
 
 
-def _inner_sums(program: Program) -> set[Var]:
+def _inner_sums(program: KernelProgram) -> set[Var]:
     """Finds the reductions that only a reduction of the same kind reads: both are one kernel."""
     kinds = {v: eqn.primitive for eqn in program.eqns for v in eqn.outvars}
     inner: set[Var] = set()
@@ -274,8 +274,8 @@ def _inner_sums(program: Program) -> set[Var]:
 
 
 def _rooms(
-    program: Program,
-    steps: Sequence[Step],
+    program: KernelProgram,
+    steps: Sequence[KernelStep],
     elsewhere: Collection[Var],
 ) -> Iterator[Room]:
     """Yields the results in whose memory buffers may lie: those that do not overwrite an input.
@@ -297,7 +297,7 @@ def _rooms(
                 yield Room(nbytes(v), taken[v])
 
 
-def _with_results_early(steps: Sequence[Step], elsewhere: set[Var]) -> list[Step]:
+def _with_results_early(steps: Sequence[KernelStep], elsewhere: set[Var]) -> list[KernelStep]:
     """Moves steps that write only values of `elsewhere` right behind the steps that they need."""
     made_at: dict[Var, int] = {}
     places = []

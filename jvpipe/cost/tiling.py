@@ -13,13 +13,13 @@ be idle, libraries also cut long sums into parts, which different cores compute.
 the fastest combination of tile size and number of parts, and so does this model.
 
 A dense convolution of 3 x 3 pixels takes the faster of two ways: as one product, or as the products
-of Winograd's algorithm (`products.py`).
+of Winograd's algorithm (`matrix_products.py`).
 """
 
 import math
 from dataclasses import dataclass
 
-from jvpipe.cost.products import Product
+from jvpipe.cost.matrix_products import Product
 
 TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
 """The sizes of tiles: rows, columns, and the share of the largest tile's rate that a tile reaches.

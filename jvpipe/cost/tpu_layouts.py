@@ -9,7 +9,7 @@ from typing import Any
 
 from jvpipe import _jax
 from jvpipe._jax import Var
-from jvpipe.cost.kernel_steps import Program, Shape, Step, is_batched, loop_of, shape_of
+from jvpipe.cost.kernel_steps import KernelProgram, KernelStep, Shape, dims_of, is_batched, loop_of
 from jvpipe.cost.roofline import REDUCTIONS
 from jvpipe.cost.tiles import COLUMNS, tiled_bytes
 from jvpipe.trace import jaxprs
@@ -28,7 +28,7 @@ class TpuLayouts:
         apart: the values that need a temporary buffer in addition to the buffer of a result.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: KernelProgram) -> None:
         self.images = {*_images(program)}
         self.halves = _halves(program, self.images)
         self.relaid = {*_relaid(program)} | (self.images & program.inputs)
@@ -43,7 +43,7 @@ class TpuLayouts:
             itemsize //= 2
         return tiled_bytes(aval.shape, itemsize, lanes)
 
-    def with_copies(self, steps: Sequence[Step]) -> list[Step]:
+    def with_copies(self, steps: Sequence[KernelStep]) -> list[KernelStep]:
         """Returns steps with their copies.
 
         A convolution also holds a copy of its result, with examples as rows. The first reader of a
@@ -64,20 +64,20 @@ class TpuLayouts:
         return copying
 
 
-def _images(program: Program) -> Iterator[Var]:
+def _images(program: KernelProgram) -> Iterator[Var]:
     """Yields the images: all values with the shape of a convolution's image operand or result.
 
     A value that takes no more bytes as an image is left out.
     """
     shapes: set[Shape] = set()
     for eqn in program.named("conv_general_dilated"):
-        left, right, result = map(shape_of, (*eqn.invars, *eqn.outvars))
+        left, right, result = map(dims_of, (*eqn.invars, *eqn.outvars))
         # Both operands of a filter's gradient are images, and its result is a filter. In other
         # convolutions the right operand is the filter.
         is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
         shapes |= {left, right if is_gradient else result}
     for v in program.inputs | jaxprs.defined(program.eqns):
-        if shape_of(v) in shapes and _is_wider(_jax.aval(v)):
+        if dims_of(v) in shapes and _is_wider(_jax.aval(v)):
             yield v
 
 
@@ -88,7 +88,7 @@ def _is_wider(aval: Any) -> bool:
     return along_columns > tiled_bytes(aval.shape, itemsize)
 
 
-def _halves(program: Program, images: set[Var]) -> set[Var]:
+def _halves(program: KernelProgram, images: set[Var]) -> set[Var]:
     """Finds the float32 values that elementwise kernels make and only unbatched products read.
 
     Reductions may read such a value, too, because they run in the kernel that makes it. Input
@@ -105,7 +105,7 @@ def _halves(program: Program, images: set[Var]) -> set[Var]:
     return {v for v in for_products if _jax.aval(v).dtype == "float32"}
 
 
-def _relaid(program: Program) -> Iterator[Var]:
+def _relaid(program: KernelProgram) -> Iterator[Var]:
     """Yields the inputs that are copied for the kernels that loop over them.
 
     An input is copied in two cases. In the first, it has the shape of a batched product's result,
@@ -113,7 +113,7 @@ def _relaid(program: Program) -> Iterator[Var]:
     columns of tiles between programs: another layout takes fewer bytes there. An input that a heavy
     equation (such as a product) reads is never copied.
     """
-    batched = {shape_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
+    batched = {dims_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
     loops = {loop_of(eqn) for eqn in program.eqns}
     heavy = (eqn for eqn in program.eqns if is_heavy(eqn))
     operands = {v for eqn in heavy for v in jaxprs.variables(eqn.invars)}
@@ -125,7 +125,7 @@ def _relaid(program: Program) -> Iterator[Var]:
             yield v
 
 
-def _laid_twice(program: Program) -> Iterator[Var]:
+def _laid_twice(program: KernelProgram) -> Iterator[Var]:
     """Yields products that need a buffer of their own: kernels read them in another layout."""
     transposed = jaxprs.defined(program.named("transpose"))
     for eqn in program.named("dot_general"):
@@ -133,6 +133,6 @@ def _laid_twice(program: Program) -> Iterator[Var]:
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
         # In the other layout, the index of rows runs along the 128 columns of tiles. A product with
         # fewer rows would not fill them.
-        has_rows = shape_of(product)[-2:][:1] >= (COLUMNS,)
+        has_rows = dims_of(product)[-2:][:1] >= (COLUMNS,)
         if program.readers[product] and has_table and has_rows and not is_batched(eqn):
             yield product

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 from jvpipe.cost.costs import Costs
 from jvpipe.ir.plan import Fate, Plan
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import device_bytes, evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists
 from jvpipe.util.sizes import GIB

@@ -305,7 +305,7 @@ def with_lists(
     return with_own_lists
 
 
-def whole_number(
+def integer_field(
     fields: Mapping[str, str],
     name: str,
     default: int,

@@ -12,8 +12,8 @@ MaxText recomputes blocks from their inputs in two cases:
 
 import re
 
-from jvpipe.exports.format import Format, whole_number
-from jvpipe.exports.stack import Layout, layout_of, plan_of, stack_of
+from jvpipe.exports.format import Format, integer_field
+from jvpipe.exports.stack import Layout, layout_of, stack_of, stacked_plan
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 
@@ -51,14 +51,14 @@ def _read(text: str, outline: Outline) -> Plan:
     fields = {match[1]: match[2] for match in matches if match}
     # A slice is a set of devices that fast links join. A pipeline may run within a slice (ici),
     # across several slices (dcn), or both.
-    within, across = (whole_number(fields, name, 1) for name in _STAGES)
+    within, across = (integer_field(fields, name, 1) for name in _STAGES)
     stages = within * across
     blocks = stack_of(outline, strict=False).blocks
     if stages < 1 or fields.keys().isdisjoint(_STAGES):
         raise ValueError(f"ici_pipeline_parallelism must say how many stages, it gives {stages}")
-    total = whole_number(fields, "base_num_decoder_layers", blocks)
-    per_stage = whole_number(fields, "num_layers_per_pipeline_stage", 1)
-    repeats = whole_number(fields, "num_pipeline_repeats", -1)
+    total = integer_field(fields, "base_num_decoder_layers", blocks)
+    per_stage = integer_field(fields, "num_layers_per_pipeline_stage", 1)
+    repeats = integer_field(fields, "num_pipeline_repeats", -1)
     if total != blocks:
         raise ValueError(f"base_num_decoder_layers is {total}, the model has {blocks} blocks")
     if repeats == -1 and per_stage > 0:  # MaxText's default: as often as the blocks require
@@ -76,7 +76,7 @@ def _read(text: str, outline: Outline) -> Plan:
     layers = _flag(fields, "set_remat_policy_on_layers_per_stage", False)
     recomputes = iterations or (layers and policy == "full")
     again = per_stage if recomputes else 0
-    return plan_of(Layout((per_stage,) * stages, again, "gpipe", stages), outline)
+    return stacked_plan(Layout((per_stage,) * stages, again, "gpipe", stages), outline)
 
 
 def _flag(fields: dict[str, str], name: str, default: bool) -> bool:

@@ -11,8 +11,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from jvpipe.exports.format import Format, whole_number
-from jvpipe.exports.stack import Layout, layout_of, plan_of
+from jvpipe.exports.format import Format, integer_field
+from jvpipe.exports.stack import Layout, layout_of, stacked_plan
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import MOST_LAYERS, Plan
 from jvpipe.schedules.interleaved import Interleaved
@@ -50,17 +50,17 @@ def _read(text: str, outline: Outline) -> Plan:
     if not re.fullmatch("Et*L", joined):
         raise ValueError(f"the layout must be one E, blocks t and one L, it is {brief(joined)}")
     blocks = joined.count("t")
-    layers = whole_number(options, "--num-layers", blocks, signed=False)
+    layers = integer_field(options, "--num-layers", blocks, signed=False)
     if layers != blocks:
         raise ValueError(f"--num-layers is {layers}, the layout has {blocks} blocks t")
-    devices = whole_number(options, "--pipeline-model-parallel-size", len(stages), signed=False)
+    devices = integer_field(options, "--pipeline-model-parallel-size", len(stages), signed=False)
     chunks, rest = divmod(len(stages), devices) if devices else (0, 1)
     if rest:
         raise ValueError(f"{len(stages)} stages cannot be shared by {devices} ranks")
     rule = "1f1b" if chunks == 1 else Interleaved(chunks=chunks).name
     counts = tuple(stage.count("t") for stage in stages)
     again = _again(options, max(counts))
-    return plan_of(Layout(counts, again, rule, devices), outline)
+    return stacked_plan(Layout(counts, again, rule, devices), outline)
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
@@ -97,7 +97,7 @@ def _again(options: dict[str, str], largest: int) -> int:
     if granularity is None:
         return 0
     method = options.get("--recompute-method")
-    count = whole_number(options, "--recompute-num-layers", 1, signed=False)
+    count = integer_field(options, "--recompute-num-layers", 1, signed=False)
     # "uniform" recomputes all blocks, in units of `count` blocks. Plans have units of one block.
     if granularity == "full" and method == "uniform" and count == 1:
         return largest

@@ -2,7 +2,7 @@
 
 Most other systems can cut only such models, and only between blocks. A `Layout` is what they can
 express: how many blocks each stage has, and how many of them it recomputes. The formats in this
-folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan (`plan_of`).
+folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan (`stacked_plan`).
 """
 
 from collections.abc import Sequence
@@ -175,7 +175,7 @@ def _most_recomputed(
     return max(recomputed)
 
 
-def plan_of(layout: Layout, outline: Outline) -> Plan:
+def stacked_plan(layout: Layout, outline: Outline) -> Plan:
     """Returns the plan of a layout, for a model whose blocks need not be alike.
 
     Args:

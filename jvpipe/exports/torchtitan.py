@@ -9,7 +9,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from jvpipe.exports.format import Format, rule_named
-from jvpipe.exports.stack import Layout, layout_of, plan_of
+from jvpipe.exports.stack import Layout, layout_of, stacked_plan
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.schedules.interleaved import Interleaved
@@ -81,7 +81,7 @@ def _read(text: str, outline: Outline) -> Plan:
     rule = Interleaved(chunks=chunks).name if looped else SCHEDULES[schedule]
     again = max(counts) if mode == "full" else 0
     layout = Layout(counts, again, rule, degree)
-    return plan_of(layout, outline)
+    return stacked_plan(layout, outline)
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Runs(Enum):
     NOTHING = "nothing: it ends buffers"
 
 
-class Link(Enum):
+class CopyLink(Enum):
     """The links that a copy goes over."""
 
     PEER = "from place to place"
@@ -106,7 +106,7 @@ class KindInfo:
     back: bool | None = None
     accumulates: bool = False
     busy: bool = False
-    link: Link | None = None
+    link: CopyLink | None = None
     gathers: bool = False
     watched: bool = False
     grouped: Grouped | None = None
@@ -179,12 +179,14 @@ KINDS: dict[Kind, KindInfo] = {
         grouped=Grouped.PART,
     ),
     Kind.E: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, back=False, grouped=Grouped.PART),
-    Kind.SEND: KindInfo(Runs.COPY, _SEND, link=Link.PEER, grouped=Grouped.AFTER),
-    Kind.RETURN: KindInfo(Runs.COPY, _SEND, link=Link.PEER),
-    Kind.MOVE: KindInfo(Runs.COPY, ("move", "#7a8a99"), link=Link.PEER, watched=True),
-    Kind.FEED: KindInfo(Runs.COPY, ("feed", "#d9dee3"), link=Link.BATCH, grouped=Grouped.BEFORE),
-    Kind.OUT: KindInfo(Runs.COPY, ("swap out", "#d96c75"), link=Link.TO_HOST, watched=True),
-    Kind.IN: KindInfo(Runs.COPY, ("swap in", "#f0a8ad"), link=Link.FROM_HOST, watched=True),
+    Kind.SEND: KindInfo(Runs.COPY, _SEND, link=CopyLink.PEER, grouped=Grouped.AFTER),
+    Kind.RETURN: KindInfo(Runs.COPY, _SEND, link=CopyLink.PEER),
+    Kind.MOVE: KindInfo(Runs.COPY, ("move", "#7a8a99"), link=CopyLink.PEER, watched=True),
+    Kind.FEED: KindInfo(
+        Runs.COPY, ("feed", "#d9dee3"), link=CopyLink.BATCH, grouped=Grouped.BEFORE
+    ),
+    Kind.OUT: KindInfo(Runs.COPY, ("swap out", "#d96c75"), link=CopyLink.TO_HOST, watched=True),
+    Kind.IN: KindInfo(Runs.COPY, ("swap in", "#f0a8ad"), link=CopyLink.FROM_HOST, watched=True),
     Kind.FREE: KindInfo(Runs.WAIT, _OTHER),
     Kind.DROP: KindInfo(Runs.NOTHING, _OTHER),
     Kind.ARRIVE: KindInfo(Runs.PROGRAM, _OTHER),

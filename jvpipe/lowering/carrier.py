@@ -24,7 +24,7 @@ from jvpipe.ir.task import Task
 from jvpipe.ir.values import NONE, VALUES, Value, ValueKind
 from jvpipe.lowering.buffer_table import BufferTable
 from jvpipe.lowering.placement import Placement
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 
 
 @dataclass

@@ -34,9 +34,9 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.rows import LayerRun, Run, ZeroRun
 from jvpipe.ir.values import NONE, Value, ValueKind
-from jvpipe.lowering.layer_values import LayerValues
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write
+from jvpipe.lowering.operation_values import LayerValues
 from jvpipe.lowering.weight_rule import Weights
 
 

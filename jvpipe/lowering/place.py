@@ -35,7 +35,7 @@ class Placer(Carrier):
     >>> from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
     >>> from jvpipe.lowering.operation import Delivery
-    >>> from jvpipe.programs.optimizer import OptimizerCut
+    >>> from jvpipe.programs.optimizer_pieces import OptimizerCut
     >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
     >>> layers = Layer(0, "a", (), (edge,)), Layer(1, "b", (edge,), (loss,))
     >>> graph = LayerGraph(layers, (Tensor(Array("t", (), "float32", 4), 0, (1,), True),), ())

@@ -15,7 +15,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
 from jvpipe.lowering.layout import stages_of
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.shares import updating
 
 

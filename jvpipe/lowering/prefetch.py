@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from jvpipe.ir.buffers import Buffer, Copy
 from jvpipe.ir.fates import UPDATES_HELD
-from jvpipe.ir.kinds import KINDS, Kind, Link
+from jvpipe.ir.kinds import KINDS, CopyLink, Kind
 from jvpipe.ir.rows import Row
 
 BEFORE, AT, AFTER = range(3)
@@ -189,7 +189,7 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
             at = updates.position(copy.after)
             row = copy.row
             # If a layer has just moved, its state is fetched only once it is on the new host.
-            is_fetch = KINDS[row.kind].link is Link.FROM_HOST
+            is_fetch = KINDS[row.kind].link is CopyLink.FROM_HOST
             if is_fetch and written.get(row.reads[0], at) > at:
                 at = (*updates.visits[copy.update].at, BEFORE)
             added.setdefault(at, []).append(row)
@@ -243,10 +243,10 @@ def _rounds(
             place = row.place
             if info.back is not None:
                 anchors[place] = g
-            elif info.link is Link.FROM_HOST and row.writes[0] in in_use:
+            elif info.link is CopyLink.FROM_HOST and row.writes[0] in in_use:
                 coming.setdefault(place, []).append(row)
                 moved.add((g, i))
-            elif info.link is Link.TO_HOST and row.reads[0] in in_use:
+            elif info.link is CopyLink.TO_HOST and row.reads[0] in in_use:
                 newest[place].visits[-1].outs.append(row)
                 moved.add((g, i))
             elif _is_update(row) and not in_use.isdisjoint((*row.reads, *row.writes)):

@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jvpipe.ir.buffers import Buffer, Lowered
-from jvpipe.ir.kinds import KINDS, Kind, Link
+from jvpipe.ir.kinds import KINDS, CopyLink, Kind
 from jvpipe.ir.rows import ArriveRun, Row
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.liveness import freeing
@@ -76,7 +76,7 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
     """
     result = []
     for number, row in enumerate(lowered.rows):
-        if KINDS[row.kind].link is not Link.PEER:
+        if KINDS[row.kind].link is not CopyLink.PEER:
             continue
         offered = row.reads[0]
         copy = row.writes[0]
@@ -206,7 +206,7 @@ def _following(
     after the first.
     """
     # Two copies have the same number in `runs` exactly if only copies stand between them.
-    are_runs = [KINDS[row.kind].link is not Link.PEER for row in lowered.rows]
+    are_runs = [KINDS[row.kind].link is not CopyLink.PEER for row in lowered.rows]
     runs = list(accumulate(are_runs))
     groups: dict[tuple[int, int, int, int], list[Crossing]] = defaultdict(list)
     for x, until in deadlines:

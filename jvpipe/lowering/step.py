@@ -37,7 +37,7 @@ from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
 from jvpipe.lowering.weight_rule import Weights
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 
 
 def lower_step(

@@ -4,7 +4,7 @@
     U(none)         the global program, at the place of the loss: a norm, a flag
     U(layer 0) ...  each layer's parameters and optimizer state, with the global program's results
 
-The optimizer is cut in programs/optimizer.py. The global program is the part that mixes layers. A
+The optimizer is cut in programs/optimizer_pieces.py. The global program is the part that mixes layers. A
 piece reads and writes slots, such as "the gradient of parameter 3", which stand for values.
 """
 
@@ -19,7 +19,7 @@ from jvpipe.ir.rows import PieceRun
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
 from jvpipe.lowering.expand import Expander, gradient_norm
 from jvpipe.lowering.operation import Delivery, Operation, Write
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
 
 

@@ -16,7 +16,7 @@ from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.schedules.auto import AUTO, GivenLists
 
 

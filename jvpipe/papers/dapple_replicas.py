@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from jvpipe.papers.dapple import Phases, latency_s
 from jvpipe.papers.dapple_plans import Places, Plans, at
 from jvpipe.papers.dapple_policies import Free, append_first, fresh_first, scatter_first
-from jvpipe.papers.effort import PAPER
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.planners.joint.rough_plan import kept_or_again
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.segments import Grid, between, sums

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jvpipe.papers.capuchin import optimize
-from jvpipe.papers.effort import PAPER
 from jvpipe.papers.limits import plan_or_raise
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.papers.selection import FateChanges, Selection
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments

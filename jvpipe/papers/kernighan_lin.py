@@ -14,7 +14,7 @@ bytes.
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from jvpipe.papers.effort import PAPER
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import OverJ, Segments
 

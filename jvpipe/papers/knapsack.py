@@ -33,7 +33,7 @@ from math import gcd
 import numpy as np
 from jaxtyping import Float, Int
 
-from jvpipe.papers.effort import PAPER
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.papers.selection import treatments
 from jvpipe.planners.model.problem import RECOMPUTE
 from jvpipe.planners.model.segments import OverJ, Segments

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.papers.effort import PAPER
 from jvpipe.papers.kept_stages import KeptStages
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem

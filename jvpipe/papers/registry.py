@@ -10,8 +10,8 @@ from jvpipe.papers.adapipe import adapipe
 from jvpipe.papers.dapple import dapple
 from jvpipe.papers.dapple_replicas import dapple_replicas
 from jvpipe.papers.dawnpiper import dawnpiper
-from jvpipe.papers.gpipe import gpipe
-from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.gpipe_cuts import gpipe_cuts
+from jvpipe.papers.pipedream_cuts import pipedream
 from jvpipe.papers.pipedream_replicas import pipedream_replicas
 from jvpipe.papers.torchgpipe import torchgpipe, torchgpipe_size
 from jvpipe.papers.vpipe import vpipe
@@ -41,7 +41,7 @@ PAPERS: tuple[Planner, ...] = (
     ),
     Planner(
         "gpipe",
-        gpipe,
+        gpipe_cuts,
         "the stages' seconds vary as little as they can; everything is computed again from the stage's input",
         FateRule.RECOMPUTES,
     ),

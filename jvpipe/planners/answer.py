@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from jvpipe.ir.compiled_stage import CompiledStage
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.rough_plan import RoughPlan
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 
 
 @dataclass(frozen=True)

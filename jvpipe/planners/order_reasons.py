@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jvpipe.planners.joint.order_search import OrderedPlan
+from jvpipe.planners.joint.ordered_plan import OrderedPlan
 from jvpipe.planners.joint.rule_search import under_rule
-from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_bubble_fraction, simulated_step_s
 from jvpipe.schedules import find_schedule
 from jvpipe.util.sizes import format_bytes
 

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jvpipe.planners.joint.rough_plan import RoughPlan, kept_or_again
-from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
+from jvpipe.planners.model.stage_simulation import simulated_bubble_fraction, simulated_step_s
 
 
 def shape_words(problem: Problem) -> str:
     """Says in words what shape a problem has."""
-    shape = shape_of(problem)
+    shape = pipeline_shape(problem)
     counts = ":".join(map(str, shape.replicas))
     match shape.kind:
         case "straight":
@@ -27,7 +27,7 @@ def shape_words(problem: Problem) -> str:
             return f"{kind}, {counts} devices"
 
 
-def shape_of(problem: Problem, size: int = 1) -> Shape:
+def pipeline_shape(problem: Problem, size: int = 1) -> Shape:
     """Returns the shape of a problem whose micro-batches have `size` examples.
 
     Args:
@@ -56,7 +56,7 @@ def shape_reasons(
         The lines of the explanation.
     """
     best_s = simulated_step_s(problem, evaluate_decision(problem, decision).stages)
-    present_kind = shape_of(problem).kind
+    present_kind = pipeline_shape(problem).kind
     others = [plan for kind, plan in kinds.items() if kind != present_kind]
     lines = []
     for plan in sorted(others, key=lambda plan: plan.step_s):
@@ -76,7 +76,7 @@ def _replica_reasons(
 ) -> list[str]:
     """Says for each place of several devices what would happen with one device fewer."""
     reasons = []
-    shape = shape_of(problem, shapes.batch // problem.microbatches)
+    shape = pipeline_shape(problem, shapes.batch // problem.microbatches)
     for p, devices in enumerate(shape.places):
         count = len(devices)
         if count == 1:

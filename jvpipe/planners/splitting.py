@@ -27,7 +27,7 @@ from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.slowness import work_s
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.planners.model.problem import Problem
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 
 ALL_AWAY = {"*": Fate.SWAP.value}
 """The fates of the optimizer's state if all of it lies on the host between updates."""

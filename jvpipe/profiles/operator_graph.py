@@ -38,7 +38,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _SentValue:
     """A value that an operator sends from one layer to another, with its seconds on the link."""
 
     operator: Operator
@@ -114,7 +114,7 @@ def _sent(
     edges: Mapping[tuple[int, int], float],
     node: Mapping[int, Operator],
     layer_of: Mapping[int, int],
-) -> list[_Sent]:
+) -> list[_SentValue]:
     """Lists the values that operators send.
 
     Args:
@@ -130,7 +130,7 @@ def _sent(
         # target's layer has a forward operator: that operator leaves the value on the device.
         needs_transfer = node[target].is_backward == node[layer].is_backward
         if operator.is_backward or needs_transfer:
-            sent.append(_Sent(operator, layer_of[source], layer, seconds))
+            sent.append(_SentValue(operator, layer_of[source], layer, seconds))
     return sent
 
 
@@ -152,7 +152,7 @@ def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:
     )
 
 
-def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[int, int]]:
+def _order(sent: Sequence[_SentValue], node: Mapping[int, Operator]) -> list[tuple[int, int]]:
     """Lists pairs of layers; the first layer of a pair must come before the second."""
     forward = [x for x in sent if not x.operator.is_backward]
     backward = [x for x in sent if x.operator.is_backward]
@@ -165,7 +165,7 @@ def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[in
 
 
 def _values(
-    sent: Sequence[_Sent],
+    sent: Sequence[_SentValue],
     node: Mapping[int, Operator],
     place: Mapping[int, int],
     link: Link,
@@ -187,7 +187,7 @@ def _values(
         place: the position of each layer.
         link: the link that joins the devices.
     """
-    ways: list[tuple[_Sent, int, int]] = []
+    ways: list[tuple[_SentValue, int, int]] = []
     for x in sent:
         if x.source != x.target:
             a, b = sorted((x.source, x.target), key=place.__getitem__)

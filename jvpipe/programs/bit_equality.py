@@ -20,8 +20,13 @@ from jvpipe import _jax
 from jvpipe._jax import Device, Var
 from jvpipe.ir.layers import Signature
 from jvpipe.ir.values import ValueKind
-from jvpipe.programs.model import backward_program, forward_program, piece_program, programs_of
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.model_programs import (
+    backward_program,
+    forward_program,
+    piece_program,
+    programs_of,
+)
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.graph import Body, Traced

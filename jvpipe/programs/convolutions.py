@@ -51,7 +51,7 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
                 return [wide[eqn.invars[0]]]
             return _jax.bind(eqn, values)
 
-        return jaxprs.evaluate(closed, values, applied)
+        return jaxprs.evaluate_jaxpr(closed, values, applied)
 
     return jax.make_jaxpr(run)(*closed.in_avals)
 

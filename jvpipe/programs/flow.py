@@ -1,7 +1,7 @@
 """The flow of an optimizer's values: turns placed equations into pieces, one per home and phase.
 
 A home is a layer or the global program, and a piece is the part of the optimizer that a home runs
-in one phase (see `jvpipe.programs.optimizer`). Layers send vectors (PARTIAL) to the global program,
+in one phase (see `jvpipe.programs.optimizer_pieces`). Layers send vectors (PARTIAL) to the global program,
 which sends vectors (GLOBAL) back. Time runs to the right:
 
     layer 0    piece 0   PARTIAL >            > GLOBAL   piece 1
@@ -20,7 +20,7 @@ from typing import Any
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.programs.pieces import Part, Piece, Slot, SlotKind
-from jvpipe.programs.places import Home, Output, Placement
+from jvpipe.programs.places import Home, Output, VariablePlaces
 from jvpipe.trace import jaxprs
 from jvpipe.trace.primitives import is_cheap
 
@@ -43,7 +43,7 @@ class Flow:
     constants: Mapping[Var, Any]
     inputs: Mapping[Var, Slot]
     outputs: Sequence[Output]
-    placement: Placement
+    placement: VariablePlaces
     layers: Sequence[int]
     shared: frozenset[Slot] = frozenset()
 

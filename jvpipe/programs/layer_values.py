@@ -2,7 +2,7 @@
 
 A candidate may be kept by the forward or recomputed by the backward, and both programs have to give
 the same value. So its value comes from a call that is compiled alike in all programs (see
-`jvpipe.programs.outline`), and only its derivative comes from the layer's own equations. A
+`jvpipe.programs.outlining`), and only its derivative comes from the layer's own equations. A
 candidate also passes an optimization barrier, so the compiler never fuses it with its readers.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jvpipe import _jax
-from jvpipe.programs.outline import outline
+from jvpipe.programs.outlining import outline
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body
 

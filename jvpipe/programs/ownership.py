@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
-from jvpipe.programs.places import Home, Input, Output, Place, Placement
+from jvpipe.programs.places import Home, Input, Output, Place, VariablePlaces
 from jvpipe.programs.scans import SplitScan, split_scan
 from jvpipe.programs.transformations import transformation
 from jvpipe.trace import jaxprs
@@ -29,7 +29,7 @@ def place_operands(
     eqns: Sequence[JaxprEqn],
     inputs: Mapping[Var, Input],
     outputs: Sequence[Output],
-) -> Placement:
+) -> VariablePlaces:
     """Finds a place for every equation of an optimizer.
 
     Args:
@@ -45,14 +45,14 @@ def place_operands(
         work.place(index, eqn)
     for_layers = [out.atom for out in outputs if out.home != "global"]
     work.send_early(jaxprs.variables(for_layers))
-    return Placement(work.places, work.splits)
+    return VariablePlaces(work.places, work.splits)
 
 
 def check_owned(
     eqns: Sequence[JaxprEqn],
     inputs: Mapping[Var, Input],
     outputs: Sequence[Output],
-    at: Placement,
+    at: VariablePlaces,
 ) -> None:
     """Checks that no large result is made by one layer and needed elsewhere.
 

@@ -59,7 +59,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Placement:
+class VariablePlaces:
     """The place of every variable, and the scans that have to be split first, by position."""
 
     places: Mapping[Var, Place]

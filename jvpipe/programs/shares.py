@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 
 
 def updating(

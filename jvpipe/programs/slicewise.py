@@ -239,7 +239,7 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         # An iteration sees xs without their first axis, and its ys get one.
         inner = [_moved(x, -1) for x in xs]
         operands = [*constants, *carry, *inner]
-        results[:] = jaxprs.evaluate(body, operands, apply)
+        results[:] = jaxprs.evaluate_jaxpr(body, operands, apply)
         pairs = zip(results, carry, strict=False)
         new_carry = [_like(x, c) for x, c in pairs]
         ys = [_without_even(y) for y in results[len(carry) :]]

@@ -16,7 +16,7 @@ from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.programs.ownership import place_operands
 from jvpipe.programs.pieces import Slot, SlotKind
-from jvpipe.programs.places import Input, Output, Placement
+from jvpipe.programs.places import Input, Output, VariablePlaces
 from jvpipe.programs.transformations import scope_of
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
@@ -55,7 +55,7 @@ class SlotProgram:
         inputs = {var: homes.get(slot, EVERYWHERE) for var, slot in named}
         return constants | inputs
 
-    def placed(self, homes: Mapping[Slot, Input]) -> tuple["SlotProgram", Placement]:
+    def placed(self, homes: Mapping[Slot, Input]) -> tuple["SlotProgram", VariablePlaces]:
         """Places all equations; a scan over several layers is split first into one per layer.
 
         After a split everything is placed again. The recursion ends, because the parts of a split
@@ -77,7 +77,7 @@ class SlotProgram:
                 return _jax.bind(eqn, values) if split is None else split(values)
 
         def run(*values: Any) -> list[Any]:
-            return jaxprs.evaluate(self.closed, values, apply)
+            return jaxprs.evaluate_jaxpr(self.closed, values, apply)
 
         closed = flatten(run, *self.closed.in_avals)
         return replace(self, closed=closed).placed(homes)

@@ -14,7 +14,7 @@ values again. The results of the two halves are bitwise identical to those of th
 for two reasons. First, behind each handed value stands an optimization barrier, in the whole
 backward too, so the compiler never fuses a handed value with its readers. Second, values that both
 halves compute are made by calls that are compiled alike in all three programs
-(`jvpipe.programs.outline`).
+(`jvpipe.programs.outlining`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Var
 from jvpipe.ir.layers import Signature, SplitSignature
-from jvpipe.programs.outline import Call, calls
+from jvpipe.programs.outlining import Call, calls
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import array_of
 from jvpipe.trace.primitives import is_cheap, is_move
@@ -45,7 +45,7 @@ class Halves:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Halves:
     """The equations of each half, and the values that the first half hands to the second.
 
     Some equations are in both halves.
@@ -56,7 +56,7 @@ class _Cut:
     handed: list[Var]
 
     @staticmethod
-    def of(backward: ClosedJaxpr, gradients: int) -> "_Cut":
+    def of(backward: ClosedJaxpr, gradients: int) -> "_Halves":
         """Finds the equations that make the cotangents, and those that then make the sums.
 
         Args:
@@ -82,7 +82,7 @@ class _Cut:
                 again.append(eqn)
         second = jaxprs.prune(again, results[:gradients])
         handed = [v for v in jaxprs.free_variables(second) if v in can_be_handed]
-        return _Cut(first, second, handed)
+        return _Halves(first, second, handed)
 
 
 def _is_barrier(eqn: JaxprEqn) -> bool:
@@ -99,7 +99,7 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     jaxpr = backward.jaxpr
     if gradients in (0, len(jaxpr.outvars)):
         return backward
-    cut = _Cut.of(backward, gradients)
+    cut = _Halves.of(backward, gradients)
     behind_barriers: set[Var] = set()
     for eqn in filter(_is_barrier, jaxpr.eqns):
         behind_barriers.update(eqn.outvars)
@@ -116,7 +116,7 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr.replace(eqns=needed), backward.consts)
 
 
-def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
+def _shared(backward: ClosedJaxpr, cut: _Halves) -> dict[int, Call]:
     """Returns calls that make the values that both halves compute.
 
     The key of a call is the id of the equation that the call replaces, the last one in the call.
@@ -176,7 +176,7 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
     if not signature.returned or not signature.gradients:
         return None
     jaxpr, count = backward.jaxpr, len(signature.gradients)
-    cut = _Cut.of(backward, count)
+    cut = _Halves.of(backward, count)
     sums = jaxpr.outvars[:count]
     returned = jaxpr.outvars[count:]
     first_sum = len(signature.sources) + len(signature.cotangents)

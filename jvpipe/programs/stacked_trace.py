@@ -236,7 +236,7 @@ class _OnSlices:
     def first_state(self, params: Sequence[Any]) -> list[Any]:
         """Returns the state's slices at the start, given those of the parameters."""
         joined = self.parameters.joined(params)
-        state = jaxprs.evaluate(self.core.init, joined, apply)
+        state = jaxprs.evaluate_jaxpr(self.core.init, joined, apply)
         return self.state.taken_apart(state)
 
     def updated(
@@ -264,7 +264,7 @@ class _OnSlices:
             *self.parameters.joined(params),
             *self.state.joined(moments),
         ]
-        return jaxprs.evaluate(self.core.update, arrays, apply)
+        return jaxprs.evaluate_jaxpr(self.core.update, arrays, apply)
 
     def settled(self, leaves: Shapes) -> "_OnSlices":
         """Returns the same optimizer, with all leaves of the state taken apart that can be.

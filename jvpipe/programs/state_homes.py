@@ -43,7 +43,7 @@ def homes_of(
     return homes
 
 
-def settled(
+def settled_homes(
     update: SlotProgram,
     homes: Mapping[Slot, Input],
     layers: Sequence[int],

@@ -32,7 +32,7 @@ def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 def straight_body(scan: JaxprEqn) -> ClosedJaxpr:
     """Returns the body of a scan without calls and branches, as `straight_line` does."""
     traced = scan.params["jaxpr"]
-    return straight_line(lambda *values: jaxprs.evaluate(traced, values), *traced.in_avals)
+    return straight_line(lambda *values: jaxprs.evaluate_jaxpr(traced, values), *traced.in_avals)
 
 
 def standard(trace: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Traces a function again; branches and derivative rules are expanded, and calls inlined."""
 
     def run(*values: Any) -> list[Any]:
-        return jaxprs.evaluate(closed, values, _expand)
+        return jaxprs.evaluate_jaxpr(closed, values, _expand)
 
     return flatten(run, *closed.in_avals)
 
@@ -80,7 +80,7 @@ def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs all branches, and picks the results of one."""
     index, *operands = values
     branches = eqn.params["branches"]
-    results = [jaxprs.evaluate(branch, operands, _expand) for branch in branches]
+    results = [jaxprs.evaluate_jaxpr(branch, operands, _expand) for branch in branches]
     # Like `cond`, this takes the nearest branch if the index is out of range.
     last = np.int32(len(branches) - 1)
     which = jax.lax.clamp(np.int32(0), index, last)
@@ -90,7 +90,7 @@ def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a function without its own derivative rule, because no derivative is taken here."""
-    return jaxprs.evaluate(eqn.params["call_jaxpr"], values, _expand)
+    return jaxprs.evaluate_jaxpr(eqn.params["call_jaxpr"], values, _expand)
 
 
 _EXPANDED: dict[str, Apply] = {

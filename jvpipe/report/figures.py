@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
 from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.span import Level, Picture, Span
-from jvpipe.report.timeline import COMPUTE, sorted_devices
+from jvpipe.report.chrome_trace import COMPUTE, sorted_devices
 from jvpipe.util.sizes import format_bytes
 
 _WIDTH, _GAP = 12.0, 0.03  # inches

@@ -20,7 +20,7 @@ from jvpipe.runtime.state.checkpoints import skeleton
 from jvpipe.runtime.state.checkpoints.array_file import Arrays
 from jvpipe.runtime.state.checkpoints.checkpoint import Saved, save_checkpoint
 from jvpipe.runtime.state.checkpoints.flight import restore_in_flight
-from jvpipe.runtime.state.checkpoints.parts import open_together, read_together, save_parts
+from jvpipe.runtime.state.checkpoints.process_parts import open_together, read_together, save_parts
 from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.session.engine import Engine
 from jvpipe.trace.batches import shapes_of, shown

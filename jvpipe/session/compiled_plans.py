@@ -17,7 +17,7 @@ from jvpipe.cost.measure import Runs
 from jvpipe.cost.slowness import work_s
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.loop_reasons import loop_reasons
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.meshes import check_shard_maps

@@ -19,7 +19,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.span import Picture
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound

@@ -28,7 +28,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan, Stage
 from jvpipe.ir.reductions import AuxReduction, Reductions
 from jvpipe.ir.values import Owner, ValueKind
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Moment
 from jvpipe.runtime.engine.hosts import Carried, together

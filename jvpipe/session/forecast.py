@@ -17,17 +17,21 @@ from jvpipe.planners.answer_json import plan_of, shapes_json, stages_json
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
-from jvpipe.planners.model.forecast import forecast, simulated_bubble_fraction, simulated_step_s
+from jvpipe.planners.model.accuracy import check_sums
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import Evaluation
-from jvpipe.planners.model.sums import check_sums
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.model.stage_simulation import (
+    forecast,
+    simulated_bubble_fraction,
+    simulated_step_s,
+)
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.planners.splitting import CutCandidate, Splitter, uneven
 from jvpipe.programs.store import shared_store
-from jvpipe.report import timeline
+from jvpipe.report import chrome_trace
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
 from jvpipe.session.arguments import check_chooser
@@ -176,7 +180,7 @@ class Forecast:
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulated step as a trace file for Perfetto."""
-        timeline.write_trace(Path(path), self.simulation.picture())
+        chrome_trace.write_trace(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
         """Returns what `--json` writes: the answer, or a list of several with the best first."""

@@ -8,12 +8,13 @@ from typing import Any
 
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
-from jvpipe.cost.said import Said
+from jvpipe.cost.reported_temporaries import Said
 from jvpipe.ir.optimizer import Optimizer
+from jvpipe.ir.plan import Plan
 from jvpipe.papers.asking import ask_shapes
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.state_on_host import ALL_AWAY, away_s, brought_back, room_left, state_bytes
 from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.schedules import Schedule
@@ -129,6 +130,12 @@ def _planned(
         title: the title of the figure.
     """
     pins = {name: options.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
+    if isinstance(pins["stages"], Plan):
+        cuts = [len(stage.layers) for stage in pins["stages"].stages]
+        raise ValueError(
+            f"stages must be a whole number, not a plan of {cuts} layers: plan_for looks for the "
+            f"plan; to fix where it is cut, give cuts={cuts}"
+        )
     named = ("devices", "memory_limit", "compile", "hardware")
     count, limit, target, hardware = map(options.pop, named)
     cluster = hardware or find_cluster(USUAL_HARDWARE)

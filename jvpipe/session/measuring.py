@@ -13,7 +13,7 @@ from jvpipe.cost.lending import devices_per_core, measured_lending
 from jvpipe.cost.links import Links, links_between
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.measure import Runs, measured_costs
-from jvpipe.cost.model import Work, costs_of
+from jvpipe.cost.model_costs import Work, costs_of
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.cost.slowness import Slowness, given_slowness, measured_slowness
 from jvpipe.cost.state_away import with_state_away
@@ -26,8 +26,8 @@ from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.user_fates import with_state_fates
-from jvpipe.programs.model import forward_program, layer_programs
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.model_programs import forward_program, layer_programs
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, may_split

@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from jvpipe._jax import first_of, is_own
 from jvpipe.cost.archive import surroundings
-from jvpipe.cost.model import carried
+from jvpipe.cost.model_costs import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.problem import Decision
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.splitting import SPLITTING, CutCandidate, Splitter
 from jvpipe.planners.state_on_host import ALL_AWAY, away_s, brought_back, room_left, state_bytes
 from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.host_link import link_between
@@ -32,7 +32,7 @@ from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
-from jvpipe.session.devices import dealt
+from jvpipe.session.checked_settings import dealt
 from jvpipe.session.measuring import Bench, Measurement, find_shape
 from jvpipe.session.planning import ASKING, ChosenShape, decide
 from jvpipe.session.settings import OptimizerCutter, Settings, option_parts

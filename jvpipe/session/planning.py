@@ -24,7 +24,7 @@ from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate_decision
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO, given_lists, lines_of

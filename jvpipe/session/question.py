@@ -12,14 +12,14 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
-from jvpipe.cost.said import Said
+from jvpipe.cost.reported_temporaries import Said
 from jvpipe.cost.slowness import Slowness, given_slowness, slowness_by_kind, times_longer
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable

@@ -14,7 +14,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
 from jvpipe.papers.registry import FateRule, find_planner
-from jvpipe.programs.optimizer import PER_LAYER, OptimizerCut, cut_optimizer, laid_state
+from jvpipe.programs.optimizer_pieces import PER_LAYER, OptimizerCut, cut_optimizer, laid_state
 from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.runtime.engine.hosts import Hosts

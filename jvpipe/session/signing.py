@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.compiling import Sizes, compiler_of
 from jvpipe.cost.hardware import Cluster
-from jvpipe.cost.said import Said
+from jvpipe.cost.reported_temporaries import Said
 from jvpipe.cost.target_store import RefusedProgram, TargetStore
 from jvpipe.cost.targets import Target, target_of
 from jvpipe.ir.buffers import Peak, peaks
@@ -27,7 +27,12 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_bytes import layers_bytes
 from jvpipe.planners.model.stage_cost import evaluate_decision
-from jvpipe.programs.model import backward_program, forward_program, input_program, weight_program
+from jvpipe.programs.model_programs import (
+    backward_program,
+    forward_program,
+    input_program,
+    weight_program,
+)
 from jvpipe.programs.store import Program, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.session.forecast import Forecast
@@ -51,7 +56,7 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
         signer: has the compilers of the devices.
         limits: the limits of the devices.
     """
-    search = _Search(ask, question, signer, limits)
+    search = _SigningSearch(ask, question, signer, limits)
     forecast, more = search.raised_by(0)
     if forecast is not None:
         return forecast
@@ -74,7 +79,7 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
 
 
 @dataclass(frozen=True)
-class _Search:
+class _SigningSearch:
     """The search for a plan that the compilers sign; `signed` says what its fields are."""
 
     ask: Ask

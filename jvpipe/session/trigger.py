@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.replanning import Replan, Rule, Seen, Trigger, all_of
 from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine.beside_training import beside_training, program_ends

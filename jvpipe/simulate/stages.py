@@ -21,7 +21,7 @@ pass through the host, this link carries them, too. Otherwise devices of neighbo
 link in each direction. R waits for its turn on the device and for swapped values. If the
 program of a backward recomputes values itself, the seconds of B include that.
 
-`jvpipe.simulate.rows` simulates the rows that the controller dispatches, layer by layer.
+`jvpipe.simulate.simulator` simulates the rows that the controller dispatches, layer by layer.
 tests/simulate/test_two_levels.py compares the two. Bytes are the same. Without swaps, seconds
 are the same. With swaps, the first of these waits differs under GPipe, the second under 1F1B
 (jvpipe/simulate/waits.py has the rules and their reasons):
@@ -43,10 +43,10 @@ from operator import attrgetter
 
 from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
-from jvpipe.simulate.engine import TaskGraph
-from jvpipe.simulate.parts import PARTS, Features
 from jvpipe.simulate.resources import Resources, resource_names
+from jvpipe.simulate.task_graph import TaskGraph
 from jvpipe.simulate.waits import Around, Codes, device_waits
+from jvpipe.simulate.work_parts import PARTS, Features
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task
-from jvpipe.simulate.parts import PARTS, Features
+from jvpipe.simulate.work_parts import PARTS, Features
 
 Codes = tuple[int, ...]
 """The codes of tasks (see `StageWork` in stages.py)."""

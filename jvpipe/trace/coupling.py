@@ -19,9 +19,9 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.loss import LossJaxpr
-from jvpipe.trace.reductions import Lies
-from jvpipe.trace.slices import places
+from jvpipe.trace.slices import layer_namer
 from jvpipe.trace.spread import Spreading, reaching
+from jvpipe.trace.sums_and_means import Lies
 
 _log = logging.getLogger("jvpipe")
 
@@ -73,7 +73,7 @@ def why_splitting_matters(traced: Traced) -> str | None:
         examples,
         2 * examples,
         (),
-        places(traced),
+        layer_namer(traced),
         flows=(),
     )
     batch = loss.inputs_of(ValueKind.BATCH)

@@ -35,7 +35,7 @@ def run_jaxpr(
         env.update(zip(eqn.outvars, results, strict=True))
 
 
-def evaluate(
+def evaluate_jaxpr(
     closed: ClosedJaxpr,
     args: Sequence[Any],
     apply: Callable[[JaxprEqn, list[Any]], list[Any]] = _jax.bind,

@@ -18,7 +18,7 @@ from jvpipe import _jax
 from jvpipe._jax import Jaxpr, JaxprEqn
 from jvpipe.ir.examples import Over
 from jvpipe.trace.coupled import CoupledError
-from jvpipe.trace.reductions import Lies
+from jvpipe.trace.sums_and_means import Lies
 
 
 @runtime_checkable

@@ -17,8 +17,8 @@ from dataclasses import replace
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
-from jvpipe.trace.reductions import Lies, open_of, roots_of
 from jvpipe.trace.structure import comparable
+from jvpipe.trace.sums_and_means import Lies, open_of, roots_of
 
 _SHAPING = frozenset(
     """

@@ -18,7 +18,7 @@ says. It ends with cotangents of the operands, which must lie as the table says,
 from operator import attrgetter
 
 from jvpipe.ir.examples import Over
-from jvpipe.trace.reductions import NONE, Lies, counted
+from jvpipe.trace.sums_and_means import NONE, Lies, counted
 
 
 def cotangent(lies: Lies) -> Lies:

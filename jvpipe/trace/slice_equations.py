@@ -30,8 +30,8 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.body import Body
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.reductions import Beside
 from jvpipe.trace.spread import GENERATORS
+from jvpipe.trace.sums_and_means import Beside
 
 _LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
 """Primitives whose bodies are rewritten for a slice."""

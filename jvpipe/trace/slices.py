@@ -24,11 +24,11 @@ from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.normalized import first_of_same
 from jvpipe.trace.one_example import UnlikeError, on_one
-from jvpipe.trace.reductions import NONE, Beside, Lies
-from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.slice_equations import SliceCut
+from jvpipe.trace.slice_leaves import Said, aux_group
 from jvpipe.trace.spread import Spreading, reaching
 from jvpipe.trace.structure import comparable
+from jvpipe.trace.sums_and_means import NONE, Beside, Lies
 from jvpipe.util.paths import path_name
 
 
@@ -174,14 +174,14 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
         traced.graph.examples,
         fewer,
         remembered,
-        places(traced),
+        layer_namer(traced),
         lies_of=dict.fromkeys(batch, Lies(Over.ALONG, 0)),
         same=same,
         flows=active(loss),
     )
 
 
-def places(traced: Traced) -> Callable[[JaxprEqn], str]:
+def layer_namer(traced: Traced) -> Callable[[JaxprEqn], str]:
     """Returns a function that names the layer of an equation of the loss, for messages."""
     layer_of: dict[int, Layer] = {}
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):

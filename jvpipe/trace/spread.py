@@ -32,7 +32,9 @@ from jvpipe.trace.factors import factor_power
 from jvpipe.trace.loops import LOOPS
 from jvpipe.trace.normalized import normalized
 from jvpipe.trace.pullbacks import pullback
-from jvpipe.trace.reductions import (
+from jvpipe.trace.rules import cotangent, fits
+from jvpipe.trace.structure import comparable
+from jvpipe.trace.sums_and_means import (
     NONE,
     ZERO,
     Beside,
@@ -45,8 +47,6 @@ from jvpipe.trace.reductions import (
     reduced,
     summed_axes,
 )
-from jvpipe.trace.rules import cotangent, fits
-from jvpipe.trace.structure import comparable
 
 GENERATORS = ("random_bits", "random_split", "iota")
 """Primitives whose results depend on positions: a slice cuts its part out of the whole."""

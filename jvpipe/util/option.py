@@ -40,7 +40,7 @@ another value that the user gives now.
 
 
 @dataclass(frozen=True)
-class Option:
+class PipelineOption:
     """An option and its properties. Name, type and default come from the field that defines it."""
 
     check: Check
@@ -106,16 +106,16 @@ def option(
         resumed: what a resumed run does with the value.
         was: the names of the option in the last release.
     """
-    defined = Option(check, help, group, unit, takers, resumed, was)
+    defined = PipelineOption(check, help, group, unit, takers, resumed, was)
     return field(default=default, metadata={"option": defined})
 
 
 @cache
-def options_of(holder: type[Any]) -> Mapping[str, Option]:
+def options_of(holder: type[Any]) -> Mapping[str, PipelineOption]:
     """Returns, by name, the options of a dataclass that any call or command in its `taker` has."""
-    options: dict[str, Option] = {}
+    options: dict[str, PipelineOption] = {}
     for one in fields(holder):
-        defined: Option = one.metadata["option"]
+        defined: PipelineOption = one.metadata["option"]
         # The same definition may serve other dataclasses, so the field completes a copy of it.
         if defined.takers & holder.taker:
             options[one.name] = replace(defined, name=one.name, type=one.type, default=one.default)

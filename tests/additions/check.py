@@ -108,9 +108,9 @@ def _step_s(planner: str, schedule: object) -> float:
     """The simulated step of four equal layers on two devices, four micro-batches, by a planner."""
     from jvpipe.cost.costs import Costs, LayerCost, Option
     from jvpipe.papers.registry import find_planner
-    from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
     from jvpipe.planners.model.problem import Problem
     from jvpipe.planners.model.stage_cost import evaluate_decision
+    from jvpipe.planners.model.stage_simulation import simulated_bubble_fraction, simulated_step_s
 
     costs = Costs((LayerCost("layer", 0.5, 1.0, (Option(1),)),) * 4)
     problem = Problem(costs, 2, schedule, 4)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe.cli.command_line import given, parse
-from jvpipe.cli.options import NOT_KEPT, TrainOptions, kept_options
+from jvpipe.cli.command_options import NOT_KEPT, TrainOptions, kept_options
 from jvpipe.cli.run_folder import RunDir
 
 TOML = """

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from jvpipe.cli.command_options import TrainOptions, fields_of
 from jvpipe.cli.job import retrained
-from jvpipe.cli.options import TrainOptions, fields_of
 from jvpipe.cli.own_model import find_model
 from tests.cli.test_found_model import OWN
 

@@ -9,13 +9,13 @@ import pytest
 
 import jvpipe
 from jvpipe import models
-from jvpipe.cli import overview, plan, train
+from jvpipe.cli import overview, plan_command, train_command
 from jvpipe.cost.presets import PRESETS
 from jvpipe.papers.registry import PLANNERS
 from jvpipe.schedules import SCHEDULES
 
 
-@pytest.mark.parametrize("command", [plan.main, train.main, overview.main])
+@pytest.mark.parametrize("command", [plan_command.main, train_command.main, overview.main])
 def test_help_tells_every_name(command: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert callable(command)
     with suppress(SystemExit):
@@ -32,7 +32,7 @@ def test_help_tells_every_name(command: object, capsys: pytest.CaptureFixture[st
     assert "file.py:NAME" in told
 
 
-@pytest.mark.parametrize("command", [plan.main, train.main, overview.main])
+@pytest.mark.parametrize("command", [plan_command.main, train_command.main, overview.main])
 def test_each_command_tells_the_version(
     command: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,7 +43,7 @@ def test_each_command_tells_the_version(
     assert jvpipe.__version__ == version("jvpipe")
 
 
-@pytest.mark.parametrize("command", [plan.main, train.main])
+@pytest.mark.parametrize("command", [plan_command.main, train_command.main])
 @pytest.mark.parametrize("given", [["--batch-size", "many"], ["--batch_size=many"]])
 def test_what_is_no_number_is_one_line(
     command: object, given: list[str], capsys: pytest.CaptureFixture[str]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jvpipe.cli.plan import PlanOptions
+from jvpipe.cli.plan_command import PlanOptions
 from jvpipe.papers.registry import PLANNERS
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jvpipe.cli import run_folder
-from jvpipe.cli.options import TrainOptions
+from jvpipe.cli.command_options import TrainOptions
 from jvpipe.cli.run_folder import given_plan, kept_plan
 from jvpipe.ir.plan import Plan
 

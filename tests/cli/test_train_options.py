@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jvpipe.cli.command_line import parse
-from jvpipe.cli.options import FIXED, NOT_KEPT, OF_PROCESSES, TrainOptions
+from jvpipe.cli.command_options import FIXED, NOT_KEPT, OF_PROCESSES, TrainOptions
 from jvpipe.cli.run_folder import RunDir
 
 

@@ -12,10 +12,10 @@ from jvpipe.cost.frontier import (
     calibrated,
     layer_options,
     named,
-    options_of,
+    recompute_options,
     recomputes,
 )
-from jvpipe.cost.model import own_inputs
+from jvpipe.cost.model_costs import own_inputs
 from jvpipe.cost.presets import CORE
 from jvpipe.cost.recompute import Recompute
 from jvpipe.ir.plan import Fate
@@ -47,7 +47,7 @@ def point(option: Option, input_bytes: int) -> tuple[float, ...]:
 def test_without_swaps_the_options_are_the_efficient_subsets_non_convex_ones_included() -> None:
     found = {
         (o.kept_bytes, o.extra_s): dict(o.fates)
-        for o in options_of(THREE, count=100)
+        for o in recompute_options(THREE, count=100)
         if not o.swapped_bytes
     }
     assert found == {
@@ -61,14 +61,14 @@ def test_without_swaps_the_options_are_the_efficient_subsets_non_convex_ones_inc
 
 
 def test_swapping_trades_kept_bytes_one_for_one() -> None:
-    for option in options_of(THREE, count=100):
+    for option in recompute_options(THREE, count=100):
         dropped = [name for name, fate in option.fates.items() if fate == "recompute"]
         swapped = [name for name, fate in option.fates.items() if fate == "swap"]
         sizes = dict(zip(THREE.names, THREE.bytes, strict=True))
         assert option.swapped_bytes == sum(sizes[name] for name in swapped)
         assert option.kept_bytes == 7 - option.swapped_bytes - sum(sizes[name] for name in dropped)
         assert option.extra_bytes == sum(sizes[name] for name in dropped)
-    assert any(o.swapped_bytes == 7 and o.extra_s == 0 for o in options_of(THREE, count=100))
+    assert any(o.swapped_bytes == 7 and o.extra_s == 0 for o in recompute_options(THREE, count=100))
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,7 +77,7 @@ def test_options_begin_with_everything_end_with_nothing_and_do_not_beat_each_oth
     parts: tuple, input_bytes: int, most: int
 ) -> None:
     recompute = Recompute(*parts)
-    options = options_of(recompute, input_bytes, most)
+    options = recompute_options(recompute, input_bytes, most)
     assert len(options) <= most
     first, last = options[0], options[-1]
     assert (first.extra_s, first.swapped_bytes, dict(first.fates), first.swaps_input) == (
@@ -98,7 +98,8 @@ def test_options_begin_with_everything_end_with_nothing_and_do_not_beat_each_oth
 def test_few_options_serve_most_prices(parts: tuple, byte: float, link: float) -> None:
     recompute = Recompute(*parts)
     every, few = (
-        np.array([point(o, 16) for o in options_of(recompute, 16, most)]) for most in (10**6, 24)
+        np.array([point(o, 16) for o in recompute_options(recompute, 16, most)])
+        for most in (10**6, 24)
     )
     scale = np.where(every.max(0) > 0, every.max(0), 1)
     price = np.array([10**byte, 10**link, 1.0, 0.0]) / scale
@@ -106,7 +107,7 @@ def test_few_options_serve_most_prices(parts: tuple, byte: float, link: float) -
 
 
 def test_measured_seconds_take_the_place_of_modeled_ones() -> None:
-    options = options_of(THREE)
+    options = recompute_options(THREE)
     found = calibrated(options, [(5.0, 50.0), (13.0, 60.0)])
     by_model = {o.extra_s: f for o, f in zip(options, found, strict=True)}
     assert by_model[0.0].extra_s == 0
@@ -118,7 +119,7 @@ def test_measured_seconds_take_the_place_of_modeled_ones() -> None:
 
 
 def test_noise_does_not_make_more_recomputation_cheaper() -> None:
-    found = calibrated(options_of(THREE), [(5.0, 9.0), (13.0, 2.0)])
+    found = calibrated(recompute_options(THREE), [(5.0, 9.0), (13.0, 2.0)])
     assert found[-1].extra_s == 9
 
 

@@ -6,7 +6,7 @@ import pytest
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.measure import measure_programs, measured_costs
 from jvpipe.cost.presets import PRESETS
-from jvpipe.programs.model import (
+from jvpipe.programs.model_programs import (
     Share,
     backward_program,
     forward_program,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jvpipe.cost import presets
-from jvpipe.cost.products import Product
+from jvpipe.cost.matrix_products import Product
 from jvpipe.cost.split_products import split_bytes, sum_parts
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.trace.flatten import flatten

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jvpipe.cost.products import Product, product_of
+from jvpipe.cost.matrix_products import Product, product_of
 from jvpipe.cost.tiling import Tiling, product_s
 
 CORES, RATE = 10, 1e12

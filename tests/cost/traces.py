@@ -5,8 +5,8 @@ from functools import cache
 import optax
 
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import Share, layer_programs
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.model_programs import Share, layer_programs
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.leaves import abstract

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from jvpipe.cli.options import TrainOptions
-from jvpipe.cli.plan import PlanOptions
+from jvpipe.cli.command_options import TrainOptions
+from jvpipe.cli.plan_command import PlanOptions
 from jvpipe.session.options import PIPELINE, PLAN_FOR, PipelineOptions, options_of
-from jvpipe.util.option import Group, Option
+from jvpipe.util.option import Group, PipelineOption
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HOLDERS = {"train": TrainOptions, "plan": PlanOptions}
@@ -23,14 +23,14 @@ RESUMED = {
 HEAD = """# Options
 
 Every option of `jvpipe.Pipeline`, `jvpipe.plan_for` and both commands, as `jvpipe/session/options.py` and
-`jvpipe/cli/options.py` define them. Python writes their names without hyphens. Where a command takes text, Python
-also takes sequences, plans and schedules. Files of `--config` may use either form of a name. The last column says
-what happens if a run that is resumed (`--resume`) gets another value than before. This page is written by
+`jvpipe/cli/command_options.py` define them. Python writes their names without hyphens. Where a command takes text,
+Python also takes sequences, plans and schedules. Files of `--config` may use either form of a name. The last column
+says what happens if a run that is resumed (`--resume`) gets another value than before. This page is written by
 `python -m tests.docs.options_page`.
 """
 
 
-def takers(each: Option) -> list[str]:
+def takers(each: PipelineOption) -> list[str]:
     """Who takes an option, in the words of the page."""
     commands = [name for name, holder in HOLDERS.items() if each in options_of(holder).values()]
     whole = each in options_of(PipelineOptions).values()

@@ -139,7 +139,8 @@ def run_code(arguments: Sequence[str]) -> None:
 
 def run_command(arguments: Sequence[str]) -> int:
     """Runs the words of a command."""
-    from jvpipe.cli import overview, plan, train
+    from jvpipe.cli import overview, plan_command, train_command
 
     module, *options = arguments
-    return {"jvpipe": overview, "jvpipe.train": train, "jvpipe.plan": plan}[module].main(options)
+    commands = {"jvpipe": overview, "jvpipe.train": train_command, "jvpipe.plan": plan_command}
+    return commands[module].main(options)

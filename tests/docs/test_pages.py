@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jvpipe.cli.command_line import read_options
-from jvpipe.cli.options import TrainOptions
-from jvpipe.cli.plan import PlanOptions
+from jvpipe.cli.command_options import TrainOptions
+from jvpipe.cli.plan_command import PlanOptions
 from jvpipe.models import NAMES, sizes
 from tests.commands import here
 from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, run_command, words

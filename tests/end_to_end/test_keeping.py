@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import jvpipe
-from jvpipe.cli import train as train_command
+from jvpipe.cli import train_command
 from jvpipe.cli.keeping import Keeper
 from jvpipe.runtime.state.checkpoints import array_file
 from tests.commands import finished

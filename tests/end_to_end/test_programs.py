@@ -6,7 +6,7 @@ import optax
 
 import jvpipe
 from jvpipe.models import load
-from jvpipe.programs.model import layer_programs
+from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.store import shared_store
 
 

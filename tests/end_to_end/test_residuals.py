@@ -4,7 +4,7 @@ import jax
 
 from jvpipe._jax import Literal
 from jvpipe.models import load
-from jvpipe.programs.model import layer_programs
+from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.model import trace_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jvpipe.cli.options import TrainOptions
+from jvpipe.cli.command_options import TrainOptions
 
 LAUNCH = Path(__file__).resolve().parents[2] / "examples" / "launch"
 WORKER = """

@@ -9,7 +9,7 @@ import pytest
 from experiments.planners.expert_split import expert_split, split_loads_s
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.pipedream_cuts import pipedream
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_parts import GraphFile

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe import Forecast, models, plan_for
-from jvpipe.cli.plan import main
+from jvpipe.cli.plan_command import main
 from jvpipe.exports.beside import judged
 from jvpipe.exports.formats import FORMATS, find_format
 from jvpipe.ir.plan import Fate, Plan

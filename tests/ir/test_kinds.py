@@ -26,10 +26,10 @@ from jvpipe.lowering.place import Block, Placer
 from jvpipe.lowering.step import lower_step
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.weight_rule import Weights
-from jvpipe.report.timeline import chrome_trace
+from jvpipe.report.chrome_trace import chrome_trace
 from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.simulate.rows import links_between_devices, simulate, simulate_lists
+from jvpipe.simulate.simulator import links_between_devices, simulate, simulate_lists
 from jvpipe.simulate.stages import StageLoad
 from tests.lowering.toy import GRAPH, layout, optimizer
 

@@ -9,7 +9,7 @@ from jvpipe.ir.layers import Ref
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NONE, ValueKind
 from jvpipe.lowering.placement import Placement, written_state
-from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.programs.optimizer_pieces import cut_optimizer
 from tests.lowering.toy import GRAPH, array, optimizer
 
 FIRST, MIDDLE, LAST = GRAPH.layers

@@ -12,8 +12,8 @@ from jvpipe.ir.plan import Plan
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
 from jvpipe.planners.user_fates import with_fates
-from jvpipe.programs.model import layer_programs
-from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.programs.model_programs import layer_programs
+from jvpipe.programs.optimizer_pieces import cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.leaves import abstract

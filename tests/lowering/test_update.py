@@ -11,7 +11,7 @@ from jvpipe.ir.values import NONE
 from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.update import Slots, update_step
 from jvpipe.lowering.weight_rule import Weights
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.programs.pieces import Slot, SlotKind
 from tests.lowering.toy import GRAPH, drawn, optimizer
 

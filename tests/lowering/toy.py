@@ -17,7 +17,7 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Operation
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 
 P0, P1 = Ref(ValueKind.PARAMETER, 0), Ref(ValueKind.PARAMETER, 1)
 T0, T1 = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.TENSOR, 1)

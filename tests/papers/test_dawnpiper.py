@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.papers.dawnpiper import BinaryPartition, Halving, dawnpiper
-from jvpipe.papers.effort import PAPER
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.small import chain, limited

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
-from jvpipe.papers.effort import PAPER
 from jvpipe.papers.kernighan_lin import (
     coarse_bounds,
     initial_bounds,
     refine,
 )
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.schedules import find_schedule

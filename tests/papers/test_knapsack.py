@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 
 from jvpipe.cost.costs import LayerCost, Option
-from jvpipe.papers.effort import PAPER
 from jvpipe.papers.knapsack import (
     Knapsack,
     Recomputation,
     items,
     working_caps,
 )
+from jvpipe.papers.paper_effort import PAPER
 from jvpipe.planners.model.problem import RECOMPUTE, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import stage_cost

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.pipedream_cuts import pipedream
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.profiles.graph_file import read_graph

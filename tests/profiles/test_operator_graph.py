@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from experiments.planners.expert_split import split_loads_s
-from jvpipe.cli.plan import main
+from jvpipe.cli.plan_command import main
 from jvpipe.profiles.graph_file import read_graph
 
 Raw = dict[str, Any]

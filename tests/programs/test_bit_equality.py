@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jvpipe.programs.bit_equality import same_bits, same_update
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.layer_split import split_layers, split_points

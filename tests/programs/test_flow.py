@@ -11,7 +11,7 @@ from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import straight_line
 from jvpipe.programs.ownership import Input, Output, place_operands
 from jvpipe.programs.pieces import Slot, SlotKind
-from jvpipe.trace.jaxprs import evaluate
+from jvpipe.trace.jaxprs import evaluate_jaxpr
 
 LARGE = jax.ShapeDtypeStruct((1000,), np.float32)
 GRADIENTS = [Slot(SlotKind.GRADIENT, i) for i in (0, 1)]
@@ -69,7 +69,7 @@ def test_pieces_one_after_another_compute_what_the_whole_does(flow: Flow) -> Non
     for piece in flow.pieces():
         arrays |= zip(
             piece.writes,
-            evaluate(piece.program, [arrays[slot] for slot in piece.reads]),
+            evaluate_jaxpr(piece.program, [arrays[slot] for slot in piece.reads]),
             strict=True,
         )
     for slot, expected in zip(PARAMETERS, clipped(jnp.asarray(a), jnp.asarray(b)), strict=True):

@@ -14,7 +14,7 @@ from jvpipe.programs.optimizer_trace import (
     trace_optimizer,
     transformation,
 )
-from jvpipe.trace.jaxprs import evaluate
+from jvpipe.trace.jaxprs import evaluate_jaxpr
 
 SHAPE = jax.ShapeDtypeStruct((3,), np.float32)
 
@@ -32,7 +32,7 @@ def test_both_branches_run_and_one_is_picked() -> None:
     line = straight_line(fn, SHAPE)
     assert not {"cond", "pjit", "jit"} & {eqn.primitive.name for eqn in line.jaxpr.eqns}
     for x in (np.ones(3, np.float32), -np.ones(3, np.float32)):
-        (got,) = evaluate(line, [jnp.asarray(x)])
+        (got,) = evaluate_jaxpr(line, [jnp.asarray(x)])
         np.testing.assert_array_equal(got, fn(jnp.asarray(x)))
 
 
@@ -47,7 +47,7 @@ def test_equations_know_the_transformation_that_they_come_from() -> None:
 def test_gradients_are_summed_in_the_order_of_their_readers_and_divided_once() -> None:
     found = trace_optimizer(optax.sgd(1.0), [SHAPE], [3], 4, grad_norm=True)
     sums = [np.full(3, x, np.float32) for x in (1e8, 1.0, -1e8)]
-    params, norm = evaluate(found.update, [*sums, np.zeros(3, np.float32)])
+    params, norm = evaluate_jaxpr(found.update, [*sums, np.zeros(3, np.float32)])
     mean = np.float32(np.float32(np.float32(1e8 + 1.0) - np.float32(1e8)) / np.float32(4))
     np.testing.assert_array_equal(params, np.full(3, -mean))
     np.testing.assert_allclose(norm, np.sqrt(3) * mean)
@@ -56,7 +56,7 @@ def test_gradients_are_summed_in_the_order_of_their_readers_and_divided_once() -
 def test_a_weight_is_an_input_where_micro_batches_are_not_counted() -> None:
     found = trace_optimizer(optax.sgd(1.0), [SHAPE], [1], None, grad_norm=False)
     assert [aval.shape for aval in found.update.in_avals] == [(3,), (), (3,)]
-    (params,) = evaluate(
+    (params,) = evaluate_jaxpr(
         found.update, [np.full(3, 6, np.float32), np.float32(2), np.zeros(3, np.float32)]
     )
     np.testing.assert_array_equal(params, np.full(3, -3.0))

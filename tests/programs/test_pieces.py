@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.programs.pieces import SlotKind
 
 SHAPES = [jax.ShapeDtypeStruct((2, 3), np.float32), jax.ShapeDtypeStruct((2, 3), np.float32)]

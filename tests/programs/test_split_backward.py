@@ -13,7 +13,7 @@ from jvpipe._jax import ClosedJaxpr
 from jvpipe.ir.layers import Ref, Source
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import (
+from jvpipe.programs.model_programs import (
     Share,
     backward_program,
     forward_program,

@@ -11,10 +11,10 @@ import pytest
 from optax import contrib
 
 import jvpipe
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.trace.stacks import Stacks
 from tests.grid import grid
-from tests.programs.test_optimizer import Interpreter
+from tests.programs.test_optimizer_pieces import Interpreter
 
 D, LAYERS, MICRO, STEPS = 6, 3, 2, 3
 NUMBERS = np.random.default_rng(0)

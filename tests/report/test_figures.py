@@ -13,7 +13,7 @@ from jvpipe.ir.span import Level, Picture, Span
 from jvpipe.report.figures import timeline_figure
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import StageLoad
 
 

@@ -14,7 +14,7 @@ from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.runtime.engine.binding import Bound, bind
+from jvpipe.runtime.engine.binding import Bound, bind_rows
 
 BUFFERS = (
     Buffer(Value(ValueKind.PARAMETER, 0, version=0), 0, 4),
@@ -45,7 +45,7 @@ class Executable:
 
 def bound(run: Callable[..., Any], *, watched: bool = False, lowered: Lowered = STEP) -> Bound:
     """The step bound to two devices; the program of F is `run`."""
-    return bind(
+    return bind_rows(
         lowered,
         jax.devices()[:2],
         lambda row: run,

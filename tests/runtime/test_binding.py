@@ -11,7 +11,7 @@ from jvpipe.ir.buffers import HOST, Buffer, Copy, Lowered
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.runtime.engine.binding import bind
+from jvpipe.runtime.engine.binding import bind_rows
 from tests.runtime.hand_made import STEP, Executable, bound
 
 
@@ -52,7 +52,7 @@ def test_what_leaves_the_host_is_known_and_a_swap_goes_there_and_back() -> None:
         Row(Kind.FREE, 0, 0, 0, 0, (0, 1), (), (0,)),
         Row(Kind.IN, 0, 0, 0, 0, (1,), (2,), (1,)),
     )
-    step = bind(
+    step = bind_rows(
         Lowered(rows, buffers, 1, (), (2,)),
         jax.devices()[:1],
         lambda row: Executable(),
@@ -79,5 +79,5 @@ def test_exactly_the_kinds_that_compute_ask_for_a_program(kind: Kind) -> None:
         return Executable()
 
     step = Lowered((Row(kind, 0, 0, 0, 0, (0,), (0,)),), STEP.buffers, 4, (0,), ())
-    bind(step, jax.devices()[:2], executable_of, lambda row: False, lambda b: None)
+    bind_rows(step, jax.devices()[:2], executable_of, lambda row: False, lambda b: None)
     assert bool(asked) == KINDS[kind].computes

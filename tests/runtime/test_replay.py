@@ -9,7 +9,7 @@ import pytest
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.use import Use, synchronous_uses
-from jvpipe.runtime.state.replay import Replay
+from jvpipe.runtime.state.one_device import Replay
 from tests.session.tiny import BATCH, HERE, MICRO, PARAMS, begun, loss_fn
 
 MICRO_BATCHES = [{"x": BATCH["x"][2 * m : 2 * m + 2]} for m in range(MICRO)]

@@ -13,7 +13,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.kinds import Kind
 from jvpipe.schedules import PipeDream, TwoBW
-from jvpipe.simulate.rows import simulate
+from jvpipe.simulate.simulator import simulate
 from tests.session.tiny import BATCH, PARAMS, begun, loss_fn, pipeline
 
 TWO_ONE, ONE_TWO = (jvpipe.Plan.from_cuts([2, 1], devices=d) for d in ([(0, 1), 2], [0, (1, 2)]))

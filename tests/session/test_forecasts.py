@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe.cli.plan import main
+from jvpipe.cli.plan_command import main
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster, Link
 from jvpipe.cost.presets import CORE, H100, RTX_2080TI
@@ -158,6 +158,10 @@ def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
         ),
         ({"hardware": "h10"}, "h100"),
         ({"stages": 0}, "stages must be a whole number of at least 1"),
+        (
+            {"stages": jvpipe.Plan.from_cuts([3, 1])},
+            r"not a plan of \[3, 1\] layers: .* give cuts=\[3, 1\]",
+        ),
         (
             {"stages": 9, "hardware": Cluster("two", CORE, 2)},
             "9 stages need as many devices, two has 2",

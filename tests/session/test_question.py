@@ -4,8 +4,8 @@ import pytest
 
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.planners.model.accuracy import check_sums
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.sums import check_sums
 from jvpipe.schedules import find_schedule
 from jvpipe.session.question import on_cluster
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe.cli.plan import main
+from jvpipe.cli.plan_command import main
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.session.forecasts import Forecast
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe.cli.plan import main
+from jvpipe.cli.plan_command import main
 from jvpipe.cost import targets
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes, compiler_of
 from jvpipe.ir.plan import Fate

@@ -15,13 +15,13 @@ import pytest
 from jvpipe import Pipeline, Plan
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.cost.presets import CORE
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.planned import Planned
+from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.splitting import SPLITTING, CutCandidate, Splitter, _cuts, even_places
 from jvpipe.programs.bit_equality import same_bits, same_update
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.programs.optimizer_pieces import cut_optimizer
 from jvpipe.runtime.engine.trees import Trees
 from jvpipe.trace.stacks import Stacks
 

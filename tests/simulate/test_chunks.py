@@ -14,7 +14,7 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.interleaved import ZBH1, Interleaved
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
-from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import StageLoad
 from tests.schedules.units import Clock
 

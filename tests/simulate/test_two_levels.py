@@ -23,11 +23,11 @@ from jvpipe.ir.task import TaskLists
 from jvpipe.ir.values import ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.simulate.rows import simulate, simulate_lists
+from jvpipe.simulate.simulator import simulate, simulate_lists
 from jvpipe.simulate.stages import PARTS, StageLoad
 from jvpipe.simulate.timeline import Timeline
 from tests.lowering.toy import array

@@ -11,8 +11,8 @@ import pytest
 
 from jvpipe.ir.examples import Over
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.reductions import Lies
 from jvpipe.trace.spread import CoupledError, Spreading
+from jvpipe.trace.sums_and_means import Lies
 
 MANY, FEW, D = 6, 2, 4
 DRAW = np.random.default_rng(2)

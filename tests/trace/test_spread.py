@@ -11,8 +11,8 @@ import pytest
 
 from jvpipe.ir.examples import Over
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.reductions import Beside, Lies
 from jvpipe.trace.spread import CoupledError, Spreading, reaching
+from jvpipe.trace.sums_and_means import Beside, Lies
 
 MANY, FEW, T, D = 6, 2, 3, 4
 

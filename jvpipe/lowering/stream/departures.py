@@ -24,7 +24,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task
 from jvpipe.ir.values import NEVER, NONE, ValueKind
 from jvpipe.lowering.place import Placer
-from jvpipe.lowering.stream.timeline import StreamTimeline
+from jvpipe.lowering.stream.stream_timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
 _WINDOW = 2
@@ -48,7 +48,7 @@ class Departures:
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref
-    >>> from jvpipe.programs.optimizer import OptimizerCut
+    >>> from jvpipe.programs.optimizer_pieces import OptimizerCut
     >>> reads, loss = (Ref(ValueKind.PARAMETER, 0),), Ref(ValueKind.LOSS, 0)
     >>> graph = LayerGraph((Layer(0, "a", reads, (loss,)),), (), (Parameter(Array("w", (), "float32", 4), (0,)),))
     >>> here, there = (Plan.from_cuts([1], devices=[place]) for place in (0, 1))

@@ -34,12 +34,12 @@ from jvpipe.lowering.place import Placer
 from jvpipe.lowering.prefetch import prefetched
 from jvpipe.lowering.step import swapped_by
 from jvpipe.lowering.stream.departures import Departures, LastReads, refresh, settle
-from jvpipe.lowering.stream.period import Step, Unrolled, dropping
-from jvpipe.lowering.stream.timeline import PlanSpan, StreamTimeline
+from jvpipe.lowering.stream.period import StreamStep, Unrolled, dropping
+from jvpipe.lowering.stream.stream_timeline import PlanSpan, StreamTimeline
 from jvpipe.lowering.stream.weights import StreamUpdates, StreamWeights
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.schedules.round_robin import RoundRobin
 from jvpipe.schedules.schedule import Schedule
 
@@ -79,7 +79,7 @@ class StreamLowering:
     in_flight_at_switch: Mapping[int, Collection[Spot]] = field(default_factory=dict)
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[StreamStep, ...]:
         """The steps that differ from one another. All later steps equal the last of them."""
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
@@ -100,7 +100,7 @@ class StreamLowering:
             steps.append(following)
         raise AssertionError("a stream comes to repeat itself")
 
-    def step(self, steps: int) -> Step:
+    def step(self, steps: int) -> StreamStep:
         """Returns step number `steps`, counted from 0."""
         return self.steps[min(steps, len(self.steps) - 1)]
 
@@ -109,7 +109,7 @@ class StreamLowering:
         """The step in which the last span begins."""
         return self.spans[-1].start // self.microbatches
 
-    def drain(self, steps: int) -> Step:
+    def drain(self, steps: int) -> StreamStep:
         """Makes the step that drains the pipeline, and so ends a stream after a number of steps."""
         n = min(steps, len(self.steps))
         drain = self._lower(n, drained=True).step(n)

@@ -25,7 +25,7 @@ from jvpipe.lowering.liveness import freeing, last_touches, renumbered
 
 
 @dataclass(frozen=True)
-class Step:
+class StreamStep:
     """A step of a stream.
 
     `lowered` has its rows. Its metrics are those of the step, followed by the losses of the
@@ -127,7 +127,7 @@ class Unrolled:
         names = {b: named.get(b, self.buffers[b].spot) for b in alive}
         return sorted((spot.shifted(*shift), b) for b, spot in names.items())
 
-    def step(self, n: int) -> Step:
+    def step(self, n: int) -> StreamStep:
         """Cuts out step n. If the stream ends, the last step is its drain."""
         shift = self._shift(n)
         begin, end = self.bounds[n : n + 2]
@@ -152,7 +152,7 @@ class Unrolled:
             final=tuple(ids[b] for _, b in after),
             metrics=tuple(ids[b] for b in metrics),
         )
-        return Step(
+        return StreamStep(
             lowered,
             before=tuple(spot for spot, _ in before),
             after=tuple(spot for spot, _ in after),
@@ -179,7 +179,7 @@ class Unrolled:
         assert begun <= read | written | staying, "what nobody touches any more was kept"
 
 
-def dropping(drain: Step, last: Step) -> Step:
+def dropping(drain: StreamStep, last: StreamStep) -> StreamStep:
     """Returns a drain that begins with all buffers that the last step leaves.
 
     The last step was lowered as if the stream went on, so it also leaves versions that only later
@@ -195,8 +195,8 @@ def dropping(drain: Step, last: Step) -> Step:
     >>> from jvpipe.ir.values import Value, ValueKind
     >>> old, new = (Value(ValueKind.PARAMETER, 0, version=v) for v in (-1, 0))
     >>> spots, buffers = (Spot(old, 0), Spot(new, 0)), (Buffer(old, 0, 4), Buffer(new, 0, 4))
-    >>> last = Step(Lowered((), buffers, 2, (0, 1), ()), spots, spots, ())
-    >>> drain = Step(Lowered((), buffers[1:], 1, (0,), ()), spots[1:], spots[1:], ())
+    >>> last = StreamStep(Lowered((), buffers, 2, (0, 1), ()), spots, spots, ())
+    >>> drain = StreamStep(Lowered((), buffers[1:], 1, (0,), ()), spots[1:], spots[1:], ())
     >>> [(str(row), row.frees) for row in dropping(drain, last).lowered.rows]
     [('DROP', (0,))]
     """
@@ -234,7 +234,7 @@ def dropping(drain: Step, last: Step) -> Step:
         final=tuple(ids[b] for b in old.final),
         metrics=tuple(ids[b] for b in old.metrics),
     )
-    return Step(lowered, last.after, drain.after, drain.uses)
+    return StreamStep(lowered, last.after, drain.after, drain.uses)
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:

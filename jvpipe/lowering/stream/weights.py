@@ -33,7 +33,7 @@ from jvpipe.ir.use import Use
 from jvpipe.ir.values import NEVER, Value, ValueKind
 from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.operation import Delivery, Operation, Write, summed
-from jvpipe.lowering.stream.timeline import StreamTimeline
+from jvpipe.lowering.stream.stream_timeline import StreamTimeline
 from jvpipe.lowering.update import Slots
 from jvpipe.lowering.weight_rule import Weights
 
@@ -46,7 +46,7 @@ class StreamWeights(Weights):
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
     >>> from jvpipe.lowering.layout import MicrobatchLayout
-    >>> from jvpipe.lowering.stream.timeline import PlanSpan
+    >>> from jvpipe.lowering.stream.stream_timeline import PlanSpan
     >>> from jvpipe.schedules import find_schedule
     >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
     >>> layers = Layer(0, "a", (), (edge,)), Layer(1, "b", (edge,), (loss,))

@@ -36,10 +36,10 @@ from jaxtyping import Float
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
-from jvpipe.planners.model.forecast import least_steps_s, simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
+from jvpipe.planners.model.stage_simulation import least_steps_s, simulated_step_s
 
 Rank = tuple[float, int, int, int]
 """A tuple by which plans are compared, entry by entry; the least is the best plan.

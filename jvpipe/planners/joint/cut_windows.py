@@ -108,7 +108,7 @@ class Reach:
         # If the memory limit keeps the end out of reach, no cap suffices, and doubling must end.
         while high < 1e9 * low and not self.reaches_end(high):
             low, high = high, 2 * high
-        return halved(self.reaches_end, low, high, tolerance)
+        return least_sufficient(self.reaches_end, low, high, tolerance)
 
     def reaches_end(self, cap_s: float) -> bool:
         """Tells whether the stages reach the last layer under a cap."""
@@ -201,7 +201,7 @@ class Reach:
         return self.known[s, prices]
 
 
-def halved(
+def least_sufficient(
     suffices: Callable[[float], bool],
     low: float,
     high: float,
@@ -215,7 +215,7 @@ def halved(
         high: a number that suffices.
         tolerance: by how much the result may be above the least, as a share of it.
 
-    >>> halved(lambda x: x * x >= 2, 0.0, 2.0, 1e-3)
+    >>> least_sufficient(lambda x: x * x >= 2, 0.0, 2.0, 1e-3)
     1.4150390625
     """
     while high - low > tolerance * high:

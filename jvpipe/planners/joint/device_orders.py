@@ -21,7 +21,7 @@ from typing import TypeVar
 from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_floor import order_floors
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision

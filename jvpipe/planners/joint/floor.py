@@ -77,7 +77,7 @@ def floor(
     problem = _untimed(problem)
     few = len(problem.costs.layers) <= LIMIT.every_cut_layers
     most_plans = LIMIT.plans_of_few if few else LIMIT.plans
-    search = _Search(held_bytes, enough_bytes, most_plans)
+    search = _FloorSearch(held_bytes, enough_bytes, most_plans)
     search.look(_beginnings(problem, keeps=keeps))
     if few and not keeps:
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
@@ -92,7 +92,7 @@ def floor(
 
 
 @dataclass
-class _Search:
+class _FloorSearch:
     """A search that counts each plan at most once.
 
     Attributes:

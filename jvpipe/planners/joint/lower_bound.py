@@ -16,9 +16,9 @@ from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
-from jvpipe.planners.model.forecast import trips_counted
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.stage_simulation import trips_counted
 from jvpipe.schedules.schedule import Schedule
 
 

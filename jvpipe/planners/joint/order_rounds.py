@@ -51,7 +51,7 @@ RULES = tuple(TieBreak(*switches) for switches in product((False, True), repeat=
 
 
 @dataclass
-class _Device:
+class _DeviceRounds:
     """The state of a device.
 
     `late` counts the second halves that are left for later. `ends_s` are the ends of its forwards
@@ -98,7 +98,7 @@ class Rounds:
         self._rooms = rooms_bytes
         self._rule = rule
         self._count = loads.devices
-        self._devices = [_Device() for _ in range(self._count)]
+        self._devices = [_DeviceRounds() for _ in range(self._count)]
         self.order: TaskLists | None = None
         if not all(map(le, loads.kept_bytes, rooms_bytes)):
             return

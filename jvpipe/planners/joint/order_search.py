@@ -24,14 +24,13 @@ tried.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import comb
 from operator import lt
 
 from jvpipe.cost.hardware import INFINITE
-from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import TaskLists
 from jvpipe.planners.joint.device_fates import DeviceFates, Moments
 from jvpipe.planners.joint.effort import ORDER, RULE
@@ -42,14 +41,13 @@ from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.order_rounds import in_rounds
-from jvpipe.planners.joint.planner import crowded, jvpipe
+from jvpipe.planners.joint.ordered_plan import OrderedPlan, simulated_plan, under
+from jvpipe.planners.joint.plan_search import crowded, jvpipe
 from jvpipe.planners.joint.rule_search import RuledPlan, first_cuts, fitting
-from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate_decision, keeps_limits
-from jvpipe.schedules.auto import GivenLists
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
@@ -65,39 +63,6 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
 """The rules of each placement. The first must split backwards, because searched orders do."""
 Placement = tuple[tuple[Schedule, ...], DeviceFates]
 """The rules of a placement, and the search that chooses fates for its devices."""
-
-
-@dataclass(frozen=True)
-class OrderedPlan:
-    """A plan with its order of tasks, its simulated seconds, and a bound.
-
-    No order of the decision's tasks takes less than `bound_s`. `family` names the rule or search
-    that the order comes from; `others` are the seconds of the best candidate of each family.
-    `whole` are layers whose backwards could be split but stay whole. Other devices can use the
-    fraction `lent` of a device's idle time; `worth_s` is `step_s` less the idle time that is lent.
-    """
-
-    decision: Decision
-    schedule: Schedule
-    family: str
-    step_s: float
-    bound_s: float
-    worth_s: float
-    whole: tuple[int, ...] = ()
-    others: dict[str, float] = field(default_factory=dict)
-    lent: float = 0.0
-
-    def answered(self, problem: Problem) -> Problem:
-        """Returns the problem under the order that was found, with the stages of the decision."""
-        return _under(problem, self.schedule)
-
-    def plan(self, problem: Problem, planner: str) -> Plan:
-        """Makes the plan, with its lists of tasks and each stage on its device."""
-        lists, costs = self.schedule.lists, problem.costs
-        assert isinstance(lists, GivenLists)
-        ids = costs.ids or tuple(range(len(costs.layers)))
-        plan = self.decision.plan(self.answered(problem), planner)
-        return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
 
 
 def find_order(problem: Problem) -> OrderedPlan:
@@ -118,7 +83,7 @@ def find_order(problem: Problem) -> OrderedPlan:
     """
     problem, whole = _worth_splitting(problem)
     placements = [
-        (rules, DeviceFates.of(_under(problem, rules[0]))) for rules in _placements(problem)
+        (rules, DeviceFates.of(under(problem, rules[0]))) for rules in _placements(problem)
     ]
     begin = _candidates(problem, placements)
     rivals = list(_own_rivals(problem))
@@ -126,11 +91,11 @@ def find_order(problem: Problem) -> OrderedPlan:
         rivals += _planned(problem, EAGER)
     # If nothing was found, the plans that hold the least decide whether any plan fits.
     floors = [] if begin or rivals else list(_floors(problem))
-    rivals += [RuledPlan.of(_under(problem, one.schedule), one.decision) for one in floors]
+    rivals += [RuledPlan.of(under(problem, one.schedule), one.decision) for one in floors]
     for rival in rivals:
         begin += _from_rival(placements, rival)
     candidates = sorted(begin, key=lambda one: one.step_s)
-    simulated = map(_simulated, [*_worth_simulating(problem, candidates), *rivals])
+    simulated = map(simulated_plan, [*_worth_simulating(problem, candidates), *rivals])
     answers = [answer for answer in simulated if answer is not None]
     if not answers:
         raise _nothing_fits(problem, floors)
@@ -212,7 +177,7 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Ruled
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()
     for rules, fates in placements:
-        placed = [_under(problem, rule) for rule in rules]
+        placed = [under(problem, rule) for rule in rules]
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
         choose_cuts = all_cuts if few else first_cuts
         for bounds in choose_cuts(placed[0], cuts):
@@ -305,11 +270,6 @@ def _between(moment: Holding) -> Iterator[Holding]:
         yield with_entry(moment, c, (k - 1, 1))
 
 
-def _under(problem: Problem, rule: Schedule) -> Problem:
-    """Returns the problem under a rule, with as many stages as the rule has on these devices."""
-    return replace(problem, stages=rule.stages_on(problem.devices), schedule=rule)
-
-
 def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
     """Yields the rules of each placement for which the problem has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
@@ -397,29 +357,6 @@ def _all_late(
     return lists(devices, microbatches)
 
 
-def _simulated(one: RuledPlan) -> OrderedPlan | None:
-    """Simulates a candidate; None if exact counting shows a device over its limit."""
-    problem = one.listed
-    evaluation = evaluate_decision(problem, one.decision)
-    if not keeps_limits(problem, evaluation):
-        return None
-    step_s = simulated_step_s(problem, evaluation.stages)
-    idle = 0.0
-    if problem.lent:  # a device that copies does not lend its time: copies need workers too
-        copies_s = problem.microbatches * sum(stage.comm_s for stage in evaluation.stages)
-        copying = copies_s / (problem.devices * step_s)
-        idle = simulated_bubble_fraction(problem, evaluation.stages) - copying
-    return OrderedPlan(
-        one.decision,
-        problem.schedule,
-        one.family,
-        step_s,
-        one.loads.bound_s(),
-        step_s * (1 - problem.lent * max(0.0, idle)),
-        lent=problem.lent,
-    )
-
-
 def _planned(
     problem: Problem,
     rule: Schedule,
@@ -433,7 +370,7 @@ def _planned(
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
         decision = jvpipe(replace(problem, schedule=rule), refine)
-        yield RuledPlan.of(_under(problem, rule), decision)
+        yield RuledPlan.of(under(problem, rule), decision)
 
 
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
@@ -492,7 +429,7 @@ def _from_rival(
         swaps = any(stage.held.swapped for stage in stages)
         plain = fates.fastest(problem, decision.bounds) if swaps else decision
         if plain is not None:
-            yield from _listed(RuledPlan.of(_under(problem, rule), plain, fates))
+            yield from _listed(RuledPlan.of(under(problem, rule), plain, fates))
 
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:

@@ -22,10 +22,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from jvpipe.planners.joint.effort import SHAPE
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import Evaluation, StageCost, evaluation_of, stage_cost
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 
 
 @dataclass(frozen=True)

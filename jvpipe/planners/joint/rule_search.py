@@ -8,7 +8,7 @@ although cuts farther away may be better. So the search climbs from several cuts
     always                  cuts that give devices equal work
     if sends take time      the best cuts by the surrogate, a closed formula that counts links
     under a memory limit    the cuts that this search finds without the limit
-    without a limit         the cuts that `jvpipe` (`planner.py`) finds as if each stage had a
+    without a limit         the cuts that `jvpipe` (`plan_search.py`) finds as if each stage had a
                             device of its own
 
 How long it climbs is set by `RULE` and `PLAN` (`effort.py`), which may be changed.
@@ -28,7 +28,7 @@ from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.order_floor import emptied
 from jvpipe.planners.joint.order_loads import Loads
-from jvpipe.planners.joint.planner import crowded, jvpipe
+from jvpipe.planners.joint.plan_search import crowded, jvpipe
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments

@@ -28,7 +28,7 @@ import numpy as np
 
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.planners.joint.effort import SHAPE
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.joint.rough_plan import RoughPlan, RoughStages, of_each_kind
 from jvpipe.planners.joint.shape_paths import Ground, paths
 from jvpipe.planners.model.chain_dp import least_path
@@ -64,7 +64,7 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     >>> rough_plans(Shapes(model, local, find_cluster("v100-b"), 4, 8))[0].shape
     4 devices, micro-batches of 8
     """
-    search = _Search(shapes)
+    search = _ShapeSearch(shapes)
     for size in search.sizes()[: SHAPE.sizes]:
         search.look(size)
     counted = search.ranked(list(search.seen))
@@ -89,7 +89,7 @@ def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
         shapes: the possible shapes.
         paths: shapes, each with the bounds of its stages.
     """
-    plans = (plan.simulated() for plan in _Search(shapes).ranked(paths))
+    plans = (plan.simulated() for plan in _ShapeSearch(shapes).ranked(paths))
     return sorted(plans, key=_step_s)
 
 
@@ -104,13 +104,13 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
     costs = tuple(map(computing_again, shapes.local.costs))
     again = LocalCosts(shapes.local.batches, costs)
     free = replace(shapes.model, memory_limit_bytes=None)
-    search = _Search(replace(shapes, model=free, local=again))
+    search = _ShapeSearch(replace(shapes, model=free, local=again))
     plans = search.ranked(search.paths(shapes.sizes[-1]))
     emptiest = sorted(plans, key=lambda plan: plan.evaluation.limit_bytes)
     return [replace(plan, problem=shapes.problem(plan.shape)) for plan in emptiest]
 
 
-class _Search:
+class _ShapeSearch:
     """A search in progress.
 
     Attributes:

@@ -18,7 +18,7 @@ from math import comb
 
 import numpy as np
 
-from jvpipe.planners.joint.cut_windows import Reach, area, bounded, halved
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded, least_sufficient
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.lot import Lot
@@ -83,7 +83,7 @@ def _least_reached_bytes(pricing: Pricing) -> float:
     def suffices(limit_bytes: float) -> bool:
         return Reach(replace(pricing, limit_bytes=limit_bytes)).reaches_end(np.inf)
 
-    return halved(suffices, 0.0, high, LIMIT.tolerance)
+    return least_sufficient(suffices, 0.0, high, LIMIT.tolerance)
 
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:

@@ -23,10 +23,10 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.segment_table import Effort, Table, cells
 from jvpipe.planners.joint.trips import Trips
-from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.spans import Cuts
+from jvpipe.planners.model.stage_simulation import least_steps_s
 from jvpipe.util.sizes import MOST_BYTES
 
 

@@ -146,7 +146,7 @@ class Bound:
                 instruction.mark()
 
 
-def bind(
+def bind_rows(
     lowered: Lowered,
     devices: Sequence[Device],
     executable_of: Callable[[Row], Any],

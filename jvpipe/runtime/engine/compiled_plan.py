@@ -28,10 +28,10 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import Value
 from jvpipe.lowering.step import lower_evaluation, lower_step
 from jvpipe.lowering.stream.lower import StreamLowering
-from jvpipe.lowering.stream.period import Step, dropping
-from jvpipe.lowering.stream.timeline import PlanSpan
+from jvpipe.lowering.stream.period import StreamStep, dropping
+from jvpipe.lowering.stream.stream_timeline import PlanSpan
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import Program
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.hosts import Carried, Hosts
@@ -83,8 +83,8 @@ class CompiledPlan(LaidPlan):
         self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
         self._warmup: CompiledPlan | None = None
-        self.bound_steps: dict[int, tuple[Step, Bound]] = {}
-        self.bound_drains: dict[int, tuple[Step, Bound]] = {}
+        self.bound_steps: dict[int, tuple[StreamStep, Bound]] = {}
+        self.bound_drains: dict[int, tuple[StreamStep, Bound]] = {}
 
     @cached_property
     def row_programs(self) -> RowPrograms:
@@ -185,7 +185,7 @@ class CompiledPlan(LaidPlan):
             return in_flight
         return in_flight | {step: frozenset(earlier.stream.steps[step - 1].after)}
 
-    def stream_step(self, steps: int) -> tuple[Step, Bound]:
+    def stream_step(self, steps: int) -> tuple[StreamStep, Bound]:
         """Returns the step that a stream runs after its first `steps` steps."""
         # From some step on, all steps of a stream are alike, so the last lowered one is repeated.
         n = min(steps, len(self.stream.steps) - 1)
@@ -197,7 +197,7 @@ class CompiledPlan(LaidPlan):
             self.bound_steps[n] = step, self.bound(step.lowered, self._span_programs)
         return self.bound_steps[n]
 
-    def drain(self, steps: int) -> tuple[Step, Bound]:
+    def drain(self, steps: int) -> tuple[StreamStep, Bound]:
         """Returns the rows that finish what the first `steps` steps of a stream leave in flight."""
         n = min(steps, len(self.stream.steps))
         if n not in self.bound_drains:

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.hardware import Link
 from jvpipe.cost.links import link_through
+from jvpipe.cost.measuring_effort import MEASURING
 from jvpipe.runtime.engine.hosts import Hosts
 
 _SIZES = (2**12, 2**24)

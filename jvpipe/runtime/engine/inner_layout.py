@@ -20,7 +20,7 @@ from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
 from jvpipe.lowering.graph_arrays import graph_array
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import evaluation_program, forward_program
+from jvpipe.programs.model_programs import evaluation_program, forward_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 

@@ -20,8 +20,8 @@ from jvpipe.ir.task import TaskLists
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.placement import Placement
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import Share, layer_programs
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.model_programs import Share, layer_programs
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.inner_layout import laid_graph, laid_programs
 from jvpipe.runtime.engine.replicas import Replicas, check_replicas

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jvpipe.ir.kinds import KINDS, Link
+from jvpipe.ir.kinds import KINDS, CopyLink
 from jvpipe.ir.rows import AskRun, OfferRun
 from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.runtime.engine.monitor import Monitor, Record
@@ -84,7 +84,7 @@ def _hops(monitor: Monitor, record: Record) -> Iterator[Hop]:
     for index, row in enumerate(record.lowered.rows):
         start_s, end_s = record.times[index]
         info = KINDS[row.kind]
-        if info.link is Link.PEER and not info.watched:
+        if info.link is CopyLink.PEER and not info.watched:
             key = f"{monitor.memories[row.place]} {index}"
             if isinstance(row.run, OfferRun | AskRun):  # the key is the same in both processes
                 key = f"copy {row.run.number}"

@@ -19,8 +19,8 @@ from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
 from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
-from jvpipe.programs.model import piece_program
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.model_programs import piece_program
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.engine.phases import phase

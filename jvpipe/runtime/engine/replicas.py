@@ -31,24 +31,24 @@ from jvpipe.lowering.graph_arrays import graph_array
 from jvpipe.lowering.layout import SliceLayout
 from jvpipe.lowering.placement import Placement, written_state
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
-from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.loss import Parts
-from jvpipe.programs.model import Share, programs_of
-from jvpipe.programs.slices import (
+from jvpipe.programs.between_replicas import (
     cut_program,
     join_program,
     reduce_program,
     state_program,
     weighted_program,
 )
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.loss_programs import Parts
+from jvpipe.programs.model_programs import Share, programs_of
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.schedules.auto import AUTO, GivenLists
 from jvpipe.schedules.round_robin import check_turns
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.reductions import Beside
 from jvpipe.trace.slices import Apart, sliced, taken_apart
+from jvpipe.trace.sums_and_means import Beside
 
 _Key = tuple[int, Examples, int]
 

@@ -24,7 +24,7 @@ from jvpipe.lowering.projection import projected, telling_all
 from jvpipe.lowering.receipts import with_receipts
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.runtime.engine.binding import Bound, bind
+from jvpipe.runtime.engine.binding import Bound, bind_rows
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.row_programs import RowPrograms, arrival
@@ -88,7 +88,7 @@ class RowBinder:
         placed = [(programs[task], devices[row.place]) for task, row in tasks.items()]
         executables = dict(zip(tasks, self._compiled(placed), strict=True))
         can_fail = {task for task, program in programs.items() if program.calls_host}
-        bound = bind(
+        bound = bind_rows(
             lowered,
             devices,
             executable_of=lambda row: executables[_task(row)],

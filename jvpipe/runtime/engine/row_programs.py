@@ -20,11 +20,12 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.rows import AddRun, GroupRun, LayerRun, PieceRun, Row, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.programs import weights
-from jvpipe.programs.group import group_program
+from jvpipe.programs import weight_programs
+from jvpipe.programs.between_replicas import reduce_program
+from jvpipe.programs.group_program import group_program
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.loss import loss_program, zeros_program
-from jvpipe.programs.model import (
+from jvpipe.programs.loss_programs import loss_program, zeros_program
+from jvpipe.programs.model_programs import (
     backward_program,
     evaluation_program,
     forward_program,
@@ -33,8 +34,7 @@ from jvpipe.programs.model import (
     single_backward_program,
     weight_program,
 )
-from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.slices import reduce_program
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import Program
 from jvpipe.runtime.engine.replicas import Replicas
 from jvpipe.runtime.engine.value_shapes import shape, value_shape, value_spec
@@ -127,11 +127,13 @@ class RowPrograms:
                 return zeros_program(self._shapes(written))
             case Kind.SHIFT:
                 updates = _operand(row, ShiftRun).updates
-                return weights.shifted(self._shapes(written), updates)
+                return weight_programs.shifted(self._shapes(written), updates)
             case Kind.SETTLE:
                 return self._settle_program(row, written)
             case Kind.WEIGHT:
-                return weights.total(self.traced.loss_shapes[1], _operand(row, SumRun).count)
+                return weight_programs.total(
+                    self.traced.loss_shapes[1], _operand(row, SumRun).count
+                )
             case Kind.LOSS:
                 return self._loss_program(read)
             case Kind.REDUCE if self.replicas is None:
@@ -202,9 +204,9 @@ class RowPrograms:
         shapes = self._shapes(remembered)
         decay = self.schedule.decay
         if decay is None:
-            return weights.difference(shapes)
+            return weight_programs.difference(shapes)
         tau = _operand(row, SettleRun).tau
-        return weights.settled(shapes, tau, decay, self.schedule.anneal_updates)
+        return weight_programs.settled(shapes, tau, decay, self.schedule.anneal_updates)
 
     def _loss_program(self, read: Sequence[Value]) -> Program:
         """Returns the program that sums losses and aux from the first micro-batch to the last."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jvpipe.ir.layers import Array
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import abstract, canonical

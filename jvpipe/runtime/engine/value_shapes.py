@@ -10,8 +10,8 @@ import jax
 from jvpipe.ir.layers import Array, LayerGraph, Spec
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.graph_arrays import graph_array
-from jvpipe.programs import weights
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs import weight_programs
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.keys import dtype_of
 
@@ -69,4 +69,4 @@ def value_shape(
         return traced.loss_shapes[value.index]
     if value.kind is ValueKind.WEIGHT:
         return traced.loss_shapes[1]
-    return weights.COUNT if value.kind in (ValueKind.UPDATES, ValueKind.MARK) else None
+    return weight_programs.COUNT if value.kind in (ValueKind.UPDATES, ValueKind.MARK) else None

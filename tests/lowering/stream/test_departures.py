@@ -9,7 +9,7 @@ from jvpipe.ir.task import Task
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.place import Placer
 from jvpipe.lowering.stream.departures import Departures, LastReads, refresh, settle
-from jvpipe.lowering.stream.timeline import PlanSpan, StreamTimeline
+from jvpipe.lowering.stream.stream_timeline import PlanSpan, StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 from jvpipe.schedules import find_schedule
 from tests.lowering.toy import GRAPH, array, layout, optimizer, row

@@ -9,8 +9,8 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import ValueKind
 from jvpipe.lowering.stream.lower import StreamLowering
-from jvpipe.lowering.stream.period import Step
-from jvpipe.lowering.stream.timeline import PlanSpan
+from jvpipe.lowering.stream.period import StreamStep
+from jvpipe.lowering.stream.stream_timeline import PlanSpan
 from jvpipe.schedules import find_schedule
 from tests.lowering.toy import GRAPH, layout, optimizer, row
 
@@ -27,7 +27,7 @@ def stream(name: str, *cuts_from: tuple[int, list[int]]) -> StreamLowering:
     return StreamLowering(GRAPH, spans, find_schedule(name), M, optimizer(1))
 
 
-def drawn(step: Step, layer: int = 1, p: int = 1) -> str:
+def drawn(step: StreamStep, layer: int = 1, p: int = 1) -> str:
     """What a layer does in a step, each with the version, or the shifted weights, of a parameter that it reads."""
 
     def weights(one: Row) -> str:

@@ -12,7 +12,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import NONE, Value, ValueKind
-from jvpipe.lowering.stream.period import Step, Unrolled, dropping
+from jvpipe.lowering.stream.period import StreamStep, Unrolled, dropping
 
 STEPS = 4
 WEIGHT = Buffer(Value(ValueKind.PARAMETER, 0, version=0), 0, 8)
@@ -37,7 +37,7 @@ def unrolled(*, ended: bool = False) -> Unrolled:
     )
 
 
-def shown(step: Step) -> list[str]:
+def shown(step: StreamStep) -> list[str]:
     names = [str(buffer.spot) for buffer in step.lowered.buffers]
     return [
         f"{r.kind} {r.microbatch}: {[names[b] for b in r.reads]} {[names[b] for b in r.writes]}"
@@ -82,10 +82,12 @@ def test_the_end_of_a_stream_leaves_what_it_says() -> None:
 def test_a_drain_drops_what_only_a_later_step_would_have_read() -> None:
     kept, gone = (Spot(Value(ValueKind.TENSOR, i), 0) for i in (0, 1))
     made = [Buffer(spot.value, 0, 4) for spot in (kept, gone)]
-    last = Step(Lowered((), tuple(made), 0, (0, 1), ()), (), (gone, kept), ())
+    last = StreamStep(Lowered((), tuple(made), 0, (0, 1), ()), (), (gone, kept), ())
     read = Row(Kind.B, 0, 0, 0, 0, (0,), (), (0,))
-    drain = Step(Lowered((read,), (made[0],), 1, (), ()), (kept,), (), ())
-    whole = dropping(drain, Step(Lowered((), tuple(made[::-1]), 0, (0, 1), ()), (), last.after, ()))
+    drain = StreamStep(Lowered((read,), (made[0],), 1, (), ()), (kept,), (), ())
+    whole = dropping(
+        drain, StreamStep(Lowered((), tuple(made[::-1]), 0, (0, 1), ()), (), last.after, ())
+    )
     assert whole.before == (gone, kept)
     assert [(row.kind, row.reads, row.frees) for row in whole.lowered.rows] == [
         (Kind.DROP, (0,), (0,)),

@@ -6,7 +6,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.expand import Expander
-from jvpipe.lowering.stream.timeline import PlanSpan, StreamTimeline
+from jvpipe.lowering.stream.stream_timeline import PlanSpan, StreamTimeline
 from jvpipe.lowering.stream.weights import StreamUpdates, StreamWeights
 from jvpipe.lowering.update import Slots
 from jvpipe.schedules import Schedule, find_schedule

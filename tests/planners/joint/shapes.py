@@ -8,11 +8,11 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.planners.joint.rough_plan import kept_or_again
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.pins import UNPINNED, Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 GPU = Accelerator("small", 10**9, 1e9, {"float32": 1e12})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.infeasible import Infeasible

@@ -8,11 +8,11 @@ import pytest
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.joint.surrogate import pricing_of, solve
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from tests.planners.joint.enumeration import tiny
 from tests.planners.small import SCHEDULES, chain, limited
 

@@ -16,11 +16,11 @@ from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.device_orders import least_bound, least_of, orders, worth_searching
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_search import find_order
-from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.model.forecast import forecast, simulated_step_s
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
+from jvpipe.planners.model.stage_simulation import forecast, simulated_step_s
 from jvpipe.schedules import find_schedule
 from tests.grid import grid
 

@@ -8,10 +8,10 @@ import pytest
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.planners.joint.order_search import find_order
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists
 from tests.grid import grid

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from tests.planners.joint.enumeration import every_decision, tiny
 from tests.planners.small import SCHEDULES, limited
 

@@ -7,8 +7,8 @@ import pytest
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_loads import Loads
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import read_lines
 from jvpipe.schedules.interleaved import Interleaved

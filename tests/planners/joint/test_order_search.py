@@ -11,10 +11,10 @@ from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import SCHEDULES, find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.planned import lists_of

@@ -10,10 +10,10 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import Link
 from jvpipe.papers.registry import PAPERS, find_planner
 from jvpipe.planners.joint.rule_search import under_rule
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from tests.grid import grid
 

@@ -9,7 +9,7 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Link
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost

@@ -3,10 +3,10 @@
 import pytest
 
 from jvpipe.cost.hardware import INFINITE
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Group, Problem
 from jvpipe.planners.model.stage_bytes import StageBytes
 from jvpipe.planners.model.stage_cost import StageCost
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from tests.planners.joint.shapes import chain, layer
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 
 

@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.forecast import forecast, simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import (
+    forecast,
+    simulated_bubble_fraction,
+    simulated_step_s,
+)
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule

@@ -23,7 +23,7 @@ from jvpipe.runtime.state.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from jvpipe.runtime.state.checkpoints.generations import DamageError
-from jvpipe.runtime.state.checkpoints.parts import open_together, save_parts
+from jvpipe.runtime.state.checkpoints.process_parts import open_together, save_parts
 from tests.moments import copied_at_every_operation
 from tests.runtime.test_hosts import Store
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.programs.group import group_program
+from jvpipe.programs.group_program import group_program
 from jvpipe.programs.store import Program, ProgramStore
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)

@@ -14,7 +14,7 @@ from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 
 
-def gpipe(problem: Problem) -> Decision:
+def gpipe_cuts(problem: Problem) -> Decision:
     """Plans as GPipe does: a stage keeps only its input and recomputes everything else.
 
     The memory limit is not considered.
@@ -25,7 +25,7 @@ def gpipe(problem: Problem) -> Decision:
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
     >>> layers = tuple(LayerCost("layer", s, s, (Option(8),)) for s in (1.0, 1.0, 1.0, 3.0))
-    >>> gpipe(Problem(Costs(layers), 2, find_schedule("gpipe"), 4))
+    >>> gpipe_cuts(Problem(Costs(layers), 2, find_schedule("gpipe"), 4))
     Decision(bounds=(0, 3, 4), choices=(-1, -2, -2, -1))
     """
     kept = KeptStages(problem)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe.ir.layers import Array, LayerGraph
-from jvpipe.programs.loss import loss_program
+from jvpipe.programs.loss_programs import loss_program
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 

@@ -25,9 +25,9 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, Ref, Source
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import ValueKind
-from jvpipe.programs import weights
+from jvpipe.programs import weight_programs
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import forward_program, piece_program
+from jvpipe.programs.model_programs import forward_program, piece_program
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -177,7 +177,7 @@ class Replay:
         # PipeMare corrects the weights to approximate those before some updates.
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
-        program = weights.shifted([shape], updates)
+        program = weight_programs.shifted([shape], updates)
         remembered = self._memory[p, use.version]
         (shifted,) = self._run(program, [plain, remembered])[:1]
         return shifted
@@ -281,7 +281,7 @@ class Replay:
         total: list[Any] = []
         if self._graph.weighted:
             shape = self._compiled.traced.loss_shapes[1]
-            program = weights.total(shape, len(self._weights))
+            program = weight_programs.total(shape, len(self._weights))
             total = self._run(program, self._weights)
         before: dict[int, dict[int, int]] = {}  # by layer: the versions at the start of the update
         values: dict[Slot, Any] = {}
@@ -362,10 +362,10 @@ class Replay:
         memory = [self._memory.get(at, self._zero(at[0])) for at in before.items()]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
         if schedule.decay is None:
-            program = weights.difference(shapes)
+            program = weight_programs.difference(shapes)
             memory = self._run(program, [*old, *new, *memory])
         else:
-            program = weights.settled(
+            program = weight_programs.settled(
                 shapes,
                 tau,
                 schedule.decay,

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jvpipe.cli.job import stay_on_cpus
-from jvpipe.cli.plan import main
+from jvpipe.cli.plan_command import main
 from tests.real_profiles import profile
 
 GRAPH = """\
@@ -311,7 +311,7 @@ def test_what_is_frozen_takes_less(tmp_path: Path) -> None:
     assert peaks[1] < peaks[0] / 2
 
 
-PLANNING = "jvpipe.cli.plan.of_graph"
+PLANNING = "jvpipe.cli.plan_command.of_graph"
 """What a mistake that can be seen before any work must not come to."""
 
 

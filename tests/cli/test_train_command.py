@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jvpipe.cli import train
+from jvpipe.cli import train_command
 
 
 def test_a_disk_that_is_full_is_told_with_the_cure(
@@ -16,7 +16,7 @@ def test_a_disk_that_is_full_is_told_with_the_cure(
             errno.ENOSPC, os.strerror(errno.ENOSPC)
         )  # as a write that no path is known of
 
-    monkeypatch.setattr(train, "run", full)
-    assert train.main([]) == 2
+    monkeypatch.setattr(train_command, "run", full)
+    assert train_command.main([]) == 2
     told = "No space left on device: make room where the folder of the run lies, and go on with --resume"
     assert capsys.readouterr().err == f"error: [Errno 28] {told}\n"

@@ -6,7 +6,7 @@ import numpy as np
 from jvpipe.ir.layers import Ref
 from jvpipe.ir.rows import SliceRun
 from jvpipe.ir.values import ValueKind
-from jvpipe.programs.slices import cut_program, join_program, reduce_program
+from jvpipe.programs.between_replicas import cut_program, join_program, reduce_program
 
 X = np.arange(24, dtype=np.float32).reshape(6, 4)
 EDGE = Ref(ValueKind.TENSOR, 0)

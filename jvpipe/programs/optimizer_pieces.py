@@ -42,7 +42,7 @@ from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.places import Input
 from jvpipe.programs.slot_program import EVERYWHERE, SlotProgram, slot_programs
 from jvpipe.programs.stacked_trace import trace_stacked
-from jvpipe.programs.state_homes import check_homes, homes_of, settled
+from jvpipe.programs.state_homes import check_homes, homes_of, settled_homes
 from jvpipe.programs.transformations import transformation
 from jvpipe.trace import jaxprs
 from jvpipe.trace.stacks import Stacks
@@ -189,7 +189,7 @@ def _cut_traced(
     homes = homes_of(update, init, traced, of_leaf)
     layers = _updated(traced, owners)
     try:
-        flow, homes = settled(update, homes, layers)
+        flow, homes = settled_homes(update, homes, layers)
     except ValueError as error:
         if not hint:
             raise

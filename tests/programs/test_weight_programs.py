@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.programs import weights
+from jvpipe.programs import weight_programs
 from jvpipe.programs.store import Program
 
 SHAPES = [jax.ShapeDtypeStruct((2, 3), np.float32), jax.ShapeDtypeStruct((4,), np.float32)]
@@ -24,13 +24,13 @@ def run(program: Program, *arrays: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("factor", [-3, 2])
 def test_weights_are_moved_along_what_is_remembered(factor: int) -> None:
     w, v = drawn(), drawn()
-    for got, a, b in zip(run(weights.shifted(SHAPES, factor), *w, *v), w, v, strict=True):
+    for got, a, b in zip(run(weight_programs.shifted(SHAPES, factor), *w, *v), w, v, strict=True):
         np.testing.assert_allclose(got, a + factor * b, rtol=1e-6)
 
 
 def test_the_last_update_is_the_difference_and_takes_the_place_of_the_one_before() -> None:
     before, after, old = drawn(), drawn(), drawn()
-    program = weights.difference(SHAPES)
+    program = weight_programs.difference(SHAPES)
     for got, a, b in zip(run(program, *before, *after, *old), before, after, strict=True):
         np.testing.assert_array_equal(got, b - a)
     assert program.donated == (4, 5)
@@ -41,7 +41,11 @@ def test_an_update_of_pipemare_is_scaled_and_its_mean_is_kept(t: int, anneal: in
     tau, decay = 3, 0.5
     before, after, mean = drawn(), drawn(), drawn()
     out = run(
-        weights.settled(SHAPES, tau, decay, anneal), *before, *after, *mean, np.asarray(t, np.int32)
+        weight_programs.settled(SHAPES, tau, decay, anneal),
+        *before,
+        *after,
+        *mean,
+        np.asarray(t, np.int32),
     )
     scale = tau ** -(1 - min(t / anneal, 1)) if anneal else 1.0
     gamma = decay ** (1 / tau)
@@ -56,13 +60,19 @@ def test_an_update_of_pipemare_is_scaled_and_its_mean_is_kept(t: int, anneal: in
 
 def test_weights_of_micro_batches_are_summed_in_their_order() -> None:
     parts = [np.float32(x) for x in (1e8, 1.0, -1e8, 0.5)]
-    (total,) = run(weights.total(jax.ShapeDtypeStruct((), np.float32), 4), *map(np.asarray, parts))
+    (total,) = run(
+        weight_programs.total(jax.ShapeDtypeStruct((), np.float32), 4), *map(np.asarray, parts)
+    )
     assert total == np.float32(np.float32(np.float32(parts[0] + parts[1]) + parts[2]) + parts[3])
 
 
 def test_programs_that_differ_in_a_number_are_compiled_apart() -> None:
-    programs = [weights.shifted(SHAPES, 1), weights.shifted(SHAPES, 2), weights.difference(SHAPES)]
-    programs += [weights.settled(SHAPES, tau, 0.5, 10) for tau in (2, 3)]
-    programs += [weights.shifted(SHAPES[:1], 1)]
+    programs = [
+        weight_programs.shifted(SHAPES, 1),
+        weight_programs.shifted(SHAPES, 2),
+        weight_programs.difference(SHAPES),
+    ]
+    programs += [weight_programs.settled(SHAPES, tau, 0.5, 10) for tau in (2, 3)]
+    programs += [weight_programs.shifted(SHAPES[:1], 1)]
     assert len({program.key for program in programs}) == len(programs)
-    assert weights.shifted(SHAPES, 1).key == programs[0].key
+    assert weight_programs.shifted(SHAPES, 1).key == programs[0].key

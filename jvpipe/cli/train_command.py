@@ -22,15 +22,15 @@ import jax
 import jvpipe
 from jvpipe.cli import outputs
 from jvpipe.cli.command_line import given, parse
+from jvpipe.cli.command_options import TrainOptions
 from jvpipe.cli.job import Job, prepare, resume_command
 from jvpipe.cli.keeping import Evaluations, Keeper, evaluations_before, held_out_loss, tidy
-from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.outputs import Speech, writing
 from jvpipe.cli.processes import Watch, join, leave, shared_picture
 from jvpipe.cli.shell import ExitCode, StopRequest
 from jvpipe.cli.step_log import Done, StepLog
 from jvpipe.ir.span import Picture
-from jvpipe.report import timeline
+from jvpipe.report import chrome_trace
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
 
 
@@ -109,9 +109,9 @@ class Recording:
     def _write(self) -> None:
         """Writes the timeline of the last steps, with the devices of all processes."""
         pictures = self._job.pipe.session.pictures(self._steps)
-        picture = shared_picture(self._job.hosts, timeline.joined(pictures))
+        picture = shared_picture(self._job.hosts, chrome_trace.joined(pictures))
         if self._job.hosts.process == 0:
-            timeline.write_trace(self._job.run.timeline, picture)
+            chrome_trace.write_trace(self._job.run.timeline, picture)
             if self._job.options.figure is not None:
                 self._draw(self._job.options.figure, picture)
 

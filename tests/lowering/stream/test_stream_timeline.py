@@ -4,7 +4,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task
 from jvpipe.lowering.layout import MicrobatchLayout
-from jvpipe.lowering.stream.timeline import PlanSpan, StreamTimeline
+from jvpipe.lowering.stream.stream_timeline import PlanSpan, StreamTimeline
 from jvpipe.schedules import Schedule, find_schedule
 from tests.lowering.test_step import lowered
 

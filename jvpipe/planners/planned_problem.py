@@ -8,11 +8,11 @@ from jvpipe.cost.costs import LayerCost
 from jvpipe.cost.slowness import work_s
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
-from jvpipe.planners.joint.order_search import OrderedPlan
+from jvpipe.planners.joint.ordered_plan import OrderedPlan
 from jvpipe.planners.joint.rough_plan import RoughPlan
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.planners.order_reasons import order_reasons, search_reasons, update_reasons
 
 

@@ -12,12 +12,12 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
-from jvpipe.programs.model import layer_programs
-from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.programs.model_programs import layer_programs
+from jvpipe.programs.optimizer_pieces import cut_optimizer
 from jvpipe.programs.store import shared_store
-from jvpipe.report.timeline import bubble_fraction
+from jvpipe.report.chrome_trace import bubble_fraction
 from jvpipe.schedules.gpipe import gpipe
-from jvpipe.simulate.rows import simulate
+from jvpipe.simulate.simulator import simulate
 from jvpipe.trace.graph import build_graph
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.loss import trace_loss

@@ -11,7 +11,7 @@ import pytest
 from optax import contrib
 
 from jvpipe import _jax
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_pieces import OptimizerCut, cut_optimizer
 from jvpipe.programs.optimizer_trace import match_paths
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from tests.grid import grid

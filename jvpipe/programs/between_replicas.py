@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jvpipe.ir.examples import Over
 from jvpipe.ir.rows import SliceRun
-from jvpipe.programs.loss import Parts
+from jvpipe.programs.loss_programs import Parts
 from jvpipe.programs.store import Program, added_up, types_of
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvpipe.simulate.engine import TaskGraph
+from jvpipe.simulate.task_graph import TaskGraph
 
 
 def test_a_device_keeps_its_order_even_if_a_later_task_is_ready() -> None:

@@ -12,7 +12,7 @@ import pytest
 from jvpipe.cost.costs import Costs, Shared
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.measure import measured_costs
-from jvpipe.cost.model import Work, costs_of, own_inputs
+from jvpipe.cost.model_costs import Work, costs_of, own_inputs
 from jvpipe.cost.presets import PRESETS
 from jvpipe.ir.buffers import Peak, peaks
 from jvpipe.ir.fates import Fates
@@ -22,7 +22,7 @@ from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
-from jvpipe.programs.model import layer_programs
+from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.schedules import find_schedule

@@ -14,11 +14,11 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost, surrogate
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from tests.grid import grid
 

@@ -23,11 +23,11 @@ from typing import assert_never
 import numpy as np
 
 from jvpipe.ir.buffers import HOST, Lowered, peaks
-from jvpipe.ir.kinds import KINDS, Kind, Link, Runs
+from jvpipe.ir.kinds import KINDS, CopyLink, Kind, Runs
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import TaskLists
-from jvpipe.simulate.engine import TaskGraph
 from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
+from jvpipe.simulate.task_graph import TaskGraph
 from jvpipe.simulate.timeline import Curve, Timeline
 
 _Changes = list[tuple[float, int]]
@@ -49,12 +49,12 @@ def links_between_devices(lowered: Lowered) -> Links:
     def links(row: Row) -> Sequence[str]:
         link = KINDS[row.kind].link
         match link:
-            case Link.PEER:
+            case CopyLink.PEER:
                 copied = lowered.buffers[row.writes[0]]
                 return (f"device {row.place} to {copied.memory}",)
-            case Link.TO_HOST | Link.FROM_HOST:
+            case CopyLink.TO_HOST | CopyLink.FROM_HOST:
                 return (f"device {row.place} host",)
-            case Link.BATCH | None:
+            case CopyLink.BATCH | None:
                 return ()
             case _:
                 assert_never(link)
@@ -148,7 +148,7 @@ def _waits(
         before = programs.setdefault(row.place, [])
         takes_time = bool(occupies[i])
         needs.update(_programs_before(info.link, before, takes_time=takes_time))
-        if info.link is Link.PEER and buffers_wait:
+        if info.link is CopyLink.PEER and buffers_wait:
             at_receiver = programs.get(arriving[0], ())
             needs.update(at_receiver[-1:])
         match info.runs:
@@ -168,7 +168,7 @@ def _waits(
 
 
 def _programs_before(
-    link: Link | None,
+    link: CopyLink | None,
     programs: Sequence[int],
     *,
     takes_time: bool,
@@ -181,11 +181,11 @@ def _programs_before(
         takes_time: whether the copy takes time.
     """
     match link:
-        case Link.FROM_HOST:
+        case CopyLink.FROM_HOST:
             return programs[-1:]
-        case Link.BATCH:
+        case CopyLink.BATCH:
             return programs[-2:-1] if takes_time else programs[-1:]
-        case Link.PEER | Link.TO_HOST | None:
+        case CopyLink.PEER | CopyLink.TO_HOST | None:
             return ()
         case _:
             assert_never(link)

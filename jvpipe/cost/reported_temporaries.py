@@ -21,11 +21,11 @@ import numpy as np
 
 from jvpipe.cost.compiling import Sizes
 from jvpipe.cost.costs import Option
-from jvpipe.cost.model import Work, holders_of
+from jvpipe.cost.model_costs import Work, holders_of
 from jvpipe.ir.fates import left_by
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import (
+from jvpipe.programs.model_programs import (
     backward_program,
     forward_program,
     input_program,
@@ -33,7 +33,7 @@ from jvpipe.programs.model import (
     piece_program,
     weight_program,
 )
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 

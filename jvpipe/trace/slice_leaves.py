@@ -18,8 +18,8 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.trace.chosen import check_state_reduction
 from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.loss import LossJaxpr
-from jvpipe.trace.reductions import Beside, Lies
 from jvpipe.trace.spread import reaching
+from jvpipe.trace.sums_and_means import Beside, Lies
 
 _AUX = {
     AuxReduction.MEAN: Over.MEAN,

@@ -7,7 +7,7 @@ import pytest
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Hop, Level, Picture, Span
-from jvpipe.report import timeline
+from jvpipe.report import chrome_trace
 
 # Two stages, two micro-batches, backward twice as long as forward:
 #   cpu:0   0F0 0F1 ... ...  ... 0B0 0B0 0B1 0B1
@@ -25,7 +25,7 @@ SPANS = [
 
 
 def test_one_named_row_per_device(tmp_path: Path) -> None:
-    timeline.write_trace(tmp_path / "timeline.json", Picture(tuple(SPANS)))
+    chrome_trace.write_trace(tmp_path / "timeline.json", Picture(tuple(SPANS)))
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows == {0: "cpu:0", 1: "cpu:1"}
@@ -41,7 +41,7 @@ def test_one_named_row_per_device(tmp_path: Path) -> None:
 
 def test_devices_are_in_the_order_of_their_numbers() -> None:
     spans = tuple(Span(f"cpu:{i}", "F", 0.0, 1.0, Kind.F) for i in (10, 2, 0))
-    events = timeline.chrome_trace(Picture(spans))["traceEvents"]
+    events = chrome_trace.chrome_trace(Picture(spans))["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == [
         "cpu:0",
         "cpu:2",
@@ -50,12 +50,12 @@ def test_devices_are_in_the_order_of_their_numbers() -> None:
 
 
 def test_bubble_fraction_of_the_drawing() -> None:
-    assert timeline.bubble_fraction(SPANS) == pytest.approx(1 - 12 / 18)
+    assert chrome_trace.bubble_fraction(SPANS) == pytest.approx(1 - 12 / 18)
 
 
 def test_the_busy_shares_of_the_drawing() -> None:
-    assert timeline.busy_fractions(SPANS) == pytest.approx({"cpu:0": 6 / 9, "cpu:1": 6 / 9})
-    assert timeline.busy_fractions([]) == {}
+    assert chrome_trace.busy_fractions(SPANS) == pytest.approx({"cpu:0": 6 / 9, "cpu:1": 6 / 9})
+    assert chrome_trace.busy_fractions([]) == {}
 
 
 def test_bubble_fraction_ignores_copies_and_counts_overlap_once() -> None:
@@ -65,12 +65,12 @@ def test_bubble_fraction_ignores_copies_and_counts_overlap_once() -> None:
         Span("a", "0U", 3.0, 4.0, Kind.U),
         Span("a", "SEND", 0.0, 9.0, Kind.SEND),
     ]
-    assert timeline.bubble_fraction(spans) == pytest.approx(0.25)
+    assert chrome_trace.bubble_fraction(spans) == pytest.approx(0.25)
 
 
 def test_nothing_measured_is_no_bubble() -> None:
-    assert timeline.bubble_fraction([]) == 0.0
-    assert timeline.chrome_trace(Picture(()))["traceEvents"][0]["ph"] == "M"
+    assert chrome_trace.bubble_fraction([]) == 0.0
+    assert chrome_trace.chrome_trace(Picture(()))["traceEvents"][0]["ph"] == "M"
 
 
 def test_bytes_are_counters_and_copies_are_arrows() -> None:
@@ -82,7 +82,7 @@ def test_bytes_are_counters_and_copies_are_arrows() -> None:
         Hop("late", "cpu:1", 12.0, arrives=True),
         Hop("to nobody", "cpu:0", 11.5, arrives=False),
     )
-    events = timeline.chrome_trace(Picture(tuple(SPANS), levels, hops))["traceEvents"]
+    events = chrome_trace.chrome_trace(Picture(tuple(SPANS), levels, hops))["traceEvents"]
     counted = [(e["name"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
     assert counted == [("cpu:0 bytes", 0.0, 5), ("cpu:0 bytes", 1.5e6, 9), ("host bytes", 2e6, 7)]
     arrows = [(e["ph"], e["id"], e["tid"], e["ts"]) for e in events if e["ph"] in "sf"]
@@ -92,6 +92,6 @@ def test_bytes_are_counters_and_copies_are_arrows() -> None:
 def test_copies_of_steps_that_are_shown_together_stay_apart() -> None:
     ends = tuple(Hop("a", f"cpu:{i}", 10.0 + i, arrives=bool(i)) for i in range(2))
     one = Picture(tuple(SPANS), (Level("cpu:0", 10.0, 3),), ends)
-    two = timeline.joined([one, one])
+    two = chrome_trace.joined([one, one])
     assert (two.spans, two.levels) == (one.spans * 2, one.levels * 2)
-    assert sum(e["ph"] == "s" for e in timeline.chrome_trace(two)["traceEvents"]) == 2
+    assert sum(e["ph"] == "s" for e in chrome_trace.chrome_trace(two)["traceEvents"]) == 2

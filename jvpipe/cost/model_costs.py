@@ -25,7 +25,7 @@ from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, Tensor
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)

@@ -9,7 +9,7 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.user_fates import with_fates
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import (
+from jvpipe.programs.model_programs import (
     backward_program,
     forward_program,
     layer_programs,

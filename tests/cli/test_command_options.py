@@ -15,9 +15,9 @@ import pytest
 
 import jvpipe
 from jvpipe.cli.command_line import parse, read_options
-from jvpipe.cli.options import TrainOptions
-from jvpipe.cli.plan import PlanOptions
-from jvpipe.cli.train import main
+from jvpipe.cli.command_options import TrainOptions
+from jvpipe.cli.plan_command import PlanOptions
+from jvpipe.cli.train_command import main
 from jvpipe.session.arguments import whole_number
 from jvpipe.session.options import (
     PIPELINE,

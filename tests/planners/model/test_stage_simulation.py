@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.model.forecast import (
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_simulation import (
     forecast,
     least_steps_s,
     simulated_bubble_fraction,
     simulated_step_s,
 )
-from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import SCHEDULES, find_schedule
 from tests.planners.joint.enumeration import tiny
 from tests.planners.small import SCHEDULES as SMALL_SCHEDULES

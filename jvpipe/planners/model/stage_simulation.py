@@ -21,7 +21,7 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
 from jvpipe.schedules.schedule import Schedule, with_updates
-from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import PARTS, Features, StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Timeline
 

@@ -10,8 +10,7 @@ from typing import ClassVar
 from rich.console import Console
 
 from jvpipe.cli.command_line import read_options
-from jvpipe.cli.job import keep_compiled, stay_on_cpus
-from jvpipe.cli.options import (
+from jvpipe.cli.command_options import (
     ModelOptions,
     check_each,
     fields_of,
@@ -19,6 +18,7 @@ from jvpipe.cli.options import (
     name_option,
     path_option,
 )
+from jvpipe.cli.job import keep_compiled, stay_on_cpus
 from jvpipe.cli.outputs import check_figure, check_outputs, progress, writing
 from jvpipe.cli.own_model import find_model
 from jvpipe.cost.cluster_file import find_cluster

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.pipedream_cuts import pipedream
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision

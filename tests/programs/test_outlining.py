@@ -8,8 +8,8 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe.programs.layer import differentiate
-from jvpipe.programs.model import forward_program
-from jvpipe.programs.outline import outline
+from jvpipe.programs.model_programs import forward_program
+from jvpipe.programs.outlining import outline
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, build_graph
