@@ -15,7 +15,7 @@ ALIKE = {
     ("cost/costs:Edge", "ir/layers:Tensor"),
     ("cost/costs:SplitCost", "simulate/stages:StageLoad"),
     ("ir/layers:SplitSignature", "programs/split_backward:Halves"),
-    ("ir/layers:SplitSignature", "programs/split_backward:_Cut"),
+    ("ir/layers:SplitSignature", "programs/split_backward:_BackwardCut"),
     ("ir/rows:AskRun", "ir/rows:OfferRun"),
     ("ir/rows:Row", "lowering/operation:Operation"),
     ("lowering/stream/parts:Versions", "programs/layer:LayerPrograms"),
@@ -23,8 +23,8 @@ ALIKE = {
     ("planners/joint/cut_windows:Reach", "planners/joint/device_fates:DeviceFates"),
     ("programs/flow:Flow", "trace/loss:LossJaxpr"),
     ("programs/layer:LayerPrograms", "runtime/engine/versions:Reads"),
-    ("programs/optimizer:OptimizerCut", "programs/optimizer_trace:TracedOptimizer"),
-    ("programs/split_backward:Halves", "programs/split_backward:_Cut"),
+    ("programs/optimizer_pieces:OptimizerCut", "programs/optimizer_trace:TracedOptimizer"),
+    ("programs/split_backward:Halves", "programs/split_backward:_BackwardCut"),
     ("runtime/state/model_change:ModelChange", "runtime/state/plan_change:PlanChange"),
 }
 """Those that are alike today. No pair comes in, and one that is alike no more goes out."""

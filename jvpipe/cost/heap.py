@@ -39,8 +39,8 @@ def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list
     Buffers are placed in order of falling size, and equal ones in order of falling last step. Each
     one goes into the smallest result that has room for it, if there is one.
 
-    >>> without_lodgers([HeapBlock(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
-    [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]
+    >>> without_lodgers([HeapBlock(4, 0, 1), HeapBlock(4, 1, 2), HeapBlock(2, 1, 1)], [Room(5, 2)])
+    [HeapBlock(bytes=4, first=1, last=2), HeapBlock(bytes=2, first=1, last=1)]
     """
     # Results are in order of rising size, so the first one with room is the smallest.
     in_order = sorted(rooms)
@@ -67,7 +67,7 @@ def peak_bytes(buffers: Sequence[HeapBlock], scratch_bytes: int) -> int:
         scratch_bytes: the on-chip memory of a TPU. Small buffers lie there as far as they fit. All
             other bytes count.
 
-    >>> peak_bytes([HeapBlock(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 2, 2)], 0)
+    >>> peak_bytes([HeapBlock(4, 0, 1), HeapBlock(4, 1, 2), HeapBlock(2, 2, 2)], 0)
     8
     """
     changes: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}

@@ -73,7 +73,13 @@ class Fates:
             kept.append(left_by(graph, layer, fates_inside, lambda info: info.saved))
             swapped.append(left_by(graph, layer, fates_inside, lambda info: info.away))
         away = frozenset(edge for edge, fate in edges.items() if FATES[fate].away)
-        return Fates(tuple(kept), tuple(swapped), recomputed, away, dropped)
+        return Fates(
+            kept=tuple(kept),
+            swapped=tuple(swapped),
+            recomputed=recomputed,
+            away=away,
+            dropped=dropped,
+        )
 
 
 def _typed(plan: Plan) -> Plan:

@@ -45,7 +45,7 @@ class Halves:
 
 
 @dataclass(frozen=True)
-class _Halves:
+class _BackwardCut:
     """The equations of each half, and the values that the first half hands to the second.
 
     Some equations are in both halves.
@@ -56,7 +56,7 @@ class _Halves:
     handed: list[Var]
 
     @staticmethod
-    def of(backward: ClosedJaxpr, gradients: int) -> "_Halves":
+    def of(backward: ClosedJaxpr, gradients: int) -> "_BackwardCut":
         """Finds the equations that make the cotangents, and those that then make the sums.
 
         Args:
@@ -82,7 +82,7 @@ class _Halves:
                 again.append(eqn)
         second = jaxprs.prune(again, results[:gradients])
         handed = [v for v in jaxprs.free_variables(second) if v in can_be_handed]
-        return _Halves(first, second, handed)
+        return _BackwardCut(first, second, handed)
 
 
 def _is_barrier(eqn: JaxprEqn) -> bool:
@@ -99,7 +99,7 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     jaxpr = backward.jaxpr
     if gradients in (0, len(jaxpr.outvars)):
         return backward
-    cut = _Halves.of(backward, gradients)
+    cut = _BackwardCut.of(backward, gradients)
     behind_barriers: set[Var] = set()
     for eqn in filter(_is_barrier, jaxpr.eqns):
         behind_barriers.update(eqn.outvars)
@@ -116,7 +116,7 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr.replace(eqns=needed), backward.consts)
 
 
-def _shared(backward: ClosedJaxpr, cut: _Halves) -> dict[int, Call]:
+def _shared(backward: ClosedJaxpr, cut: _BackwardCut) -> dict[int, Call]:
     """Returns calls that make the values that both halves compute.
 
     The key of a call is the id of the equation that the call replaces, the last one in the call.
@@ -176,7 +176,7 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
     if not signature.returned or not signature.gradients:
         return None
     jaxpr, count = backward.jaxpr, len(signature.gradients)
-    cut = _Halves.of(backward, count)
+    cut = _BackwardCut.of(backward, count)
     sums = jaxpr.outvars[:count]
     returned = jaxpr.outvars[count:]
     first_sum = len(signature.sources) + len(signature.cotangents)
