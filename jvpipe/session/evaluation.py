@@ -269,7 +269,9 @@ def _arrays(
     training, constants = session.compiled, compiled.traced.loss.constants
     there: dict[_Spot, jax.Array | None] = {}
     for buffer, array in zip(training.persistent, trained, strict=True):
-        there[_name(training.traced.graph, buffer), buffer.place] = array
+        # What the loss closes over is not what the function closes over.
+        if buffer.value.kind is not ValueKind.CONSTANT:
+            there[_name(training.traced.graph, buffer), buffer.place] = array
     carried = _carried(session, compiled, there)
     # A value may lie on several devices. Its copies are equal, so any of them serves as the source.
     anywhere = {name: array for (name, _), array in there.items() if array is not None}
@@ -277,7 +279,7 @@ def _arrays(
     for buffer in compiled.persistent:
         spot = _name(compiled.traced.graph, buffer), buffer.place
         is_constant = buffer.value.kind is ValueKind.CONSTANT
-        array = None if is_constant else there.get(spot)
+        array = there.get(spot)
         if array is None and _jax.is_own(compiled.devices[buffer.place]):
             array = carried.get(spot)
             if array is None:

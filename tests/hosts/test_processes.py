@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -291,3 +292,8 @@ def test_an_evaluation_for_which_one_process_has_no_memory_is_refused_by_all() -
     first, second = [told for (told,) in runs(2, "tight")]
     assert first["loss"] == second["loss"]
     assert all(" the limit is " in told["refused"] for told in (first, second)), first["refused"]
+
+
+def test_what_the_loss_closes_over_is_not_taken_for_what_a_function_closes_over() -> None:
+    for told in chain.from_iterable(runs(2, "closed")):
+        assert told["found"] == pytest.approx(told["expected"])

@@ -172,6 +172,24 @@ def tight() -> dict[str, Any]:
     return {"refused": refused, "loss": float(metrics["loss"]).hex()}
 
 
+def closed_over() -> dict[str, Any]:
+    """What a function yields that closes over an array at the first stage, and the loss at the last."""
+    of_loss, of_function = np.full(2, 100.0, np.float32), np.full(2, 0.25, np.float32)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ params[0]) @ params[1] + jnp.asarray(of_loss))
+
+    def function(params: Any, batch: Any) -> jax.Array:
+        return jnp.sum((batch["x"] @ params[0] + jnp.asarray(of_function)) @ params[1])
+
+    places, params = [jax.devices()[0], jax.devices()[-1]], tiny.PARAMS[:2]
+    plan = jvpipe.Plan.from_cuts([1, 1])
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.5), plan, tiny.MICRO, devices=places)
+    state = pipe.init(params, tiny.BATCH, None)
+    found, expected = pipe.predict(state, tiny.BATCH, function), function(params, tiny.BATCH)
+    return {"found": float(found), "expected": float(expected)}
+
+
 def switched() -> dict[str, Any]:
     """The same of a run in which other models take over: layers move, leave, come back and are new."""
     first, batches = MODELS[0], models.batches()
@@ -388,6 +406,7 @@ KINDS = {
     "adapt": adapted,
     "unlike": unlike,
     "tight": tight,
+    "closed": closed_over,
     "models": switched,
     "replicas": replicated,
     "groups": grouped,
