@@ -394,7 +394,7 @@ def test_losses_that_cannot_be_trained_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             pipeline(loss).init(params, batch(), None)
 
-    refuse(lambda p, b, r: b["x"] @ p[0][0], r"the loss must be a scalar, its shape is \(2, 8\)")
+    refuse(lambda p, b, r: b["x"] @ p[0][0], r"the loss must be a scalar, not of shape \(2, 8\)")
     refuse(lambda p, b, r: jnp.mean(b["x"]), "depends on no parameter")
     refuse(
         lambda p, b, r: loss_fn(jax.tree.map(lambda x: x.astype(np.float32), p), b, r),

@@ -7,7 +7,7 @@ CPUs only the first rule holds.
     kernels    a value that reaches memory by the roofline's rules has a buffer, which lives from
                the kernel that writes the value to the last kernel that reads it
     results    if one elementwise kernel makes a result of the program from a value, the value lies
-               in the result's memory; a product that is added to a sum is summed up in place
+               in the result's memory; a product that is added to an input is summed up in place
     twins      two equations that compute the same value become one
     sums       a reduction of a reduction of the same kind is one kernel
     early      a kernel that writes only results runs right after the kernels that it reads from

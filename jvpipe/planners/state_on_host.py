@@ -1,4 +1,4 @@
-"""The optimizer's state on the host: its bytes, the seconds of its copies, and what fits back."""
+"""The optimizer's state on the host: its bytes, the seconds of its copies, and what can return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 
 
 def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
-    """Returns the seconds of a step in which optimizer state is copied from the host and back.
+    """Returns the seconds that a step spends on copies of optimizer state from the host and back.
 
     Devices copy at the same time, so the device with the most state on the host counts.
     Copies in the two directions are assumed to overlap fully, so only one direction counts.
@@ -44,13 +44,12 @@ def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
         away = sum(sizes.get(name, 0) for name in names)
         for device in stage.devices:
             held_bytes[device] = held_bytes.get(device, 0) + away
-    # An asynchronous schedule updates after each micro-batch, and each update copies the state.
-    updates = 1 if problem.schedule.synchronous else problem.microbatches
-    return updates * max(map(problem.host.seconds, held_bytes.values()))
+    # Each update copies the state.
+    return problem.updates * max(map(problem.host.seconds, held_bytes.values()))
 
 
 def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) -> Plan:
-    """Brings state back from the host to the devices that have room, the largest state first.
+    """Brings state back from the host to devices with room, each stage's largest state first.
 
     Args:
         plan: a plan with optimizer state on the host.

@@ -9,7 +9,7 @@ layer before it. For example, a model and a function of it may run on two device
     prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
 
 The batch of a prediction is one micro-batch, because the values that the function returns need
-not have an entry for each example. The values of several micro-batches could then not be joined.
+not have an entry for each example. The values of several micro-batches could not be joined.
 """
 
 from collections import defaultdict
@@ -43,8 +43,10 @@ from jvpipe.trace.model import trace_model
 Tree = Any
 Function = Callable[..., Any]
 _Name = tuple[ValueKind, str | int]
-"""An array's name, equal in the graphs of the loss and of a function: its kind, and the
-path of a parameter or the index of another array."""
+"""An array's name: its kind, and the path of a parameter or the index of another array.
+
+Except for constants, it is the same in the graphs of the loss and of a function.
+"""
 _Spot = tuple[_Name, int]
 """An array's name, and the place where it lies."""
 _LAST = Reductions(aux={"*": AuxReduction.LAST})
@@ -56,13 +58,13 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
 
     Args:
         session: the session to which the state belongs.
-        state: its newest arrays are evaluated.
+        state: its newest arrays are used.
         batch: a batch whose size is a multiple of the number of micro-batches.
         params: leaves to use in place of the state's parameters; empty to use the state's.
             The given leaves and the state's are both in memory during the evaluation.
 
     Raises:
-        MemoryLimitExceeded: an evaluation does not keep the limit.
+        MemoryLimitExceeded: an evaluation exceeds the limit.
         StageError: the evaluation failed; the state is whole.
     """
     compiled = session.compiled_plans.for_batch(batch)
@@ -117,7 +119,7 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
 
 
 def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """Returns the newest version of each array of a state, at the place where the plan has it."""
+    """Returns a state's arrays in their newest versions, each where the plan places it."""
     arrays = session.plain_arrays(compiled, state)
     if session.settings.hosts is None:
         return arrays
@@ -133,7 +135,7 @@ def _holding(
 ) -> Iterator[None]:
     """Checks that a forward and other arrays together keep the limits, and counts new arrays.
 
-    If there are several processes, all raise the error of one. Otherwise the others would
+    If the check fails in one process, all processes raise its error. Otherwise the others would
     begin the forward and wait for that process.
 
     Args:
@@ -264,7 +266,8 @@ def _arrays(
     Arrays that the function closes over are not part of the training, so they are always copied.
 
     Returns:
-        The arrays of this process, and the bytes that had to be copied to each device.
+        The arrays, with None for those that other processes read, and the bytes that had to be
+        copied to each device.
     """
     training, constants = session.compiled, compiled.traced.loss.constants
     there: dict[_Spot, jax.Array | None] = {}
@@ -295,8 +298,8 @@ def _carried(
 ) -> dict[_Spot, jax.Array | None]:
     """Copies arrays from other processes to the devices of this one that read them.
 
-    This is needed only if the function reads parameters in another order than the loss: a
-    layer may then run on a later stage than the one that holds its parameters.
+    A layer of the function may run on another stage than the one that holds what it reads, for
+    instance if the function reads parameters in another order than the loss.
 
     Args:
         session: the session of the training.

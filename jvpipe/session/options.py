@@ -74,7 +74,7 @@ class PipelineOptions:
     """
 
     taker: ClassVar[Taker] = EVERY
-    """The takers of the options of this dataclass."""
+    """The calls and commands that have these options."""
 
     stages: int | None = option(
         None,
@@ -129,7 +129,7 @@ class PipelineOptions:
     schedule: str = option(
         "1f1b",
         checked_schedule,
-        "In which order the micro-batches run.",
+        "The order in which micro-batches run.",
         "pipeline",
         "",
         EVERY,
@@ -240,9 +240,8 @@ class PipelineOptions:
     compile: bool = option(
         False,
         checked_target,
-        "Asks the compiler of the hardware, which may be absent, how many bytes the "
-        "programs take; planning goes on until a plan keeps the limit by the "
-        "compiler's count.",
+        "Asks the hardware's compiler how many bytes the programs take; the hardware need "
+        "not be here. Planning goes on until a plan keeps the limit by the compiler's count.",
         "memory",
         "",
         PLANS,
@@ -301,8 +300,8 @@ class PipelineOptions:
         None,
         checked_flag,
         "Runs consecutive layers of a stage as one program; on CPUs, results are bitwise "
-        "identical. If left out, only on CPUs, once the steps of a run have taken as long "
-        "as its programs took to compile.",
+        "identical. If left out, only on CPUs, once a run has spent as long in steps "
+        "as in compiling its programs.",
         "run",
         "",
         RUNS,
@@ -332,7 +331,7 @@ def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         taker: the call.
-        arguments: the call's arguments by name; other entries are passed over.
+        arguments: the call's arguments by name; other entries are ignored.
 
     Raises:
         ValueError: an option has a value that is not allowed.

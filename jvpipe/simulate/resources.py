@@ -3,11 +3,11 @@
 The simulator knows resources by number. With D devices they are, in this order:
 
     numbers             resources
-    0 up to D           devices
-    D up to 2 D         links between a device and its host
-    2 D up to 3 D       links to the next device
-    3 D up to 4 D       links to the previous device
-    4 D and more        networks of machines, two for each: out and in
+    0 to D - 1          devices
+    D to 2 D - 1        links between a device and its host
+    2 D to 3 D - 1      links to the next device
+    3 D to 4 D - 1      links to the previous device
+    from 4 D            networks of machines, two for each: out and in
 
 A "device" may stand for a group of devices at one place.
 """
@@ -43,9 +43,9 @@ class Resources:
 
     @property
     def in_order(self) -> Sequence[int]:
-        """The resources that serve tasks in the order of their lists: all but links to the host.
+        """The resources that serve tasks in the order of the lists: devices, and links between them.
 
-        Networks, which several stages share, do not serve in this order either.
+        Links to the host and networks serve whatever is ready first.
         """
         D = self.devices
         return [*range(D), *range(2 * D, 4 * D)]

@@ -1,10 +1,10 @@
-"""The simulator: predicts when a step's rows, or a schedule's tasks, run, and the bytes over time.
+"""The simulator: predicts when rows of a step or tasks of a schedule run, and the bytes over time.
 
 A row is one program or one copy. Programs run on their device in the order of their dispatch, and
-copies run on links as soon as they can. A row waits for the rows that wrote the buffers which it
-reads. Before it overwrites a buffer, it also waits for the rows that still read the buffer. Three
-more rules are needed for memory. The ledger of a run counts bytes in the order of dispatch, and the
-rules keep a device from ever holding more than the ledger counts:
+copies run on links as soon as they can. A row waits for the last writer of each buffer that it
+reads or writes, and for all readers of a buffer that it overwrites. Three more rules are needed for
+memory. The ledger of a run counts bytes in the order of dispatch, and the rules keep a device from
+ever holding more than the ledger counts:
 
     FREE    holds back all later rows of its device, and all later copies to its device
     IN      waits for the last program that was dispatched to its device before the IN
@@ -31,7 +31,7 @@ from jvpipe.simulate.task_graph import TaskGraph
 from jvpipe.simulate.timeline import Curve, Timeline
 
 _Changes = list[tuple[float, int]]
-"""Changes of bytes: pairs of a time in seconds, and the bytes that are added or removed."""
+"""Changes of bytes: pairs of a time in seconds and the bytes added; negative bytes are removed."""
 Links = Callable[[Row], Sequence[str]]
 """Returns the names of the links that a copy occupies; no link for a copy that takes no time."""
 
@@ -173,7 +173,7 @@ def _programs_before(
     *,
     takes_time: bool,
 ) -> Sequence[int]:
-    """Returns the program that a copy has to wait for, because its memory is not free earlier.
+    """Returns the program whose end frees the memory that a copy needs, if it waits for one.
 
     Args:
         link: the link that the copy takes; None if the row is not a copy.
@@ -234,7 +234,7 @@ def _curves(
     curves: list[Curve] = []
     for d in range(devices):
         curves.append(Curve.of(f"device {d}", changes[d], base[d]))
-    return (*curves, Curve.of("host", changes[HOST]))
+    return (*curves, Curve.of("host", changes[HOST], base[HOST]))
 
 
 def simulate_lists(
@@ -260,13 +260,13 @@ def simulate_lists(
 
     >>> from jvpipe.schedules.one_f_one_b import one_f_one_b
     >>> work = simulate_lists(one_f_one_b(4, 8), [StageLoad(1.0, 2.0)] * 4)
-    >>> work.step_s, round(work.bubble_fraction, 4)  # (8 + 4 - 1) 3, and (4 - 1) / (8 + 4 - 1)
+    >>> work.step_s, round(work.bubble_fraction, 4)  # (8 + 4 - 1) * 3, (4 - 1) / (8 + 4 - 1)
     (33.0, 0.2727)
     """
     last = max([task.stage for task in chain(*lists)], default=-1)
     named = max(len(lists), last + 1)
     if named != len(stages):
-        raise ValueError(f"{named} stages are in the task lists, {len(stages)} are given")
+        raise ValueError(f"the task lists name {named} stages, and {len(stages)} are given")
     parts_s = [stage.parts_s for stage in stages]
     features = Features.of(
         parts_s,

@@ -1,6 +1,6 @@
-"""A user's loss as a flat function, from lists of arrays to a list of arrays, and its jaxpr.
+"""A user's loss as a flat function, which returns a list of arrays, and its jaxpr.
 
-The user's function gets its random key made from a seed. What it returns is taken apart into the
+The user's function gets a random key that is made from a seed. What it returns is taken apart into the
 loss, the model state and aux, and each of them is checked while the function is traced, so that an
 error still shows the user's function.
 """
@@ -50,7 +50,7 @@ class FlatLoss:
         batch: Tree,
         seed: jax.ShapeDtypeStruct | None,
     ) -> tuple[ClosedJaxpr, TreeDef, TreeDef]:
-        """Traces the loss at some shapes.
+        """Traces the loss at the given shapes.
 
         Args:
             params: the shapes of the parameters.
@@ -63,10 +63,10 @@ class FlatLoss:
             tree of the loss; the tree of aux.
 
         Raises:
-            ValueError: the loss returns something else than it should, or has effects that a
-                pipeline cannot have.
+            ValueError: the loss returns what it should not, or has effects that a pipeline cannot
+                have.
         """
-        returned: list[TreeDef] = []  # a traced function returns only arrays: it leaves trees here
+        returned: list[TreeDef] = []  # a traced function returns only arrays, so trees are put here
 
         @_named_as(self.function)
         def flat(params: Tree, *rest: Any) -> list[Any]:
@@ -97,7 +97,7 @@ def _traced(
     *,
     with_key: bool,
 ) -> ClosedJaxpr:
-    """Traces a flat loss; an error that a user's mistake is likely to cause says so.
+    """Traces a flat loss; errors that are likely a user's mistake say so.
 
     Args:
         flat: the function.
@@ -120,7 +120,7 @@ def _traced(
         if isinstance(error, TypeError):  # a loss of (params, x, y) would get the key as its y
             error.add_note(
                 "The loss was called with (params, batch, rng), or (params, model_state, batch, rng) with has_state; "
-                "one of other arguments is wrapped: lambda params, batch, rng: loss(params, *batch)."
+                "a loss with other arguments needs a wrapper: lambda params, batch, rng: loss(params, *batch)."
             )
         raise
 
@@ -148,7 +148,7 @@ def _parts(
         has_state: whether it returns the model state.
 
     Raises:
-        ValueError: it returned another number of parts.
+        ValueError: it did not return a tuple of that many parts.
     """
     count = 1 + has_aux + has_state
     if count == 1:
@@ -174,16 +174,20 @@ def _check_loss(loss: Any) -> None:
             )
         if np.shape(part) != ():
             raise ValueError(
-                f"the loss must be a scalar, its shape is {np.shape(part)}: take its mean or sum"
+                f"the loss must be a scalar, not of shape {np.shape(part)}: take its mean or sum"
             )
     first = loss.total if isinstance(loss, Weighted) else loss
     if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
         raise ValueError(
-            f"the loss must be a real floating-point scalar, its type is {jnp.result_type(first)}"
+            f"the loss must be a real floating-point scalar, not of type {jnp.result_type(first)}"
         )
-    if isinstance(loss, Weighted) and jnp.result_type(loss.weight) == np.bool_:
+    if not isinstance(loss, Weighted):
+        return
+    weight_type = jnp.result_type(loss.weight)
+    if weight_type == np.bool_ or jnp.issubdtype(weight_type, jnp.complexfloating):
         raise ValueError(
-            "the weight of jvpipe.Weighted must be a number, its type is bool: sum up the mask"
+            f"the weight of jvpipe.Weighted must be a real number, not of type {weight_type}: "
+            "of a mask, take the sum"
         )
 
 
@@ -203,7 +207,7 @@ def _check_state(old: Tree, new: Tree) -> None:
     new_tree = jax.tree.structure(new)
     if old_tree != new_tree:
         raise ValueError(
-            f"the loss returns a model state of another structure: {new_tree}, not {old_tree}"
+            f"the loss changes the structure of the model state from {old_tree} to {new_tree}"
         )
     old_leaves = jax.tree_util.tree_leaves_with_path(old)
     new_types = map(jax.typeof, jax.tree.leaves(new))

@@ -79,7 +79,7 @@ def _scan(
 
 
 def _moved(lies: Lies, by: int) -> Lies:
-    """Returns how a value lies whose axes have other numbers.
+    """Returns how a value lies once its axes are renumbered.
 
     Args:
         lies: how it lies before.
@@ -94,7 +94,7 @@ def _while(
     small: JaxprEqn,
     ins: Sequence[Lies],
 ) -> list[Lies]:
-    # The condition reads constants of its own and the carry; the body, too.
+    # The condition and the body each read their own constants, and the carry.
     first = eqn.params["cond_nconsts"]
     start = first + eqn.params["body_nconsts"]
     of_condition, of_body, carry = ins[:first], ins[first:start], ins[start:]
@@ -137,7 +137,7 @@ LOOPS: Mapping[str, Loop] = {"scan": _scan, "while": _while, "cond": _cond}
 
 def _check_same_for_all(walk: Walk, eqn: JaxprEqn, decision: Lies) -> None:
     if decision.over is not Over.NONE:
-        raise walk.refused(eqn, "runs as its examples say")
+        raise walk.refused(eqn, "branches on its examples")
 
 
 def _settled(
@@ -148,8 +148,8 @@ def _settled(
 ) -> tuple[list[Lies], list[Lies]]:
     """Returns how a loop's carry lies once it no longer changes, and how the last results lie.
 
-    The search ends because joining undoes nothing: roots are only added, and a value that
-    became mixed stays so.
+    The search ends because joining undoes nothing: roots are only added, and a value that has
+    become mixed stays mixed.
 
     Args:
         walk: the walk around the loop.
@@ -173,7 +173,7 @@ def _joined(
     a: Lies,
     b: Lies,
 ) -> Lies:
-    """Returns how a value lies that may be either of two: carries of a loop, or branches.
+    """Returns how a value lies that is one of two: results of two iterations, or of two branches.
 
     Args:
         walk: the walk around the loop.
@@ -184,12 +184,12 @@ def _joined(
     # A loop often begins with zeros. They lie in every way: as an empty sum, or as a zero for
     # each example.
     if a.is_zero or b.is_zero:
-        return b if a.is_zero else a
+        return a if b.is_zero else b
     if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
         raise walk.refused(eqn, "keeps examples apart in one branch or iteration, not in all")
     same = (a.over, a.power, a.excess) == (b.over, b.power, b.excess)
     if not same and a.over is Over.ALONG:
-        raise walk.refused(eqn, "uses the number of examples in values of single ones")
+        raise walk.refused(eqn, "uses the number of examples in the values of single examples")
     return replace(
         a if same else Lies(Over.MIXED),
         roots=a.roots | b.roots,

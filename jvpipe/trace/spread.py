@@ -213,7 +213,7 @@ class Spreading:
             raise self.refused(eqn, "adds examples to what is there: add it to their sum")
         power = power_after(eqn, ins)
         if power is None:
-            raise self.refused(eqn, "uses the number of examples in values of single ones")
+            raise self.refused(eqn, "uses the number of examples in the values of single examples")
         opened = open_of(moving)
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 

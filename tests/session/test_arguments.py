@@ -224,7 +224,7 @@ def test_a_model_state_that_nobody_carries() -> None:
         (
             lambda loss: jvpipe.Weighted(loss, np.bool_(True)),
             {},
-            "its type is bool: sum up the mask",
+            "must be a real number, not of type bool: of a mask, take the sum",
         ),
     ],
 )

@@ -23,6 +23,7 @@ from jvpipe.trace.leaves import abstract
 from jvpipe.trace.loss import trace_loss
 from tests.ir.test_buffers import STEP
 from tests.lowering.test_step import lowered
+from tests.session.tiny import begun
 from tests.zoo import CASES
 
 
@@ -211,3 +212,12 @@ def test_a_row_waits_for_those_that_still_read_what_it_overwrites() -> None:
     )
     rows = (Row(Kind.SEND, 0, 0, 0, 0, (0,), (1,)), Row(Kind.U, 0, 0, 0, -1, (0,), (0,)))
     assert simulate(Lowered(rows, buffers, 1, (0,), (1,)), seconds).starts_s.tolist() == [0.0, 1.0]
+
+
+def test_the_host_s_curve_begins_with_the_optimizer_s_state_that_lies_there() -> None:
+    options = {"optimizer": optax.adam(0.1), "state_fates": {"*": "swap"}}
+    step = begun(**options)[0].session.compiled.lowered
+    host = simulate(step, lambda row: 1.0).curves[-1]
+    # Two moments of four numbers, for each of three layers.
+    assert host.bytes[0] == 3 * 2 * 16
+    assert host.bytes.min() >= 0

@@ -124,7 +124,7 @@ def test_no_gradient_flows_for_frozen_parameters_alone() -> None:
     [
         (
             lambda p, x, r: x @ p["block"][0]["w"],
-            r"must be a scalar, its shape is \(2, 3\): take its mean or sum",
+            r"must be a scalar, not of shape \(2, 3\): take its mean or sum",
         ),
         (
             lambda p, x, r: (good(p, x, r), x),
@@ -134,11 +134,11 @@ def test_no_gradient_flows_for_frozen_parameters_alone() -> None:
         (lambda p, x, r: None, "must be a scalar or jvpipe.Weighted, not NoneType"),
         (
             lambda p, x, r: jnp.argmax(p["block"][0]["w"]),
-            "must be a real floating-point scalar, its type is int32",
+            "must be a real floating-point scalar, not of type int32",
         ),
         (
             lambda p, x, r: jax.lax.complex(good(p, x, r), good(p, x, r)),
-            "must be a real floating-point scalar, its type is complex64",
+            "must be a real floating-point scalar, not of type complex64",
         ),
         (lambda p, x, r: jnp.sum(x), "depends on no parameter: there is nothing to train"),
         (lambda p, x, r: 0.0, "depends on no parameter: there is nothing to train"),
@@ -146,7 +146,7 @@ def test_no_gradient_flows_for_frozen_parameters_alone() -> None:
             lambda p, x, r: jax.lax.stop_gradient(good(p, x, r)),
             "depends on no parameter: there is nothing to train",
         ),
-        (lambda p, x, r: Weighted(good(p, x, r), x), r"must be a scalar, its shape is \(2, 3\)"),
+        (lambda p, x, r: Weighted(good(p, x, r), x), r"must be a scalar, not of shape \(2, 3\)"),
         (
             lambda p, x, r: Weighted(good(p, x, r), jnp.sum(p["block"][0]["w"])),
             r"weight of jvpipe.Weighted depends on parameters: count items of the batch, or .*stop_gradient",
@@ -234,7 +234,7 @@ def test_a_weight_behind_stop_gradient_is_fine() -> None:
         (
             {"has_state": True},
             lambda loss, s: (loss, {"other": s["mean"]}),
-            "model state of another structure: .*other",
+            "structure of the model state from .* to .*other",
         ),
         (
             {"has_state": True},

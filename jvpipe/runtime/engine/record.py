@@ -1,10 +1,10 @@
 """The record of a step's times, and the start and end of each row, which are read from it.
 
 The end of a row is observed (monitor.py). The start is computed. It is the latest of three times:
-when the device was free, when the inputs had come, and when the row was dispatched. In the picture,
+when its queue was free, when its inputs were ready, and when it was dispatched. In the picture,
 time runs to the right, and each line is a queue of rows that run in order:
 
-    device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
+    device 0   [  F0  ][  F1  ]         [ B0 ]      programs: two forwards, one backward
     link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
 
 Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, the idle time counts as
@@ -33,16 +33,16 @@ class Record:
 
     Args:
         lowered: the rows.
-        before: for each queue, when its last row before the step ended.
+        before: for each queue, the end of its last row before the step.
         moves: the record of the moves of layers just before this step, if there were any.
         instructions: the instructions that the rows are bound to, for pictures.
         held_bytes: the bytes in each memory before the step, for pictures.
-        named: whether a profile shows each wait by the name of its row.
+        named: whether a profile labels each wait with the name of its row.
 
     Attributes:
         order: the numbers of the rows in the order of dispatch.
         times: by row, its start and end; empty until the record is read.
-        after: for each queue, when its last row of the step ended.
+        after: for each queue, the end of its last row of the step.
         dispatched: by row, when it was dispatched.
         ended: by row, when its marker came.
         passed: for each queue, an event that is set once all its rows of the step have ended.
@@ -72,7 +72,7 @@ class Reading:
 
     Attributes:
         free_s: for each queue, when its last row so far ended.
-        made_s: for each buffer, when it came.
+        made_s: for each buffer, when it was made.
         fetched: the buffers that came back from the host.
         waiting: the devices that had a FREE since their last program.
         exposed_s: by device, the seconds for which copies to the host and back kept it idle.
