@@ -58,7 +58,6 @@ WITHOUT_VALUE = {
     "the optimizer keeps other arrays": "the state's arrays say nothing to a reader",
     "the loss, or a derivative rule in it": "what is traced has no value",
     "the weight of jvpipe.Weighted depends on": "what is traced has no value",
-    "the weight of jvpipe.Weighted must be a number": "the type is in the text",
     "django is not installed": "the name of a package that is missing",
 }
 """How messages without a field begin, and why each has none."""

@@ -369,9 +369,11 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     read_sealed(path)
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
+    # The stages of another schedule's plan may not even make a pipeline of this one.
+    if plan.schedule != schedule.name:
+        return None
     stages = pipeline_length(plan, schedule)
-    is_same = plan.schedule == schedule.name and options["stages"] in (None, stages)
-    return plan if is_same else None
+    return plan if options["stages"] in (None, stages) else None
 
 
 # The config.json of a folder may name code, which --resume would run. In a folder from

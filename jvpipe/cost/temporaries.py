@@ -250,13 +250,12 @@ def _inside_results(program: KernelProgram) -> set[Var]:
         result_bytes = nbytes(eqn.outvars[0])
         alike = {v for v in kernel.reads if nbytes(v) == result_bytes}
         alone = {v for v in alike - program.inputs if program.readers[v] == 1}
-        inside |= alone & summed
-        # The result's memory has room for one operand that is not summed up in place. An
-        # addition to an input leaves no room, because it overwrites the input.
         reads_input = not program.inputs.isdisjoint(jaxprs.variables(eqn.invars))
         if name in _ADDED and reads_input:
+            inside |= alone & summed
             continue
-        others = sorted(alone - summed, key=lambda v: made_by.get(v, -1))
+        # The result's memory has room for one operand.
+        others = sorted(alone, key=lambda v: made_by.get(v, -1))
         inside.update(others[:1])
     return inside
 

@@ -197,8 +197,9 @@ class _Asking:
             if not pays_for_room(Planned(kept.best.plan, kept.problem, kept.best.decision)):
                 return kept
         away = asking._state_away(limits, kept.best.splits)
-        is_faster = away.fits and away.step_s < kept.step_s
-        return away if is_faster or not kept.fits else kept
+        if not kept.fits:
+            return away
+        return away if away.fits and away.step_s < kept.step_s else kept
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
         """Returns the answers with layers cut at `splits`; if empty, wherever a cut saves time."""

@@ -268,7 +268,9 @@ def stage_bytes(
     state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
     state -= spared_bytes(layers, replicas)
     versions = problem.schedule.versions(s, problem.devices)
-    reducing = reducing_copies(replicas) * max(layer.reduced_bytes for layer in layers)
+    reducing = 0
+    if replicas > 1:
+        reducing = reducing_copies(replicas) * max(layer.reduced_bytes for layer in layers)
     return StageBytes(
         in_flight=problem.in_flight[s],
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
